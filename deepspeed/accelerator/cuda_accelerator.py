@@ -1,0 +1,68 @@
+"""GPUs behind ``torch.cuda``: NVIDIA, and AMD through ROCm."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .abstract_accelerator import DeepSpeedAccelerator
+
+VOLTA = 7  # the first compute capability with fp16 matrix units, and what Triton's kernels need
+
+
+class CUDA_Accelerator(DeepSpeedAccelerator):
+    supports_nvtx_domain = True
+
+    def __init__(self) -> None:
+        super().__init__("cuda", "nccl")
+
+    def is_available(self) -> bool:
+        return torch.cuda.is_available()
+
+    def communication_backend_version(self) -> tuple[int, ...] | None:
+        version = torch.cuda.nccl.version()
+        return tuple(version) if isinstance(version, tuple) else None
+
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= VOLTA
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        dtypes = [torch.float32]
+        if self.is_fp16_supported():
+            dtypes.append(torch.float16)
+        if self.is_bf16_supported():
+            dtypes.append(torch.bfloat16)
+        return dtypes
+
+    def is_triton_supported(self) -> bool:
+        if importlib.util.find_spec("triton") is None:
+            return False
+        return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= VOLTA
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        return torch.cuda._lazy_call(callback)
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        torch.cuda.nvtx.range_push(msg if domain is None else f"{domain}: {msg}")
+
+    def range_pop(self, domain: str | None = None) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    def create_graph(self) -> Any:
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        return torch.cuda.graph(graph, pool=pool, stream=stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        graph.replay()
+
+    def export_envs(self) -> list[str]:
+        return ["NCCL", "LD_LIBRARY_PATH", "PATH"]

@@ -1,0 +1,65 @@
+"""Which accelerator this process uses: the ``DS_ACCELERATOR`` variable, else what torch finds, else the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from .abstract_accelerator import DeepSpeedAccelerator
+from .cpu_accelerator import CPU_Accelerator
+from .cuda_accelerator import CUDA_Accelerator
+from .torch_device import MPS_Accelerator, TorchDevice_Accelerator
+
+ENVIRONMENT_VARIABLE = "DS_ACCELERATOR"
+SUPPORTED_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa")
+OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
+    "cpu": CPU_Accelerator,
+    "cuda": CUDA_Accelerator,
+    "mps": MPS_Accelerator,
+}
+
+
+class _Selected:
+    """The one accelerator of this process."""
+
+    accelerator: DeepSpeedAccelerator | None = None
+
+
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The accelerator of this process, chosen at the first call."""
+    if _Selected.accelerator is None:
+        name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
+        _Selected.accelerator = _make(name) if name else _make(_found_by_torch())
+    return _Selected.accelerator
+
+
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
+    """Replaces the accelerator of this process."""
+    _Selected.accelerator = accel_obj
+    return accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the chosen accelerator is one that we know."""
+    return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
+
+
+def _make(name: str) -> DeepSpeedAccelerator:
+    if name in OWN_CLASS:
+        return OWN_CLASS[name]()
+    if name not in SUPPORTED_ACCELERATORS and name != _found_by_torch():
+        allowed = ", ".join(SUPPORTED_ACCELERATORS)
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={name} is not a known accelerator; use one of {allowed}.")
+    return TorchDevice_Accelerator(name)
+
+
+def _found_by_torch() -> str:
+    # Ask the driver's management library instead of the driver: counting devices then makes no context, and
+    # processes forked later can still use the GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if not torch.accelerator.is_available():
+        return "cpu"
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type

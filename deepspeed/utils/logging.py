@@ -1,0 +1,177 @@
+"""The package's logger, and messages that only some ranks write."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+import torch
+import torch.distributed
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+LINE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+ALL_RANKS = -1
+
+QUIET_WHEN_COMPILING = "DISABLE_LOGS_WHILE_COMPILING"
+STILL_LOUD_WHEN_COMPILING = "LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE"
+LOGGER_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+
+
+class _StdoutHandler(logging.StreamHandler):
+    """Writes to whatever ``sys.stdout`` is now, not to what it was at import (it is often redirected later)."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return sys.stdout
+
+
+class LoggerFactory:
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """A logger of that name with one handler on standard output, apart from the root logger.
+
+        With ``DISABLE_LOGS_WHILE_COMPILING=1`` its methods do nothing while ``torch.compile`` traces, so that they do
+        not break the graph, except those listed in ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` (comma-separated).
+        """
+        if not name:
+            raise ValueError("A logger needs a name.")
+        created = logging.getLogger(name)
+        created.setLevel(level)
+        created.propagate = False
+        if not created.handlers:
+            handler = _StdoutHandler()
+            handler.setFormatter(logging.Formatter(LINE_FORMAT))
+            created.addHandler(handler)
+        if os.environ.get(QUIET_WHEN_COMPILING, "0") == "1":
+            loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
+            for method in LOGGER_METHODS:
+                if method not in loud:
+                    setattr(created, method, _unless_compiling(getattr(created, method)))
+        return created
+
+
+def _unless_compiling(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def quiet(*args: Any, **kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            # One frame up, so that the line names the caller.
+            method(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+    return quiet
+
+
+logger = LoggerFactory.create_logger(name="DeepSpeed", level=logging.WARNING)
+
+
+def _my_rank() -> int:
+    """Rank in the default process group, before that the launcher's ``RANK``, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0
+
+
+def _speaks_here(ranks: Iterable[int] | None) -> bool:
+    wanted = (ALL_RANKS,) if ranks is None else tuple(ranks)
+    return ALL_RANKS in wanted or _my_rank() in wanted
+
+
+def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
+    """The message with this rank's number, None if this rank is not among ``ranks`` (None or [-1]: all)."""
+    return f"[Rank {_my_rank()}] {message}" if _speaks_here(ranks) else None
+
+
+def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the listed ranks; None or [-1] means all."""
+    if logger.isEnabledFor(level) and (text := get_dist_msg(message, ranks)) is not None:
+        logger.log(level, text, stacklevel=2)
+
+
+def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
+    """Prints on the listed ranks, whatever the log level: for reports that the user asked for."""
+    if (text := get_dist_msg(message, ranks)) is not None:
+        print(text, flush=True)
+
+
+@functools.lru_cache(maxsize=None)
+def _once(key: tuple[int, str]) -> list[bool]:
+    return [True]
+
+
+def _is_first_time(level: int, text: str) -> bool:
+    flag = _once((level, text))
+    first, flag[0] = flag[0], False
+    return first
+
+
+def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """``log_dist``, but only the first time that this text comes."""
+    if logger.isEnabledFor(level) and _is_first_time(level, str(message)):
+        text = get_dist_msg(message, ranks)
+        if text is not None:
+            logger.log(level, text, stacklevel=2)
+
+
+def warning_once(message: Any, *args: Any) -> None:
+    """``logger.warning``, but only the first time that this text comes."""
+    text = str(message) % args if args else str(message)
+    if logger.isEnabledFor(logging.WARNING) and _is_first_time(logging.WARNING, text):
+        logger.warning("%s", text, stacklevel=2)
+
+
+def print_json_dist(message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
+    """Writes ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed ranks."""
+    if not _speaks_here(ranks):
+        return
+    text = json.dumps({**message, "rank": _my_rank()})
+    if path is None:
+        print(text, flush=True)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def print_configuration(args: Any, name: str) -> None:
+    """Logs the attributes of ``args``, one per line, in alphabetical order."""
+    logger.info("%s:", name, stacklevel=2)
+    for key in sorted(vars(args)):
+        logger.info("  %s %s %s", key, "." * (29 - len(key)), getattr(args, key), stacklevel=2)
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level name in any case; ValueError for a name that is none."""
+    level = log_levels.get(log_level_str.lower())
+    if level is None:
+        names = ", ".join(log_levels)
+        raise ValueError(f"{log_level_str!r} is not one of the valid logging levels: {names}.")
+    return level
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the logger is set to this level or a more talkative one."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
