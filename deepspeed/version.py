@@ -1,0 +1,11 @@
+"""Version of the package: the one place that `pyproject.toml`, `deepspeed.__version__` and checkpoints read."""
+
+from __future__ import annotations
+
+__version__ = "1.0.0"
+
+# Filled by a release build that knows them; a source checkout leaves them unknown.
+git_hash = "unknown"
+git_branch = "unknown"
+
+version = __version__

@@ -1,0 +1,304 @@
+"""The far side of the test pool: a fork server and the ranks it makes.
+
+`python -m tests.pool_rank FD` imports torch once, with one thread, and then forks a rank for every request that comes
+over the socket FD, so that a new rank costs a fork and not an import. A rank serves tests until its connection closes.
+It only ever talks to the pytest process; how it is told what to do is in `pool.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _pytest.outcomes import Skipped
+
+SEED = 1234
+_PR_SET_PDEATHSIG = 1
+# Environment that libraries set for themselves when first used.
+_LIBRARY_ENV = ("TORCHINDUCTOR_", "TRITON_", "PYTORCH_", "KMP_", "PYTEST_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One test on one rank."""
+
+    module: str
+    file: str
+    qualname: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    rank: int
+    world_size: int
+    store_file: str
+    port: int
+    timeout_s: float
+    init_process_group: bool
+    sys_path: list[str]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a rank says after a phase of a job: `kind` is passed, failed, skipped or leaked."""
+
+    kind: str
+    value: Any = None
+    text: str = ""
+
+
+# ---------------------------------------------------------------------------------------------- fork server
+
+
+def serve(fd: int) -> None:
+    """Fork a rank per `spawn` request (which carries its connection and its log file); `reap PID` answers how it ended."""
+    control = socket.socket(fileno=fd)
+    _warm_up()
+    control.sendall(b"%08d" % len(threading.enumerate()))
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        if not message:  # the pytest process is gone; PDEATHSIG takes the ranks along
+            return
+        command, _, argument = message.partition(b" ")
+        if command == b"reap":
+            _, status = os.waitpid(int(argument), 0)
+            control.sendall(b"%08d" % os.waitstatus_to_exitcode(status))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _die_with_parent()
+            code = 1
+            try:
+                code = _rank_main(Connection(fds[0]), fds[1])
+            finally:
+                os._exit(code)
+        for inherited in fds:
+            os.close(inherited)
+        control.sendall(b"%08d" % pid)
+
+
+def _warm_up() -> None:
+    """Import what every test needs and put all of it out of the garbage collector's sight."""
+    torch.set_num_threads(1)
+    _rewrite_assertions()
+    gc.collect()
+    gc.freeze()
+
+
+def _rewrite_assertions() -> None:
+    """Give the ranks pytest's assertion messages, from the same cached bytecode as the pytest process."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config())
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------- one rank
+
+
+def _rank_main(connection: Connection, log_fd: int) -> int:
+    """Serve jobs until the other side closes or a job goes wrong; a rank that saw a failure is never used again."""
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    sys.stdin = open(os.devnull)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    warnings.filterwarnings("error", category=FutureWarning, module=r"deepspeed(\..*)?")
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return 0
+        if not _serve_job(connection, job):
+            return 1
+
+
+def _serve_job(connection: Connection, job: Job) -> bool:
+    """Run the function; then, once every rank of the test is through it, tear down and look for leaks."""
+    outcome = _attempt(lambda: _run(job))
+    _report(connection, outcome)
+    if outcome.kind == "failed":
+        return False
+    try:
+        connection.recv_bytes()  # all ranks are through: from here on nobody waits for anybody
+    except EOFError:
+        return False
+    outcome = _attempt(lambda: _tear_down(job))
+    _report(connection, outcome)
+    return outcome.kind == "passed"
+
+
+def _attempt(phase: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(kind="passed", value=phase())
+    except Skipped as skip:
+        return Outcome(kind="skipped", text=str(skip.msg))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt inside a test are failures of that test
+        frames = error.__traceback__
+        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        return Outcome(kind="failed", text="".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _report(connection: Connection, outcome: Outcome) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        payload = pickle.dumps(outcome)
+    except Exception:
+        text = f"the test's return value cannot be sent back:\n{traceback.format_exc()}"
+        payload = pickle.dumps(Outcome(kind="failed", text=text))
+    connection.send_bytes(payload)
+
+
+def _run(job: Job) -> Any:
+    _set_environment(job)
+    test = _load(job)
+    _before.clear()
+    _before.update(snapshot())
+    if job.init_process_group:
+        _init_process_group(job)
+    return test(**job.kwargs)
+
+
+_before: dict[str, Any] = {}
+
+
+def _set_environment(job: Job) -> None:
+    os.environ.clear()
+    os.environ.update(
+        job.env,
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        TORCH_GLOO_LAZY_INIT="1",
+    )
+    sys.path[:] = job.sys_path
+    sys.excepthook = sys.__excepthook__  # init_process_group wraps it anew each time
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+def _init_process_group(job: Job) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(job.store_file, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+
+
+def _load(job: Job) -> Callable[..., Any]:
+    """The plain function behind a decorated test (or the function itself), found by module and qualified name."""
+    module = sys.modules.get(job.module)
+    if module is None:
+        module = _import(job)
+    found: Any = module
+    for part in job.qualname.split("."):
+        found = getattr(found, part)
+    return getattr(found, "__wrapped__", found)
+
+
+def _import(job: Job) -> Any:
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(job.module)
+        if Path(module.__file__ or "").resolve() == Path(job.file).resolve():
+            return module
+    spec = importlib.util.spec_from_file_location(job.module, job.file)
+    assert spec is not None and spec.loader is not None, f"{job.file} is not a Python module"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[job.module] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tear_down(job: Job) -> None:
+    gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
+    comm = sys.modules.get("deepspeed.comm")
+    if dist.is_initialized():
+        (comm or dist).destroy_process_group()
+    after = snapshot()
+    leaks = [
+        f"  {name}: {_before.get(name)!r} before, {after.get(name)!r} after"
+        for name in sorted({*_before, *after})
+        if after.get(name) != _before.get(name)
+    ]
+    assert not leaks, "the test left process-wide state behind:\n" + "\n".join(leaks)
+    gc.freeze()  # what survived is modules and caches: the next test's collection need not look at them
+
+
+# ---------------------------------------------------------------------------------------------- leaks
+
+_CONSTRUCTORS = (
+    "arange empty empty_like eye full full_like linspace ones ones_like rand rand_like randn tensor zeros zeros_like"
+).split()
+_MODULE_METHODS = "__init__ __init_subclass__ __setattr__ __call__ _apply register_parameter state_dict apply".split()
+
+
+def snapshot() -> dict[str, Any]:
+    """Everything process-wide that a test could change and a later one could notice."""
+    nn_module = torch.nn.modules.module
+    state: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "torch threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "cwd": os.getcwd(),
+        "SIGTERM, SIGINT handlers": (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)),
+        "global module hooks": sum(
+            len(getattr(nn_module, name)) for name in dir(nn_module) if name.startswith("_global_") and "_hooks" in name
+        ),
+        "non-daemon threads": [
+            thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
+        ],
+        "process group": dist.is_initialized(),
+    }
+    state.update({f"torch.{name}": getattr(torch, name) for name in _CONSTRUCTORS})
+    state.update({f"nn.Module.{name}": getattr(torch.nn.Module, name) for name in _MODULE_METHODS})
+    state.update({f"nn.Linear.{name}": getattr(torch.nn.Linear, name) for name in ("__init__", "forward")})
+    state["torch.Tensor.__new__"] = torch.Tensor.__new__
+    state["torch.nn.functional.linear"] = torch.nn.functional.linear
+    state.update({f"os.environ[{k}]": v for k, v in os.environ.items() if not k.startswith(_LIBRARY_ENV)})
+    return state
+
+
+if __name__ == "__main__":
+    # Under its importable name, so that the jobs pickled by the pytest process are of this very class.
+    importlib.import_module("tests.pool_rank").serve(int(sys.argv[1]))
