@@ -1,0 +1,203 @@
+"""What the training core knows of communication: a `Communicator` per process group.
+
+Each operation is a small object with one call (`AllGather`, `ReduceScatter`, ...). Transports (gloo, the
+backend's own operations, shared memory) are siblings with the same calls, chosen in `_select_transport`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import gloo, native
+from .pending import DONE, CommunicationError, OrderedPending, Pending
+from .reduction import sum_in_order
+
+__all__ = [
+    "CommunicationError",
+    "Communicator",
+    "Pending",
+    "Transport",
+    "communicator",
+    "forget_communicators",
+]
+
+
+class AllGather(Protocol):
+    def __call__(self, output: Tensor, input: Tensor) -> Pending: ...
+
+
+class ReduceScatter(Protocol):
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
+
+
+class AllReduce(Protocol):
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
+
+
+class AllReduceMax(Protocol):
+    def __call__(self, tensor: Tensor) -> Pending: ...
+
+
+class Broadcast(Protocol):
+    def __call__(self, tensor: Tensor, src: int) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
+
+    name: str
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    all_reduce: AllReduce
+    all_reduce_max: AllReduceMax
+    broadcast: Broadcast
+
+
+class Communicator:
+    """Collectives of one process group on flat tensors, with traffic counters.
+
+    Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
+    and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
+    tensor is cut into calls. All ranks issue the same collectives in the same order; handles may be waited
+    in any order. A group of one rank never touches the network.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
+        self.ranks: tuple[int, ...] = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.bytes_sent = 0  # payload this rank put on the wire
+        self.collectives: Counter[str] = Counter()
+        self._transports: dict[str, Transport] = {}  # by device type
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
+        slice (nothing is copied then)."""
+        if self.size == 1 or input.numel() == 0:
+            if output.data_ptr() != input.data_ptr():
+                output.copy_(input)
+            return DONE
+        self._count("all_gather", input.numel() * input.element_size() * (self.size - 1))
+        return self._transport(output).all_gather(output, input)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        """`output [n]` = slice `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
+        a wider dtype, or be input's own slice; `input` is left as it is otherwise."""
+        if self.size == 1 or output.numel() == 0:
+            return _single(output, input, scale)
+        self._count("reduce_scatter", output.numel() * input.element_size() * (self.size - 1))
+        return self._transport(input).reduce_scatter(output, input, scale=scale)
+
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        """In place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
+        if self.size == 1 or tensor.numel() == 0:
+            return _single(tensor, tensor, scale)
+        self._count("all_reduce", self._all_reduce_bytes(tensor))
+        return self._transport(tensor).all_reduce(tensor.view(-1), scale=scale)
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """In place elementwise maximum over ranks."""
+        if self.size == 1 or tensor.numel() == 0:
+            return DONE
+        self._count("all_reduce_max", self._all_reduce_bytes(tensor))
+        return self._transport(tensor).all_reduce_max(tensor.view(-1))
+
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
+        """In place copy from rank `src` of this group (counted inside the group)."""
+        if self.size == 1 or tensor.numel() == 0:
+            return DONE
+        sent = tensor.numel() * tensor.element_size() * (self.size - 1) if self.rank == src else 0
+        self._count("broadcast", sent)
+        return self._transport(tensor).broadcast(tensor.view(-1), src)
+
+    def reset_counters(self) -> None:
+        self.bytes_sent = 0
+        self.collectives.clear()
+
+    def _all_reduce_bytes(self, tensor: Tensor) -> int:
+        return 2 * tensor.numel() * tensor.element_size() * (self.size - 1) // self.size
+
+    def _count(self, operation: str, sent_bytes: int) -> None:
+        self.collectives[operation] += 1
+        self.bytes_sent += sent_bytes
+
+    def _transport(self, tensor: Tensor) -> Transport:
+        device_type = tensor.device.type
+        transport = self._transports.get(device_type)
+        if transport is None:
+            transport = self._transports[device_type] = _select_transport(self, device_type)
+        return transport
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size}, ranks={list(self.ranks)})"
+
+
+def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
+    if scale != 1.0:
+        sum_in_order(output.view(-1), [input.view(-1)], scale)
+    elif output.data_ptr() != input.data_ptr() or output.dtype != input.dtype:
+        output.copy_(input)
+    return DONE
+
+
+def _select_transport(owner: Communicator, device_type: str) -> Transport:
+    """The one place where a transport is chosen."""
+    assert owner.group is not None
+    if device_type == "cpu" and _is_gloo(owner.group):
+        channel = gloo.GlooChannel(owner.group, owner.ranks)
+        return Transport(
+            name="gloo",
+            all_gather=gloo.GlooAllGather(channel),
+            reduce_scatter=gloo.GlooReduceScatter(channel),
+            all_reduce=gloo.GlooAllReduce(channel),
+            all_reduce_max=gloo.GlooAllReduceMax(channel),
+            broadcast=gloo.GlooBroadcast(channel),
+        )
+    arguments = (owner.group, owner.ranks)
+    return Transport(
+        name="native",
+        all_gather=native.NativeAllGather(*arguments),
+        reduce_scatter=native.NativeReduceScatter(*arguments),
+        all_reduce=native.NativeAllReduce(*arguments),
+        all_reduce_max=native.NativeAllReduceMax(*arguments),
+        broadcast=native.NativeBroadcast(*arguments),
+    )
+
+
+def _is_gloo(group: ProcessGroup) -> bool:
+    return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
+
+
+_communicators: dict[ProcessGroup, Communicator] = {}
+
+
+def communicator(group: ProcessGroup | None = None) -> Communicator:
+    """The communicator of `group` (None: the default group, or one rank alone before torch.distributed is
+    initialised). One per group: its counters are shared by all users."""
+    if group is None:
+        if not dist.is_initialized():
+            return Communicator(None)
+        group = dist.group.WORLD
+        assert group is not None
+    found = _communicators.get(group)
+    if found is None:
+        found = _communicators[group] = Communicator(group)
+    return found
+
+
+def forget_communicators(group: ProcessGroup | None = None) -> None:
+    """Drop the communicator of a destroyed group (None: of all groups)."""
+    if group is None:
+        _communicators.clear()
+        OrderedPending.forget_all()
+    else:
+        _communicators.pop(group, None)

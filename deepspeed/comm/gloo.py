@@ -1,0 +1,269 @@
+"""Collectives over gloo as direct exchanges between pairs of ranks.
+
+gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
+here, at every size (benchmarks/comm_collectives.py prints both), and their sums round 16-bit values at each
+hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_order`.
+
+Every exchange has the tag of its sequence number: messages of different collectives, and those that a user
+sends on the same group, never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from .pending import CommunicationError, OrderedPending, Pending
+from .reduction import sum_in_order
+
+# Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
+# under way: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
+SCRATCH_BYTES = 8 << 20
+_PIECES_IN_FLIGHT = 2
+
+# Up to this many bytes an all_reduce sends the whole tensor to everyone: one latency instead of two.
+SMALL_ALL_REDUCE_BYTES = 8 << 10
+
+_TAG_BASE = 0x2D50_0000  # far from the tags that users choose
+_TAG_RANGE = 1 << 20
+
+
+class GlooChannel:
+    """Tagged messages between this rank and its peers on one gloo group; ranks count inside the group."""
+
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.backend = group._get_backend(torch.device("cpu"))  # without the dispatcher: 20 us less per call
+        self.rank = group.rank()
+        self.size = group.size()
+        self.ranks = ranks
+        # Start with the next rank, so that not every rank talks to rank 0 first.
+        self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._sequence = 0
+
+    def next_tag(self) -> int:
+        """Two consecutive tags are reserved: all ranks call this once per collective, in the same order."""
+        self._sequence = (self._sequence + 2) % _TAG_RANGE
+        return _TAG_BASE + self._sequence
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.backend.send([_bytes(tensor)], peer, tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.backend.recv([_bytes(tensor)], peer, tag)
+
+    def wait(self, work: Work, operation: str, peer: int | None = None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failure(operation, peer, error) from error
+
+    def failure(self, operation: str, peer: int | None, error: Exception) -> CommunicationError:
+        silent = "" if peer is None else f" while waiting for rank {self.ranks[peer]}"
+        return CommunicationError(
+            f"{operation} among ranks {list(self.ranks)} failed on rank {self.ranks[self.rank]}{silent}: "
+            f"{error}. Either that rank ended (its own message comes first in the log) or it did not reach "
+            "this collective in time; if it only is slow, raise the timeout (DEEPSPEED_TIMEOUT in minutes, "
+            "or init_distributed(timeout=...))."
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8 where gloo does not know the dtype (fp8, complex)."""
+    return tensor if tensor.dtype in _GLOO_DTYPES else tensor.view(torch.uint8)
+
+
+_GLOO_DTYPES = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    )
+)
+
+
+def shares(numel: int, size: int) -> list[tuple[int, int]]:
+    """The [start, stop) that each rank owns of a flat tensor: even, the last ones shorter or empty."""
+    length = -(-numel // size)
+    return [(min(rank * length, numel), min((rank + 1) * length, numel)) for rank in range(size)]
+
+
+def piece_numel(size: int, item_bytes: int) -> int:
+    """Elements of one piece such that the scratch of a reduction stays within SCRATCH_BYTES."""
+    return max(1, SCRATCH_BYTES // (_PIECES_IN_FLIGHT * (size - 1) * item_bytes))
+
+
+def _pieces(start: int, stop: int, piece: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + piece, stop)) for first in range(start, stop, piece))
+
+
+class GlooAllGather:
+    """Each rank sends its slice to each peer and receives theirs in place: no scratch."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        channel, count, tag = self.channel, input.numel(), self.channel.next_tag()
+        own = output[channel.rank * count : (channel.rank + 1) * count]
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        received = [
+            (peer, channel.receive(output[peer * count : (peer + 1) * count], peer, tag))
+            for peer in channel.peers
+        ]
+        sent = [(peer, channel.send(own, peer, tag)) for peer in channel.peers]
+        return Pending(_waiting(channel, "all_gather", received + sent))
+
+
+def _waiting(channel: GlooChannel, operation: str, works: list[tuple[int, Work]]) -> Callable[[], None]:
+    def finish() -> None:
+        for peer, work in works:
+            channel.wait(work, operation, peer)
+
+    return finish
+
+
+class _SlicedSum:
+    """This rank's slice of a sum over ranks, received piece by piece into bounded scratch.
+
+    Sends are posted at once (gloo moves them when the peer has posted its receive), so are the receives of
+    the first pieces; `run()` sums a piece, then posts the receive that reuses its scratch.
+    """
+
+    def __init__(
+        self, channel: GlooChannel, operation: str, input: Tensor, bounds: list[tuple[int, int]]
+    ) -> None:
+        self.channel, self.operation, self.tag = channel, operation, channel.next_tag()
+        start, stop = bounds[channel.rank]
+        self.own = input[start:stop]
+        item = input.element_size()
+        fitting = piece_numel(channel.size, item)
+        piece = max(1, min(stop - start, fitting))
+        self.pieces = list(_pieces(0, stop - start, piece))
+        slots = min(_PIECES_IN_FLIGHT, len(self.pieces))
+        self.scratch = torch.empty((slots, len(channel.peers), piece), dtype=input.dtype)
+        self.received = [self._receive(index) for index in range(slots)]
+        self.sent = [
+            (peer, channel.send(input[first:last], peer, self.tag))
+            for peer in channel.peers
+            for first, last in _pieces(*bounds[peer], fitting)
+        ]
+
+    def _receive(self, index: int) -> list[tuple[int, Tensor, Work]]:
+        first, last = self.pieces[index]
+        slot = self.scratch[index % _PIECES_IN_FLIGHT]
+        buffers = [slot[position, : last - first] for position in range(len(self.channel.peers))]
+        return [
+            (peer, buffer, self.channel.receive(buffer, peer, self.tag))
+            for peer, buffer in zip(self.channel.peers, buffers, strict=True)
+        ]
+
+    def run(self, output: Tensor, scale: float, each: Callable[[int, int], None] | None = None) -> None:
+        """Fill `output`; call `each(start, stop)` when that part of it is final."""
+        for index, (first, last) in enumerate(self.pieces):
+            summands = [self.own[first:last]] * self.channel.size
+            for peer, buffer, work in self.received[index]:
+                self.channel.wait(work, self.operation, peer)
+                summands[peer] = buffer
+            sum_in_order(output[first:last], summands, scale)
+            if index + _PIECES_IN_FLIGHT < len(self.pieces):
+                self.received.append(self._receive(index + _PIECES_IN_FLIGHT))
+            if each is not None:
+                each(first, last)
+        for peer, work in self.sent:
+            self.channel.wait(work, self.operation, peer)
+
+
+class GlooReduceScatter:
+    """Each rank sends each peer its slice in the input's dtype; the sum is local, in rank order."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        slices = _SlicedSum(self.channel, "reduce_scatter", input, shares(input.numel(), self.channel.size))
+        return OrderedPending(lambda: slices.run(output, scale))
+
+
+class GlooAllReduce:
+    """reduce_scatter into the own slice and all_gather of the slices, piece by piece in one go.
+
+    The receives of the gathered pieces are posted at once although their memory is still being sent: a peer
+    sends a summed piece only after it has received that piece from here.
+    """
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        channel = self.channel
+        if tensor.numel() * tensor.element_size() <= SMALL_ALL_REDUCE_BYTES:
+            return self._small(tensor, scale)
+        bounds = shares(tensor.numel(), channel.size)
+        slices = _SlicedSum(channel, "all_reduce", tensor, bounds)
+        tag = slices.tag + 1
+        own_start, own_stop = bounds[channel.rank]
+        own = tensor[own_start:own_stop]
+        fitting = piece_numel(channel.size, tensor.element_size())
+        works = [
+            (peer, channel.receive(tensor[first:last], peer, tag))
+            for peer in channel.peers
+            for first, last in _pieces(*bounds[peer], fitting)
+        ]
+
+        def publish(first: int, last: int) -> None:
+            works.extend((peer, channel.send(own[first:last], peer, tag)) for peer in channel.peers)
+
+        def finish() -> None:
+            slices.run(own, scale, publish)
+            for peer, work in works:
+                channel.wait(work, "all_reduce", peer)
+
+        return OrderedPending(finish)
+
+    def _small(self, tensor: Tensor, scale: float) -> Pending:
+        channel, tag = self.channel, self.channel.next_tag()
+        everyone = torch.empty((channel.size, tensor.numel()), dtype=tensor.dtype)
+        everyone[channel.rank].copy_(tensor)
+        works = [(peer, channel.receive(everyone[peer], peer, tag)) for peer in channel.peers]
+        works += [(peer, channel.send(everyone[channel.rank], peer, tag)) for peer in channel.peers]
+        wait = _waiting(channel, "all_reduce", works)
+
+        def finish() -> None:
+            wait()
+            sum_in_order(tensor, list(everyone), scale)
+
+        return Pending(finish)
+
+
+class GlooAllReduceMax:
+    """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce serves."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, tensor: Tensor) -> Pending:
+        work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
+        return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
+
+
+class GlooBroadcast:
+    """gloo's own broadcast (a tree over the ranks)."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, tensor: Tensor, src: int) -> Pending:
+        work = torch.distributed.broadcast(
+            _bytes(tensor), group=self.channel.group, group_src=src, async_op=True
+        )
+        return Pending(lambda: self.channel.wait(work, "broadcast", src))

@@ -1,0 +1,303 @@
+"""Named axes of parallelism over the ranks of a job.
+
+`MeshLayout` is the arithmetic (who is in which group), `ProcessMesh` adds the process groups.
+
+The ranks form a box with the axes (pp, dp, sp, tp), the last one varying fastest: ranks of one
+tensor-parallel group are neighbours, pipeline stages are far apart. Two more pairs of axes cut the dp * sp
+ranks that hold the same dense weights once again:
+
+    ep (neighbours)  x  expert_dp (strided)       experts are spread over ep, replicated over expert_dp
+    node (neighbours)  x  cross_node (strided)    ranks of one host, and their counterparts on the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .collectives import Communicator, communicator
+from .groups import new_group
+
+BASE_AXES = ("pp", "dp", "sp", "tp")
+# derived axis -> (which size field it uses, whether it is the inner one of its pair)
+_DERIVED_AXES = {
+    "ep": ("ep", True),
+    "expert_dp": ("ep", False),
+    "node": ("node", True),
+    "cross_node": ("node", False),
+}
+AXES = (*BASE_AXES, *_DERIVED_AXES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout:
+    """Sizes of the axes, and from them the ranks of every group. Pure arithmetic: no torch.distributed."""
+
+    pp: int = 1
+    dp: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+    node: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*BASE_AXES, "ep", "node"):
+            size: int = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"mesh axis {axis}={size}: a size is at least 1")
+        for axis in ("ep", "node"):
+            if self.replicas % getattr(self, axis):
+                raise ValueError(
+                    f"mesh axis {axis}={getattr(self, axis)} does not divide the {self.replicas} "
+                    f"data-parallel ranks (dp={self.dp} x sp={self.sp}): one of {_divisors(self.replicas)}"
+                )
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.sp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense weights and average their gradients: dp * sp."""
+        return self.dp * self.sp
+
+    def size(self, *axes: str) -> int:
+        """Ranks of a group over these axes (their product)."""
+        result = 1
+        for axis in axes:
+            result *= self._size(axis)
+        return result
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Position of a rank along each base axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
+        result: dict[str, int] = {}
+        for axis in reversed(BASE_AXES):
+            rank, result[axis] = divmod(rank, self._size(axis))
+        return {axis: result[axis] for axis in BASE_AXES}
+
+    def rank_at(self, **position: int) -> int:
+        """The rank at a position along the base axes (what is not named is 0)."""
+        rank = 0
+        for axis in BASE_AXES:
+            rank = rank * self._size(axis) + position.get(axis, 0)
+        return rank
+
+    def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group of `rank` over these axes: all ranks that differ from it along them only, ascending."""
+        if len(axes) == 1 and axes[0] in _DERIVED_AXES:
+            return self._derived_ranks(rank, axes[0])
+        for axis in axes:
+            if axis not in BASE_AXES:
+                raise ValueError(f"mesh axes {axes}: only {BASE_AXES} can be combined, not {axis!r}")
+        positions = [self.coordinate(rank)]
+        for axis in BASE_AXES:
+            if axis in axes:
+                positions = [{**at, axis: index} for at in positions for index in range(self._size(axis))]
+        return tuple(self.rank_at(**at) for at in positions)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every group over these axes, ordered by first rank; each rank is in exactly one."""
+        result: dict[tuple[int, ...], None] = {}
+        for rank in range(self.world_size):
+            result.setdefault(self.ranks(rank, *axes))
+        return list(result)
+
+    def _size(self, axis: str) -> int:
+        if axis in _DERIVED_AXES:
+            field, inner = _DERIVED_AXES[axis]
+            inner_size: int = getattr(self, field)
+            return inner_size if inner else self.replicas // inner_size
+        if axis not in BASE_AXES:
+            raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+        size: int = getattr(self, axis)
+        return size
+
+    def _derived_ranks(self, rank: int, axis: str) -> tuple[int, ...]:
+        field, inner = _DERIVED_AXES[axis]
+        return split_ranks(self.ranks(rank, "dp", "sp"), rank, getattr(self, field), inner=inner)
+
+
+def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
+    """Cut `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
+    in every run (not inner)."""
+    place = ranks.index(rank)
+    if inner:
+        start = place - place % block
+        return ranks[start : start + block]
+    return ranks[place % block :: block]
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+class ProcessMesh:
+    """The mesh of a running job, seen from one rank: sizes, positions, process groups, communicators.
+
+    Groups are made on first use and only by their members, so all ranks ask for the same axes in the same
+    order. Axes whose groups have the same ranks share one group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks_of: dict[tuple[str, ...], tuple[int, ...]],
+        *,
+        groups: dict[tuple[int, ...], ProcessGroup] | None = None,
+        layout: MeshLayout | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`ranks_of`: this rank's group over single axes and combinations of axes; what is missing is
+        computed from `layout`, or from the axes of size 1. `groups`: those that exist already."""
+        self.global_rank = rank
+        self.layout = layout
+        self._ranks_of = {_key(axes): ranks for axes, ranks in ranks_of.items()}
+        self._groups: dict[tuple[int, ...], ProcessGroup] = dict(groups or {})
+        self._timeout = timeout
+
+    @classmethod
+    def build(
+        cls,
+        world_size: int | None = None,
+        *,
+        dp: int | None = None,
+        tp: int = 1,
+        pp: int = 1,
+        sp: int = 1,
+        ep: int = 1,
+        node: int | None = None,
+        rank: int | None = None,
+        timeout: timedelta | None = None,
+    ) -> ProcessMesh:
+        """Mesh over all ranks. `dp=None`: what the others leave. `node=None`: all replicas on one host."""
+        if world_size is None:
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+        model = tp * pp * sp
+        if dp is None:
+            dp = world_size // model if model > 0 else 0
+        if dp * model != world_size:
+            raise ValueError(
+                f"world size {world_size} is not dp x tp x pp x sp = {dp} x {tp} x {pp} x {sp}; change "
+                " the number of ranks or the parallel sizes"
+            )
+        layout = MeshLayout(pp=pp, dp=dp, sp=sp, tp=tp, ep=ep, node=dp * sp if node is None else node)
+        return cls(rank, {}, layout=layout, timeout=timeout)
+
+    @classmethod
+    def from_mpu(cls, mpu: Any, *, ep: int = 1, timeout: timedelta | None = None) -> ProcessMesh:
+        """Mesh with the groups of a Megatron-style model-parallel unit; an axis that it does not know has
+        size 1."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
+        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        for axes, getters in _MPU_GROUPS.items():
+            group = _mpu_group(mpu, getters)
+            if group is not None:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                ranks_of[axes] = ranks
+                groups.setdefault(ranks, group)
+        if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
+            ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
+        for axis in BASE_AXES:
+            ranks_of.setdefault((axis,), (rank,))
+        mesh = cls(rank, ranks_of, groups=groups, timeout=timeout)
+        if ep > 1:
+            replicas = mesh.ranks("dp", "sp")
+            if len(replicas) % ep:
+                raise ValueError(f"expert-parallel size {ep} does not divide {len(replicas)} replicas")
+            mesh._ranks_of[("ep",)] = split_ranks(replicas, rank, ep, inner=True)
+            mesh._ranks_of[("expert_dp",)] = split_ranks(replicas, rank, ep, inner=False)
+        return mesh
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Global ranks of this rank's group over these axes."""
+        key = _key(axes)
+        found = self._ranks_of.get(key)
+        if found is None:
+            found = self._ranks_of[key] = self._compute_ranks(key)
+        return found
+
+    def size(self, *axes: str) -> int:
+        return len(self.ranks(*axes))
+
+    def rank(self, *axes: str) -> int:
+        """Position of this process in its group over these axes."""
+        return self.ranks(*axes).index(self.global_rank)
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """The process group over these axes (made on first use: a collective call of its members)."""
+        ranks = self.ranks(*axes)
+        found = self._groups.get(ranks)
+        if found is None:
+            found = self._groups[ranks] = new_group(ranks, timeout=self._timeout)
+        return found
+
+    def communicator(self, *axes: str) -> Communicator:
+        """The communicator over these axes; one rank alone needs no process group."""
+        if self.size(*axes) == 1:
+            return Communicator(None)
+        return communicator(self.group(*axes))
+
+    def _compute_ranks(self, key: tuple[str, ...]) -> tuple[int, ...]:
+        if self.layout is not None:
+            return self.layout.ranks(self.global_rank, *key)
+        if len(key) == 1 and key[0] in _DERIVED_AXES:
+            # Without a cut all replicas hold other experts' places alone: ep and cross_node have size 1.
+            _, inner = _DERIVED_AXES[key[0]]
+            whole = inner == (_DERIVED_AXES[key[0]][0] == "node")
+            return self.ranks("dp", "sp") if whole else (self.global_rank,)
+        for axis in key:
+            if (axis,) not in self._ranks_of:
+                raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+        wide = [axis for axis in key if self.size(axis) > 1]
+        if len(wide) > 1:
+            raise ValueError(f"the model-parallel unit has no group over {' x '.join(wide)}")
+        return self.ranks(wide[0]) if wide else (self.global_rank,)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in BASE_AXES)
+        return f"ProcessMesh(rank {self.global_rank}: {sizes})"
+
+
+def _key(axes: Sequence[str]) -> tuple[str, ...]:
+    """Axes in canonical order, so that ("sp", "dp") and ("dp", "sp") are one group."""
+    for axis in axes:
+        if axis not in AXES:
+            raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
+    return tuple(sorted(set(axes), key=AXES.index))
+
+
+# Which methods of a model-parallel unit name the group over which axes; the first that exists counts.
+_MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("dp",): ("get_data_parallel_group",),
+    ("tp",): ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
+    ("pp",): ("get_pipe_parallel_group", "get_pipeline_model_parallel_group"),
+    ("sp",): ("get_sequence_parallel_group",),
+    ("pp", "tp"): ("get_model_parallel_group",),
+    ("dp", "sp"): ("get_sequence_data_parallel_group",),
+    ("ep",): ("get_expert_model_parallel_group", "get_expert_parallel_group"),
+    ("expert_dp",): ("get_expert_data_parallel_group",),
+}
+
+
+def _mpu_group(mpu: Any, getters: Sequence[str]) -> ProcessGroup | None:
+    for getter in getters:
+        method = getattr(mpu, getter, None)
+        if method is None:
+            continue
+        try:
+            group = method()
+        except (AssertionError, TypeError):  # Megatron asserts on groups that were not initialised
+            continue
+        if isinstance(group, ProcessGroup):
+            return group
+    return None

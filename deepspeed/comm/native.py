@@ -1,0 +1,108 @@
+"""Collectives by the process group's own operations: NCCL and every backend that is not gloo."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from .pending import CommunicationError, Pending
+from .reduction import accumulation_dtype
+
+# torch 2.13 renamed the flat forms and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _NativeOperation:
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.ranks = ranks
+        self.size = len(ranks)
+
+    def _wait(self, work: Work | None, operation: str) -> None:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{operation} among ranks {list(self.ranks)} failed: {error}") from error
+
+
+class NativeAllGather(_NativeOperation):
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        work = all_gather_single(output, input, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_gather"))
+
+
+class NativeReduceScatter(_NativeOperation):
+    """16-bit inputs cross the wire as they are (all_to_all) and are summed here in fp32, in rank order."""
+
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        wide = accumulation_dtype(input.dtype)
+        if wide == input.dtype:
+            total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
+            work = reduce_scatter_single(total, input, group=self.group, async_op=True)
+
+            def finish() -> None:
+                self._wait(work, "reduce_scatter")
+                if scale != 1.0:
+                    total.mul_(scale)
+                if total is not output:
+                    output.copy_(total)
+
+            return Pending(finish)
+        received = torch.empty_like(input)
+        work = dist.all_to_all_single(received, input, group=self.group, async_op=True)
+
+        def finish_sum() -> None:
+            self._wait(work, "reduce_scatter")
+            total = received.view(self.size, -1).sum(0, dtype=wide)
+            output.copy_(total.mul_(scale) if scale != 1.0 else total)
+
+        return Pending(finish_sum)
+
+
+class NativeAllReduce(_NativeOperation):
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        wide = accumulation_dtype(tensor.dtype)
+        if wide != tensor.dtype:
+            return self._sliced(tensor, scale)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def finish() -> None:
+            self._wait(work, "all_reduce")
+            if scale != 1.0:
+                tensor.mul_(scale)
+
+        return Pending(finish)
+
+    def _sliced(self, tensor: Tensor, scale: float) -> Pending:
+        padded_count = -(-tensor.numel() // self.size) * self.size
+        padded = tensor
+        if padded_count != tensor.numel():
+            padded = tensor.new_zeros(padded_count)
+            padded[: tensor.numel()].copy_(tensor)
+        own = tensor.new_empty(padded_count // self.size)
+        scattered = NativeReduceScatter(self.group, self.ranks)(own, padded, scale=scale)
+
+        def finish() -> None:
+            scattered.wait()
+            work = all_gather_single(padded, own, group=self.group, async_op=True)
+            self._wait(work, "all_reduce")
+            if padded is not tensor:
+                tensor.copy_(padded[: tensor.numel()])
+
+        return Pending(finish)
+
+
+class NativeAllReduceMax(_NativeOperation):
+    def __call__(self, tensor: Tensor) -> Pending:
+        work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "all_reduce_max"))
+
+
+class NativeBroadcast(_NativeOperation):
+    def __call__(self, tensor: Tensor, src: int) -> Pending:
+        work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
+        return Pending(lambda: self._wait(work, "broadcast"))

@@ -1,0 +1,75 @@
+"""Handles of collectives in flight, and the error that a failed one raises."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: names the operation, the ranks of the group and, where known, the silent rank."""
+
+
+class Pending:
+    """A collective in flight. `wait()` may be called any number of times; after it the output may be read
+    and the input written."""
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        """True once nothing is left to wait for (never blocks; may say False for finished traffic)."""
+        return self._finish is None
+
+
+DONE = Pending()  # what a collective without any traffic returns
+
+
+class OrderedPending(Pending):
+    """A collective whose `finish` also moves data that other ranks wait for.
+
+    Were two of these finished in different order on two ranks, each rank could wait for data that the other
+    one sends only later. So all of them are finished in the order in which they were issued, whichever is
+    waited for first: `wait()` finishes the older ones before its own.
+    """
+
+    __slots__ = ("_error",)
+
+    _queue: deque[OrderedPending] = deque()  # process-wide: the order holds across groups
+    _lock = threading.RLock()
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__(finish)
+        self._error: Exception | None = None
+        with self._lock:
+            self._queue.append(self)
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            with self._lock:
+                while self._finish is not None:
+                    self._queue.popleft()._run()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        finish, self._finish = self._finish, None
+        try:
+            if finish is not None:
+                finish()
+        except Exception as error:  # belongs to whoever waits for this one
+            self._error = error
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """Drop what was never waited for (the process groups are being destroyed)."""
+        with cls._lock:
+            cls._queue.clear()
