@@ -1,7 +1,7 @@
 """Public interface of the package, resolved on first use (PEP 562).
 
-`import deepspeed` loads nothing but this table: no torch, no device, no process, no file. A name costs its import when
-it is first read and is an ordinary module attribute afterwards.
+`import deepspeed` loads nothing but this table: no torch, no device, no process, no file. A name costs its
+import when it is first read and is an ordinary module attribute afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Version of the package: the one place that `pyproject.toml`, `deepspeed.__version__` and checkpoints read."""
+"""Version of the package; `tests/test_import.py` holds it against the one in `pyproject.toml`."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@
         rank = torch.distributed.get_rank()     # gloo is initialised, RANK and its friends are set
         ...
 
-A persistent pool of ranks runs them: a test costs milliseconds, not a process start. Each test gets a new process
-group, the same random seed, and is compared with a snapshot of the process-wide state from before it, so that what it
-leaves behind fails that test and not a later one. Ranks that saw a failure are replaced. A test that hangs is killed at
-its timeout and shows where each rank stood. `DS_TEST_FRESH=1` gives every test fresh processes.
+A persistent pool of ranks runs them: a test costs milliseconds, not a process start. Each test gets a new
+process group and the same random seed, and is compared with a snapshot of the process-wide state from before
+it, so that what it leaves behind fails that test and not a later one. Ranks that saw a failure are replaced.
+A test that hangs is killed at its timeout and shows where each rank stood. `DS_TEST_FRESH=1` gives every
+test fresh processes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ GRACE_S = 3.0
 # How long a rank gets to print its stack after SIGUSR1.
 STACK_S = 0.5
 OUTPUT_LIMIT = 64 * 1024
+_THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class RankError(AssertionError):
@@ -63,14 +65,15 @@ def distributed(
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated test on `world_size` ranks.
 
-    A sequence parametrizes the test over its sizes; None takes the size from the test's own `world_size` parameter.
-    In both cases the function has a parameter `world_size`. `timeout` is in seconds. With `init_process_group=False`
-    the test finds only the environment (RANK, WORLD_SIZE, MASTER_PORT, ...) and initialises what it likes.
+    A sequence parametrizes the test over its sizes; None takes the size from the test's own parameter
+    `world_size`, which the function has in both cases. `timeout` is in seconds. With
+    `init_process_group=False` the test finds only the environment (RANK, WORLD_SIZE, MASTER_PORT, ...) and
+    initialises what it likes.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
-        names = inspect.signature(function).parameters
-        assert isinstance(world_size, int) or "world_size" in names, f"{function.__name__} needs a parameter world_size"
+        named = isinstance(world_size, int) or "world_size" in inspect.signature(function).parameters
+        assert named, f"{function.__name__} needs a parameter world_size"
 
         @functools.wraps(function)
         def on_ranks(**kwargs: Any) -> None:
@@ -104,16 +107,23 @@ def run(
     init_process_group: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run a module-level function on `world_size` ranks; the values it returned, by rank. Raises RankError, RankSkip."""
+    """Run a module-level function on `world_size` ranks: what it returned, by rank.
+
+    Raises RankError, or RankSkip when every rank skipped.
+    """
     return _run(function, world_size, timeout, init_process_group, kwargs)
 
 
 def _run(
-    function: Callable[..., Any], world_size: int, timeout: float, init_process_group: bool, kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    world_size: int,
+    timeout: float,
+    init_process_group: bool,
+    kwargs: dict[str, Any],
 ) -> list[Any]:
     if not hasattr(os, "fork"):
         raise RankSkip("distributed tests need fork()")
-    return _pool().run(function, world_size, timeout=timeout, init_process_group=init_process_group, kwargs=kwargs)
+    return _pool().run(function, world_size, timeout, init_process_group, kwargs)
 
 
 @functools.cache
@@ -160,7 +170,8 @@ class Failure:
     output: str = ""
 
     def __str__(self) -> str:
-        body = self.reason.rstrip() + (f"\n-- printed by rank {self.rank} --\n{self.output}" if self.output else "")
+        printed = f"\n-- printed by rank {self.rank} --\n{self.output}" if self.output else ""
+        body = self.reason.rstrip() + printed
         return "\n".join(f"[rank {self.rank}] {line}" for line in body.rstrip().splitlines())
 
 
@@ -178,7 +189,7 @@ class Pool:
                 [sys.executable, "-m", "tests.pool_rank", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env=os.environ | dict.fromkeys(_THREAD_COUNTS, "1"),
                 stdin=subprocess.DEVNULL,
             )
         threads = self._answer()
@@ -200,7 +211,6 @@ class Pool:
         self,
         function: Callable[..., Any],
         world_size: int,
-        *,
         timeout: float,
         init_process_group: bool,
         kwargs: dict[str, Any],
@@ -232,7 +242,7 @@ class Pool:
     def _run_on(
         self, ranks: list[Rank], payloads: list[bytes], timeout: float, failures: list[Failure]
     ) -> list[Outcome]:
-        """Both phases. Ranks of a failed test are killed here, and `failures` filled in the order of failing."""
+        """Both phases. Ranks of a failed test are killed; `failures` is filled in the order of failing."""
         for rank, payload in zip(ranks, payloads, strict=True):
             with contextlib.suppress(OSError):  # a rank that just died is noticed when its answer is read
                 rank.connection.send_bytes(payload)
@@ -250,7 +260,7 @@ class Pool:
         return [outcomes[number] for number in sorted(outcomes)]
 
     def _collect(self, ranks: list[Rank], timeout: float, failures: list[Failure]) -> dict[int, Outcome]:
-        """One outcome per rank; after the first failure the others get GRACE_S, and their stacks are shown."""
+        """One outcome per rank. After the first failure the others get GRACE_S, then their stacks show."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         open_ranks = {rank.connection: number for number, rank in enumerate(ranks)}
@@ -290,7 +300,7 @@ class Pool:
         else:
             reason = f"timeout: still running after {timeout:g} s; its stack:"
         for number in hanging:
-            os.kill(ranks[number].pid, signal.SIGUSR1)  # faulthandler prints the stacks, even inside a collective
+            os.kill(ranks[number].pid, signal.SIGUSR1)  # faulthandler prints stacks even inside a collective
         time.sleep(STACK_S)
         failures.extend(Failure(number, reason, ranks[number].take_output()) for number in hanging)
 
@@ -298,7 +308,7 @@ class Pool:
 
     def _spawn(self) -> Rank:
         ours, theirs = Pipe()
-        log = tempfile.TemporaryFile(dir=self.folder.name, mode="a+b")
+        log = tempfile.TemporaryFile(dir=self.folder.name, mode="a+b")  # noqa: SIM115 (closed with the rank)
         socket.send_fds(self.control, [b"spawn"], [theirs.fileno(), log.fileno()])
         pid = self._answer()
         theirs.close()

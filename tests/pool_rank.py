@@ -1,8 +1,8 @@
 """The far side of the test pool: a fork server and the ranks it makes.
 
-`python -m tests.pool_rank FD` imports torch once, with one thread, and then forks a rank for every request that comes
-over the socket FD, so that a new rank costs a fork and not an import. A rank serves tests until its connection closes.
-It only ever talks to the pytest process; how it is told what to do is in `pool.py`.
+`python -m tests.pool_rank FD` imports torch once, with one thread, and then forks a rank for every request
+that comes over the socket FD, so that a new rank costs a fork and not an import. A rank serves tests until
+its connection closes. It only ever talks to the pytest process; how it is told what to do is in `pool.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def serve(fd: int) -> None:
-    """Fork a rank per `spawn` request (which carries its connection and its log file); `reap PID` answers how it ended."""
+    """Fork a rank per `spawn`, which carries its connection and log file; `reap PID` answers how it ended."""
     control = socket.socket(fileno=fd)
     _warm_up()
     control.sendall(b"%08d" % len(threading.enumerate()))
@@ -123,10 +123,10 @@ def _die_with_parent() -> None:
 
 
 def _rank_main(connection: Connection, log_fd: int) -> int:
-    """Serve jobs until the other side closes or a job goes wrong; a rank that saw a failure is never used again."""
+    """Serve jobs until the other side closes or a job goes wrong: a rank that saw a failure ends."""
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    sys.stdin = open(os.devnull)
+    sys.stdin = open(os.devnull)  # noqa: SIM115 (for the life of the process)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
@@ -162,8 +162,8 @@ def _attempt(phase: Callable[[], Any]) -> Outcome:
     except Skipped as skip:
         return Outcome(kind="skipped", text=str(skip.msg))
     except BaseException as error:  # SystemExit and KeyboardInterrupt inside a test are failures of that test
-        frames = error.__traceback__
-        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = error.__traceback__  # from the test on, without ours
+        while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
         return Outcome(kind="failed", text="".join(traceback.format_exception(type(error), error, frames)))
 
@@ -222,7 +222,7 @@ def _init_process_group(job: Job) -> None:
 
 
 def _load(job: Job) -> Callable[..., Any]:
-    """The plain function behind a decorated test (or the function itself), found by module and qualified name."""
+    """The plain function behind a decorated test, or the function itself, by module and qualified name."""
     module = sys.modules.get(job.module)
     if module is None:
         module = _import(job)
@@ -262,15 +262,24 @@ def _tear_down(job: Job) -> None:
 
 # ---------------------------------------------------------------------------------------------- leaks
 
-_CONSTRUCTORS = (
-    "arange empty empty_like eye full full_like linspace ones ones_like rand rand_like randn tensor zeros zeros_like"
-).split()
-_MODULE_METHODS = "__init__ __init_subclass__ __setattr__ __call__ _apply register_parameter state_dict apply".split()
+# What libraries are known to patch.
+_PATCHABLE: list[tuple[Any, str]] = [
+    (torch, "arange empty empty_like eye full full_like linspace ones ones_like"),
+    (torch, "rand rand_like randn randn_like tensor zeros zeros_like"),
+    (torch.Tensor, "__new__ to"),
+    (torch.nn.Module, "__init__ __init_subclass__ __setattr__ __call__ _apply apply register_parameter"),
+    (torch.nn.Linear, "__init__ forward"),
+    (torch.nn.functional, "linear"),
+]
+_GLOBAL_HOOKS = [
+    name
+    for name, value in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+]
 
 
 def snapshot() -> dict[str, Any]:
     """Everything process-wide that a test could change and a later one could notice."""
-    nn_module = torch.nn.modules.module
     state: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -282,19 +291,12 @@ def snapshot() -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "cwd": os.getcwd(),
         "SIGTERM, SIGINT handlers": (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)),
-        "global module hooks": sum(
-            len(getattr(nn_module, name)) for name in dir(nn_module) if name.startswith("_global_") and "_hooks" in name
-        ),
-        "non-daemon threads": [
-            thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
-        ],
+        "global module hooks": sum(len(getattr(torch.nn.modules.module, name)) for name in _GLOBAL_HOOKS),
+        "non-daemon threads": [thread.name for thread in threading.enumerate() if not thread.daemon],
         "process group": dist.is_initialized(),
     }
-    state.update({f"torch.{name}": getattr(torch, name) for name in _CONSTRUCTORS})
-    state.update({f"nn.Module.{name}": getattr(torch.nn.Module, name) for name in _MODULE_METHODS})
-    state.update({f"nn.Linear.{name}": getattr(torch.nn.Linear, name) for name in ("__init__", "forward")})
-    state["torch.Tensor.__new__"] = torch.Tensor.__new__
-    state["torch.nn.functional.linear"] = torch.nn.functional.linear
+    for owner, names in _PATCHABLE:
+        state.update({f"{owner.__name__}.{name}": getattr(owner, name) for name in names.split()})
     state.update({f"os.environ[{k}]": v for k, v in os.environ.items() if not k.startswith(_LIBRARY_ENV)})
     return state
 

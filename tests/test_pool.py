@@ -81,7 +81,9 @@ def _pid() -> int:
 
 @distributed(world_size=[1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fixtures_and_parameters_reach_every_rank(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_fixtures_and_parameters_reach_every_rank(
+    world_size: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
     assert dist.get_world_size() == world_size == int(os.environ["WORLD_SIZE"])
     assert torch.get_num_threads() == 1
     total = torch.ones(4, dtype=dtype)
@@ -109,7 +111,11 @@ def test_ranks_persist_between_tests_unless_told_otherwise(monkeypatch: pytest.M
 
 
 def test_without_a_process_group_the_environment_is_enough() -> None:
-    assert run(_environment, 2, init_process_group=False)[1] == {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert run(_environment, 2, init_process_group=False)[1] == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+    }
 
 
 def test_a_failing_rank_is_shown_first_and_the_others_do_not_wait() -> None:

@@ -1,5 +1,141 @@
+"""The import hook behind `aliases.py` and `later.py`.
+
+It answers for the module paths in their tables and for nothing else:
+
+- a row of `MODULES`: the import gives our module object itself;
+- a module of ours for which the tables know further names: loaded as always, it asks them for what it lacks;
+- a path that only the tables know: an empty module that asks them for everything.
+"""
+
 from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from deepspeed._compat import later
+from deepspeed._compat.aliases import MODULES, NAMES, SUBMODULES
+from deepspeed._compat.later_table import LATER
+
+_TABLED = {*NAMES, *SUBMODULES, *LATER}
+# Parents of modules that exist only in the tables, `deepspeed.sequence` for `deepspeed.sequence.layer`.
+_PACKAGES = {path.rsplit(".", depth)[0] for path in _TABLED for depth in range(1, path.count("."))}
 
 
 def install() -> None:
-    pass
+    """Put the finder first in line, once."""
+    if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
+        sys.meta_path.insert(0, DocumentedPaths())
+
+
+def our_path(documented: str) -> str | None:
+    """Where a documented module path leads if it, or a package above it, is a row of `MODULES`."""
+    head, tail = documented, ""
+    while head != "deepspeed":
+        if head in MODULES:
+            return MODULES[head] + tail
+        head, _, last = head.rpartition(".")
+        tail = f".{last}{tail}"
+    return None
+
+
+def lookup(module: str, name: str) -> Any:
+    """A documented name that `module` does not define itself. AttributeError where the tables know none."""
+    if target := NAMES.get(module, {}).get(name):
+        path, _, renamed = target.partition(":")
+        return getattr(importlib.import_module(path), renamed or name)
+    if name in SUBMODULES.get(module, ()) or f"{module}.{name}" in LATER:
+        return importlib.import_module(f"{module}.{name}")
+    return later.make(module, name)
+
+
+class DocumentedPaths(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("deepspeed."):
+            return None
+        if ours := our_path(fullname):
+            return ModuleSpec(fullname, _SameModule(ours), is_package=True)
+        if fullname not in _TABLED and fullname not in _PACKAGES:
+            return None
+        real = self._real_spec(fullname, path, target)
+        if real is None or real.origin is None:  # nothing, or a folder without __init__.py
+            tabled = ModuleSpec(fullname, _OnlyTabled(), is_package=True)
+            if real is not None:
+                tabled.submodule_search_locations = real.submodule_search_locations
+            return tabled
+        if fullname in _TABLED and real.loader is not None:
+            real.loader = _WithTabledNames(real.loader)
+        return real
+
+    def _real_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or (find_spec := getattr(finder, "find_spec", None)) is None:
+                continue
+            if spec := find_spec(fullname, path, target):
+                return spec
+        return None
+
+
+class _SameModule(Loader):
+    """Loads a documented path as our module, which keeps its own name and spec."""
+
+    def __init__(self, ours: str) -> None:
+        self.ours = ours
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self.ours)
+        self.own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.own_spec  # the import system has just put the documented path's there
+
+
+class _OnlyTabled(Loader):
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = "Documented module whose names are elsewhere or come later."
+        _ask_tables(module)
+
+
+class _WithTabledNames(Loader):
+    """Wraps the loader of a module of ours; everything else about that loader stays reachable."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.real.exec_module(module)
+        _ask_tables(module)
+
+
+def _ask_tables(module: ModuleType) -> None:
+    own = vars(module).get("__getattr__")
+
+    def missing(name: str) -> Any:
+        if own is not None:
+            try:
+                return own(name)
+            except AttributeError:
+                pass
+        value = lookup(module.__name__, name)
+        setattr(module, name, value)
+        return value
+
+    vars(module)["__getattr__"] = missing
