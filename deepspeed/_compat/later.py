@@ -1,0 +1,141 @@
+"""Documented names whose feature is yet to come: they import, have their signature, are refused when called.
+
+`later_table.py` lists them by module, one line each:
+
+    def name(a, b=1)                      a function
+    class Name(a, b=1): method method     a class; its methods are refused as well
+    enum Name A=1 B='x'                   an enum, which is complete as it is
+    error Name                            an exception, likewise
+
+A line goes away when the name becomes real; `tests/test_architecture.py` finds the ones that were forgotten.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from deepspeed._compat.later_table import INSTEAD, LATER
+from deepspeed.version import __version__
+
+
+class FeatureNotAvailableError(NotImplementedError):
+    """A documented feature was called that this release does not have."""
+
+
+def names(module: str) -> list[str]:
+    """The names of `module` that come later."""
+    return [_parse(line)[1] for line in LATER.get(module, ())]
+
+
+def make(module: str, name: str) -> Any:
+    """The stand-in for `module.name`. AttributeError where the tables know no such name."""
+    for line in LATER.get(module, ()):
+        kind, found, rest, methods = _parse(line)
+        if found != name:
+            continue
+        if kind == "enum":
+            return enum.Enum(name, _members(rest), module=module)
+        if kind == "error":
+            return type(name, (Exception,), {"__module__": module})
+        return _function(module, name, rest) if kind == "def" else _class(module, name, rest, methods)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def refuse(path: str) -> NoReturn:
+    prefixes = [prefix for prefix in INSTEAD if path.startswith(prefix)]
+    instead = f" {INSTEAD[max(prefixes, key=len)]}" if prefixes else ""
+    message = f"{path} is documented but not implemented in deepspeed {__version__}.{instead}"
+    raise FeatureNotAvailableError(message)
+
+
+def signature(text: str) -> inspect.Signature:
+    """`(a, *, b=1)` as a Signature. A default that is not a literal is kept by its spelling."""
+    arguments = ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
+    kinds = inspect.Parameter
+    positional = [
+        *((a, kinds.POSITIONAL_ONLY) for a in arguments.posonlyargs),
+        *((a, kinds.POSITIONAL_OR_KEYWORD) for a in arguments.args),
+    ]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    parameters = [_parameter(a.arg, kind, d) for (a, kind), d in zip(positional, defaults, strict=True)]
+    if arguments.vararg:
+        parameters.append(_parameter(arguments.vararg.arg, kinds.VAR_POSITIONAL, None))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(_parameter(argument.arg, kinds.KEYWORD_ONLY, default))
+    if arguments.kwarg:
+        parameters.append(_parameter(arguments.kwarg.arg, kinds.VAR_KEYWORD, None))
+    return inspect.Signature(parameters)
+
+
+class _Spelling:
+    """A documented default that only exists together with its feature."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _parameter(name: str, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    if default is None:
+        return inspect.Parameter(name, kind)
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        value = _Spelling(ast.unparse(default))
+    return inspect.Parameter(name, kind, default=value)
+
+
+def _parse(line: str) -> tuple[str, str, str, list[str]]:
+    """kind, name, what follows the name, methods."""
+    kind, _, rest = line.partition(" ")
+    if kind in ("enum", "error"):
+        name, _, members = rest.partition(" ")
+        return kind, name, members, []
+    name, _, rest = rest.partition("(")
+    text, _, methods = rest.rpartition(")")
+    return kind, name, f"({text})", methods.lstrip(": ").split()
+
+
+def _members(text: str) -> dict[str, Any]:
+    return {key: ast.literal_eval(value) for key, _, value in (part.partition("=") for part in text.split())}
+
+
+def _function(module: str, name: str, text: str, path: str | None = None) -> Callable[..., Any]:
+    path = path or f"{module}.{name}"
+
+    def later(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(path)
+
+    later.__module__, later.__name__, later.__qualname__ = module, name, path.removeprefix(f"{module}.")
+    later.__doc__ = "Documented; not implemented in this release."
+    later.__signature__ = signature(text)  # type: ignore[attr-defined]
+    return later
+
+
+class _Later(type):
+    """Metaclass of classes that come later: they can be named, subclassed, asked by isinstance."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        documented = next(base for base in cls.__mro__ if "_later_path" in vars(base))
+        refuse(documented._later_path)
+
+
+def _class(module: str, name: str, text: str, methods: list[str]) -> type:
+    path = f"{module}.{name}"
+    body: dict[str, Any] = {
+        method: staticmethod(_function(module, method, "(*args, **kwargs)", f"{path}.{method}"))
+        for method in methods
+    }
+    body.update(
+        __module__=module,
+        __doc__="Documented; not implemented in this release.",
+        __signature__=signature(text),
+        _later_path=path,
+    )
+    return _Later(name, (), body)

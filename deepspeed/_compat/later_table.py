@@ -1,0 +1,642 @@
+"""Signatures of documented names that come later, by module; `later.py` explains the lines."""
+
+from __future__ import annotations
+
+# Path prefix -> what to do until then. The longest that fits is quoted in the refusal.
+INSTEAD = {
+    "deepspeed.autotuning": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
+    "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
+    "deepspeed.compression": "Until then use torch.ao.quantization or torch.nn.utils.prune.",
+    "deepspeed.elasticity": "Until then choose train_batch_size for one world size, and resume on any other.",
+    "deepspeed.inference": "Until then generate with the plain module (engine.module) or with transformers.",
+    "deepspeed.io": "Until then checkpoints are written by torch.save.",
+    "deepspeed.linear": "Until then use peft for LoRA adapters.",
+    "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
+    "deepspeed.moe": "Until then experts can be ordinary submodules, replicated on every rank.",
+    "deepspeed.monitor": "Until then log from the training script; the engine's getters have the values.",
+    "deepspeed.profiling": "Until then use torch.utils.flop_counter.FlopCounterMode.",
+    "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
+    "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
+    "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
+    "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
+    "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
+    "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
+    "deepspeed.runtime.zero": "Until then use ZeRO stage 0, 1 or 2.",
+    "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
+    "deepspeed.ops.sparse_attention": "Until then use torch.nn.attention.flex_attention.",
+    "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
+}
+
+LATER: dict[str, tuple[str, ...]] = {
+    "deepspeed.autotuning.autotuner": (
+        "class Autotuner(args, active_resources): print_tuning_results metric fast_enabled "
+        "max_train_batch_size mp_size max_train_micro_batch_size_per_gpu "
+        "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes fp16_enabled "
+        "get_gpu_memory_info get_activation_memory_per_gpu get_instantiation_memory_required_per_gpu "
+        "tune tune_space get_plateau_mbs get_model_num_params model_info_profile_run update_records "
+        "get_best_space_record get_best_space_records run_tuning_micro_batch_sizes "
+        "get_min_max_micro_batch_size get_gas_from_user_config get_val_from_user_args "
+        "get_tuning_micro_batch_size_list run_ds_config write_optimal_config run_after_tuning",
+    ),
+    "deepspeed.checkpoint.deepspeed_checkpoint": (
+        "class DeepSpeedCheckpoint(dir, tp_degree=None, pp_degree=None, dp_degree=None, "
+        "final_layer_norm_idx=FINAL_LAYER_NORM_INDEX): is_change_tp_degree is_change_pp_degree "
+        "is_change_dp_degree show_2d_mapping show_tp_embedding_map show_tp_final_norm_map "
+        "show_pp_transformer_map show_transformer_file_map get_zero_checkpoint_state get_zero_files "
+        "get_embedding_layer_id get_final_norm_layer_id get_iteration get_embedding_state "
+        "get_embedding_files get_args get_checkpoint_info get_2d_parallel_state get_transformer_state"
+        " get_pp_transformer_map get_final_norm_state get_final_norm_files get_2d_parallel_files "
+        "validate_files",
+    ),
+    "deepspeed.checkpoint.ds_to_universal": ("def main(args)",),
+    "deepspeed.checkpoint.universal_checkpoint": (
+        "class SubparamShape(**data)",
+        "def enable_universal_checkpoint(param_list)",
+    ),
+    "deepspeed.compile.backend": (
+        "def make_backend(backend, compile_config, compile_kwargs={}, owned_frames=None)",
+        "def register_compile_pass(name, opt_pass_fn, contract=None)",
+    ),
+    "deepspeed.compile.init_z3": (
+        "def init_z3(engine, backend, compile_config, compile_kwargs, schedule=None)",
+    ),
+    "deepspeed.compile.passes.offload_adam_states": (
+        "def move_opt_states(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
+        "mem_budget, param_manager, bwd)",
+        "def move_opt_states_sync(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
+        "mem_budget, param_manager, bwd)",
+        "def offload_adam_states_for_init(gm, graph_id, graph_order, profiling_results, "
+        "create_inputs_fn, mem_budget, param_manager, bwd)",
+    ),
+    "deepspeed.compile.passes.prefetch": (
+        "def schedule_prefetch(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
+        "mem_budget, param_manager, bwd)",
+    ),
+    "deepspeed.compile.passes.selective_gather": (
+        "def selective_gather(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
+        "mem_budget, param_manager, bwd)",
+    ),
+    "deepspeed.compile.passes.zero3_compile": (
+        "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
+        "mem_budget, param_manager, bwd)",
+    ),
+    "deepspeed.compression.compress": (
+        "def init_compression(model, deepspeed_config, teacher_model=None, mpu=None)",
+        "def redundancy_clean(model, deepspeed_config, mpu=None)",
+        "def student_initialization(student_model, teacher_model, deepspeed_config)",
+    ),
+    "deepspeed.compression.helper": (
+        "def convert_conv1d_to_linear(model, convert_type)",
+        "def module_replacement(model, module_name, compression_technique=None, mpu=None)",
+        "def recursive_getattr(model, module_name)",
+        "def recursive_setattr(model, module_name, module)",
+    ),
+    "deepspeed.compression.scheduler": (
+        "class compression_scheduler(model, compression_config): make_init check_weight_quantization "
+        "check_activation_quantization check_sparse_pruning check_head_pruning check_row_pruning "
+        "check_channel_pruning check_all_modules step",
+    ),
+    "deepspeed.elasticity.elastic_agent": (
+        "class DSElasticAgent(spec, env, start_method='spawn', exit_barrier_timeout=300, log_dir=None)",
+    ),
+    "deepspeed.elasticity.elasticity": (
+        "def compute_elastic_config(ds_config, target_deepspeed_version, world_size=0, "
+        "return_microbatch=False)",
+        "def elasticity_enabled(ds_config)",
+        "def ensure_immutable_elastic_config(runtime_elastic_config_dict)",
+    ),
+    "deepspeed.inference.config": (
+        "class DeepSpeedInferenceConfig(**data): validate_dtype moe_backward_compat has_triton",
+        "class DeepSpeedTPConfig(**data)",
+        "class DtypeEnum(**data): from_str",
+    ),
+    "deepspeed.inference.engine": (
+        "class InferenceEngine(model, config): destroy profile_model_time "
+        "remove_mask_prepare_for_bloom build_alibi_tensor build_attn_bias load_model_with_checkpoint "
+        "model_times forward compile is_compiled",
+    ),
+    "deepspeed.inference.entry": (
+        "def default_inference_config()",
+        "def init_inference(model, config=None, **kwargs)",
+        "def tp_model_init(model, tp_size, dtype, config=None, **kwargs)",
+    ),
+    "deepspeed.inference.v2.checkpoint.base_engine": ("class CheckpointEngineBase(**data): parameters",),
+    "deepspeed.inference.v2.checkpoint.huggingface_engine": (
+        "class HuggingFaceCheckpointEngine(model_name_or_path, auth_token=None, **hf_kwargs): parameters",
+    ),
+    "deepspeed.inference.v2.checkpoint.in_memory_engine": ("class InMemoryModelEngine(model): parameters",),
+    "deepspeed.inference.v2.config_v2": ("class RaggedInferenceEngineConfig(**data)",),
+    "deepspeed.inference.v2.engine_factory": (
+        "def build_engine_from_ds_checkpoint(path, engine_config, debug_level=logging.INFO)",
+        "def build_hf_engine(path, engine_config, debug_level=logging.INFO)",
+    ),
+    "deepspeed.inference.v2.engine_v2": (
+        "class InferenceEngineV2(policy, engine_config): free_blocks n_kv_cache_groups model put "
+        "query can_schedule get_remaining_block_capacity flush serialize",
+    ),
+    "deepspeed.inference.v2.ragged.manager_configs": (
+        "class DSStateManagerConfig(**data): max_ragged_sequence_count_validator",
+        "class KVCacheConfig(**data)",
+        "class MemoryConfig(**data)",
+    ),
+    "deepspeed.inference.v2.scheduling_utils": (
+        "error SchedulingError",
+        "enum SchedulingResult BatchSequenceLimitExceeded=2 BatchTokenLimitExceeded=3 "
+        "EngineSequenceLimitExceeded=1 KVCacheLimitExceeded=4 SequenceTokenLimitExceeded=5 Success=0",
+    ),
+    "deepspeed.io.fast_file_writer": (
+        "class FastFileWriter(file_path, config): write split_index_list "
+        "save_torch_storage_object_list close fileno flush",
+        "class FastFileWriterConfig(**data)",
+    ),
+    "deepspeed.io.mock_file_writer": (
+        "class MockFileWriter(file_path): close fileno flush write save_torch_storage_object_list",
+    ),
+    "deepspeed.io.py_file_writer": ("class PyFileWriter(file_path): close fileno flush write",),
+    "deepspeed.linear.config": (
+        "class LoRAConfig(**data)",
+        "class QuantizationConfig(**data)",
+    ),
+    "deepspeed.linear.context_manager": (
+        "class Init(lora_config=None, quant_config=None)",
+        "def init_lora(model)",
+    ),
+    "deepspeed.linear.optimized_linear": (
+        "class LoRAOptimizedLinear(input_dim, output_dim, bias=False, lora_config=None, "
+        "quantization_config=None, device=None, dtype=torch.bfloat16, linear_cls=nn.Linear): disable "
+        "init_lora full_weight linear_without_F_linear forward",
+        "class OptimizedLinear(**data)",
+    ),
+    "deepspeed.linear.quantization": (
+        "class QuantizedLinear(input_dim, output_dim, bias=False, quantization_config=None, "
+        "dtype=torch.bfloat16): forward",
+        "class QuantizedParameter(**data): dequantized offload cuda to",
+    ),
+    "deepspeed.module_inject.auto_ep_config": (
+        "def parse_autoep_config(param_dict)",
+        "def validate_autoep_config(config, world_size, pp_size, tp_size, sp_size, *, zero_stage=0, "
+        "deepcompile_enabled=False, tp_preset_model=None, use_data_before_expert_parallel=False, "
+        "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
+    ),
+    "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
+    "deepspeed.module_inject.autotp_config": (
+        "class AutoTPConfig(**data): find_matching_spec from_dict",
+        "class AutoTPPresets(**data): llama llama_gqa bloom chatglm mixtral deepseek_v2 qwen2 phi3 "
+        "get_preset",
+        "enum PartitionType COLUMN='column' ROW='row' SKIP='skip'",
+        "class TPLayerSpec(**data): get_partition_dim has_unequal_sub_params get_sub_param_sizes "
+        "get_num_sub_params matches",
+        "def merge_autotp_configs(base, override)",
+    ),
+    "deepspeed.module_inject.inject": (
+        "def module_inject(layer_obj, model, config, micro_batch_size, max_seq_length, seed, preln, "
+        "fp16=True)",
+    ),
+    "deepspeed.module_inject.layers": (
+        "class LinearAllreduce(module, mp_group, **kwargs): forward gather_params uneven_partition",
+        "class LinearLayer(module, mp_group=None, skip_partition=False, gather_output=False, "
+        "**kwargs): forward gather_params uneven_partition from_weights",
+        "def set_autotp_mode(training=False)",
+    ),
+    "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
+    "deepspeed.module_inject.replace_module": (
+        "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
+        "def revert_transformer_layer(orig_layer_impl, model, config, preln=False)",
+    ),
+    "deepspeed.moe.experts": ("class Experts(expert, num_local_experts=1, expert_group_name=None): forward",),
+    "deepspeed.moe.layer": (
+        "class MoE(hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, "
+        "eval_capacity_factor=1.0, min_capacity=4, use_residual=False, noisy_gate_policy=None, "
+        "drop_tokens=True, use_rts=True, use_tutel=False, enable_expert_tensor_parallelism=False, "
+        "top2_2nd_expert_sampling=True): set_deepspeed_parallelism forward",
+    ),
+    "deepspeed.moe.mappings": (
+        "def drop_tokens(input_, dim=0)",
+        "def gather_tokens(input_, dim=0)",
+    ),
+    "deepspeed.moe.sharded_moe": (
+        "class MOELayer(gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False): forward",
+        "class TopKGate(model_dim, num_experts, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, "
+        "min_capacity=8, noisy_gate_policy=None, drop_tokens=True, use_rts=True, ep_group=None, "
+        "top2_2nd_expert_sampling=True): forward",
+        "def top1gating(logits, capacity_factor, min_capacity, used_token=None, "
+        "noisy_gate_policy=None, drop_tokens=True, use_rts=True, ep_group=None, sparse_routes=False, "
+        "use_tutel=False)",
+        "def top2gating(logits, capacity_factor, min_capacity, drop_tokens=True, ep_group=None, "
+        "top2_2nd_expert_sampling=True, sparse_routes=False)",
+        "def topkgating(logits, k, capacity_factor, min_capacity, drop_tokens=True, ep_group=None, "
+        "drop_policy='probs', sparse_routes=False)",
+    ),
+    "deepspeed.moe.utils": (
+        "def configure_moe_param_groups(model_parameters)",
+        "def has_moe_layers(m)",
+        "def is_moe_param(param)",
+        "def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971)",
+    ),
+    "deepspeed.monitor.comet": (
+        "class CometMonitor(comet_config): experiment samples_log_interval write_events",
+    ),
+    "deepspeed.monitor.csv_monitor": ("class csvMonitor(csv_config): setup_log_dir write_events",),
+    "deepspeed.monitor.monitor": ("class MonitorMaster(monitor_config): write_events",),
+    "deepspeed.monitor.tensorboard": (
+        "class TensorBoardMonitor(tensorboard_config): get_summary_writer write_events flush",
+    ),
+    "deepspeed.monitor.wandb": ("class WandbMonitor(wandb_config): log write_events",),
+    "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
+    "deepspeed.ops.adam.zenflow_torch_adam": (
+        "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
+        "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
+    ),
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": (
+        "class BertSparseSelfAttention(config, sparsity_config=FixedSparsityConfig(num_heads=4)): "
+        "transpose_for_scores forward",
+    ),
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": (
+        "class SparseAttentionUtils(**data): extend_position_embedding "
+        "update_tokenizer_model_max_length replace_model_self_attention_with_sparse_self_attention "
+        "replace_self_attention_layer_with_sparse_self_attention_layer pad_to_block_size "
+        "unpad_sequence_output",
+    ),
+    "deepspeed.ops.sparse_attention.sparse_self_attention": (
+        "class SparseSelfAttention(sparsity_config=SparsityConfig(num_heads=4), "
+        "key_padding_mask_mode='add', attn_mask_mode='mul', max_seq_length=2048): get_layout get_ops "
+        "transpose_key_for_scores transpose_mask_for_sparse forward",
+    ),
+    "deepspeed.ops.sparse_attention.sparsity_config": (
+        "class BSLongformerSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
+        "num_sliding_window_blocks=3, global_block_indices=[0], global_block_end_indices=None, "
+        "attention='bidirectional'): set_sliding_window_layout set_global_layout make_layout",
+        "class BigBirdSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
+        "num_random_blocks=1, num_sliding_window_blocks=3, num_global_blocks=1, "
+        "attention='bidirectional'): set_random_layout set_sliding_window_layout "
+        "set_global_layout_itc make_layout",
+        "class DenseSparsityConfig(num_heads, block=16, different_layout_per_head=False): make_layout",
+        "class FixedSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
+        "num_local_blocks=4, num_global_blocks=1, attention='bidirectional', "
+        "horizontal_global_attention=False, num_different_global_patterns=1): set_local_layout "
+        "set_global_layout make_layout",
+        "class LocalSlidingWindowSparsityConfig(num_heads, block=16, num_sliding_window_blocks=3, "
+        "attention='unidirectional'): set_sliding_window_layout make_layout",
+        "class VariableSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
+        "num_random_blocks=0, local_window_blocks=[4], global_block_indices=[0], "
+        "global_block_end_indices=None, attention='bidirectional', "
+        "horizontal_global_attention=False): set_random_layout set_local_layout set_global_layout "
+        "make_layout",
+    ),
+    "deepspeed.ops.transformer.transformer": (
+        "class DeepSpeedTransformerConfig(batch_size=-1, hidden_size=-1, intermediate_size=-1, "
+        "heads=-1, attn_dropout_ratio=-1, hidden_dropout_ratio=-1, num_hidden_layers=-1, "
+        "initializer_range=-1, layer_norm_eps=1e-12, local_rank=-1, seed=-1, fp16=False, "
+        "pre_layer_norm=True, normalize_invertible=False, gelu_checkpoint=False, "
+        "adjust_init_range=True, attn_dropout_checkpoint=False, stochastic_mode=False, "
+        "return_tuple=False, training=True): from_dict from_json_file",
+        "class DeepSpeedTransformerLayer(config, initial_weights=None, initial_biases=None): "
+        "init_transformer_weights forward",
+    ),
+    "deepspeed.profiling.flops_profiler.profiler": (
+        "class FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0): start_profile "
+        "stop_profile reset_profile end_profile get_total_flops get_total_macs get_total_duration "
+        "get_total_params is_expert_tensor_parallelism_enabled print_model_profile "
+        "print_model_aggregated_profile",
+        "def get_model_profile(model, input_shape=None, args=[], kwargs={}, print_profile=True, "
+        "detailed=True, module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, "
+        "ignore_modules=None, mode='forward')",
+    ),
+    "deepspeed.runtime.bf16_optimizer": (
+        "class BF16_Optimizer(init_optimizer, param_names, bfloat16_config, mpu=None, clip_grad=0.0, "
+        "norm_type=2, allgather_bucket_size=5000000000, dp_process_group=None, timers=None, "
+        "grad_acc_dtype=None, graph_harvesting=False, has_moe_layers=False): destroy "
+        "configure_autoep_folding_tp_gradient_reduction step backward_prologue backward_epilogue "
+        "update_hp_grads get_grads_for_reduction get_grads_for_norm update_lp_params clear_hp_grads "
+        "clear_lp_grads zero_grad state_dict refresh_fp32_params load_state_dict param_groups state "
+        "accumulate_hp_grads_and_remove_lp create_grad_acc_hooks",
+    ),
+    "deepspeed.runtime.checkpoint_engine.utils": (
+        "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
+    ),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": (
+        "class CurriculumScheduler(config): get_current_difficulty set_current_difficulty "
+        "set_custom_get_difficulty get_state set_state get_difficulty update_difficulty",
+    ),
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": (
+        "class RandomLayerTokenDrop(layer): init_config get_bsh get_sbh forward",
+    ),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": (
+        "def convert_to_random_ltd(model, convert_type)",
+        "def save_without_random_ltd(model)",
+    ),
+    "deepspeed.runtime.data_pipeline.data_routing.scheduler": (
+        "class RandomLTDScheduler(config): get_total_layer_tokens reset_to_init get_current_seq "
+        "set_current_seq get_random_ltd_layer_num get_state set_state update_seq state_dict "
+        "load_state_dict",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": (
+        "class DataAnalyzer(dataset, num_workers=1, worker_id=0, num_threads=1, num_threads_reduce=1,"
+        " specific_threads=[], batch_size=1, metric_names=[], metric_functions=[], metric_types=[], "
+        "metric_dtypes=[], save_path='./', collate_fn=None, custom_map_init=None, "
+        "custom_map_update=None, custom_map_finalize=None, custom_reduce=None, sample_indices=None): "
+        "init_metric_results update_metric_results finalize_metric_results run_map_helper run_map "
+        "get_metric_value_percentiles merge_gather_map_stats merge_sample_to_metric "
+        "merge_metric_to_sample merge_map_results output_index_to_sample_percentile run_reduce "
+        "run_map_reduce",
+        "class DistributedDataAnalyzer(dataset, num_workers=1, num_threads=1, worker_id=0, "
+        "batch_size=1, metric_names=[], metric_functions=[], metric_types=[], save_path='./', "
+        "collate_fn=None, device='cuda', comm_group=None, sample_indices=None): run_map_helper "
+        "run_map_reduce file_write_ordered",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": (
+        "class DeepSpeedDataSampler(data_efficiency_config, one_epoch_total_samples, "
+        "micro_batch_size, data_parallel_rank, data_parallel_size, data_parallel_group, "
+        "gradient_accumulation_steps, global_rank, drop_last=True): "
+        "set_custom_curriculum_learning_schedule get_start_end_idx get_sample_based_on_metric_value "
+        "get_sample_based_on_metric_percentile get_new_cluster sample_from_clusters "
+        "reshuffle_clusters get_sample_from_cluster get_next_global_batch state_dict load_state_dict",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": (
+        "class MMapIndexedDataset(**data)",
+        "class MMapIndexedDatasetBuilder(out_file, dtype=np.int64): add_item add_items add_item_numpy"
+        " end_document merge_file_ finalize",
+        "def make_dataset(path, impl, skip_warmup=False)",
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
+        "class VariableBatchSizeLR(lr_scheduler, base_batch_size, batch_sizes, dataloader, "
+        "lr_scaling_method='linear', last_epoch=-1, verbose=False): optimizer state_dict "
+        "load_state_dict get_last_lr get_lr step",
+        "def batch_by_seqlens(seqlens, max_tokens, sequence_ids_per_mb=None, min_batch_size=1, "
+        "max_batch_size=None, sequence_picking_order='dataloader', effective_batch_size=1, "
+        "required_microbatches_of_same_size=False, verbose=False, seed=None)",
+        "def get_dataloader_and_lr_scheduler_for_variable_batch_size(dataset, dataset_seqlens, "
+        "max_tokens, effective_batch_size, dataset_filter_ids=None, lr_scaling_method='linear', "
+        "min_batch_size=1, max_batch_size=None, sequence_picking_order='dataloader', "
+        "dataloader_batch_size=1, dataloader_rank=0, dataloader_num_replicas=1, "
+        "dataloader_num_workers=0, dataloader_collate_fn=None, dataloader_pin_memory=False, "
+        "lr_scheduler_or_optimizer=None, required_microbatches_of_same_size=False, "
+        "required_microbatches_of_same_seqlen=False, sample_padding_fn=None, verbose=False, "
+        "seed=None)",
+        "def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(dataset, engine, "
+        "dataset_seqlens=None, dataset_filter_ids=None, dataloader_collate_fn=None, "
+        "sample_padding_fn=None, batch_seqlens_fn=None)",
+    ),
+    "deepspeed.runtime.domino.transformer": (
+        "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
+        "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"
+        " pre_process=True, post_process=True, drop_path_rate=0.0): forward "
+        "inter_layer_overlap_forward intra_layer_overlap_forward",
+    ),
+    "deepspeed.runtime.eigenvalue": (
+        "class Eigenvalue(verbose=False, max_iter=100, tol=0.01, stability=0, "
+        "gas_boundary_resolution=1, layer_name='', layer_num=0): nan_to_num normalize inner_product "
+        "get_layers compute_eigenvalue post_process",
+    ),
+    "deepspeed.runtime.fp16.fused_optimizer": (
+        "class FP16_Optimizer(init_optimizer, deepspeed=None, loss_scale_config=None, "
+        "low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False, "
+        "initial_dynamic_scale=2 ** 32, dynamic_loss_args=None, verbose=True, mpu=None, "
+        "clip_grad=0.0, fused_adam_legacy=False, has_moe_layers=False, timers=None): "
+        "initialize_optimizer_states zero_grad step_fused_adam set_lr get_lr override_loss_scale step"
+        " unscale_and_clip_grads backward state_dict refresh_fp32_params load_state_dict",
+    ),
+    "deepspeed.runtime.fp16.onebit.adam": (
+        "class OnebitAdam(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
+        " betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
+        "amsgrad=False, cuda_aware=False, comm_backend_name='nccl'): step load_state_dict",
+    ),
+    "deepspeed.runtime.fp16.onebit.lamb": (
+        "class OnebitLamb(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
+        " betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
+        "max_coeff=10.0, min_coeff=0.01, amsgrad=False, cuda_aware=False, comm_backend_name='nccl', "
+        "coeff_beta=0.9, factor_max=4.0, factor_min=0.5, factor_threshold=0.1): step load_state_dict "
+        "get_lamb_coeffs",
+    ),
+    "deepspeed.runtime.fp16.onebit.zoadam": (
+        "class ZeroOneAdam(params, deepspeed=None, lr=0.001, bias_correction=True, betas=(0.9, "
+        "0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
+        "var_freeze_step=100000, var_update_scaler=16, local_step_scaler=32678, "
+        "local_step_clipper=16, amsgrad=False, cuda_aware=False, comm_backend_name='nccl'): step "
+        "load_state_dict",
+    ),
+    "deepspeed.runtime.fp16.unfused_optimizer": (
+        "class FP16_UnfusedOptimizer(init_optimizer, deepspeed=None, loss_scale_config=None, "
+        "low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False, "
+        "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
+        "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
+        "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
+    ),
+    "deepspeed.runtime.hybrid_engine": (
+        "class DeepSpeedHybridEngine(args, model, **kwargs): convert_to_linear_transposed "
+        "new_inference_container populate_all_inference_policies fuse_lora_weight unfuse_lora_weight "
+        "unfuse_lora_weight_non_pinned retake_inference_cache generate create_inference_module eval "
+        "train step",
+    ),
+    "deepspeed.runtime.pipe.engine": (
+        "class PipelineEngine(has_bool_tensors=False, *super_args, **super_kwargs): "
+        "set_has_attention_mask reset_activation_shape train_batch eval_batch set_train_batch_size "
+        "is_first_stage is_last_stage get_pipeline_parallel_rank set_dataloader set_dataiterator "
+        "set_batch_fn is_gradient_accumulation_boundary log_for_device tput_log forward backward step"
+        " module_state_dict load_module_state_dict get_additional_losses",
+    ),
+    "deepspeed.runtime.pipe.module": (
+        "class LayerSpec(typename, *module_args, **module_kwargs): build",
+        "class PipelineModule(layers, num_stages=None, topology=None, loss_fn=None, "
+        "seed_layers=False, seed_fn=None, base_seed=1234, partition_method='parameters', "
+        "activation_checkpoint_interval=0, activation_checkpoint_func=checkpointing.checkpoint, "
+        "checkpointable_layers=None, dynamic_shape=False): forward allreduce_tied_weight_gradients "
+        "get_tied_weights_and_groups partitions stage_owner set_checkpoint_interval topology mpu "
+        "num_pipeline_stages ckpt_prefix ckpt_layer_path ckpt_layer_path_list save_state_dict "
+        "load_state_dir get_additional_losses compile",
+        "class TiedLayerSpec(key, typename, *module_args, forward_fn=None, "
+        "tied_weight_attr=['weight'], **module_kwargs)",
+    ),
+    "deepspeed.runtime.pipe.schedule": (
+        "class BackwardPass(**data)",
+        "class DataParallelSchedule(**data): steps num_pipe_buffers",
+        "class ForwardPass(**data)",
+        "class InferenceSchedule(**data): steps num_pipe_buffers",
+        "class LoadMicroBatch(**data)",
+        "class OptimizerStep(**data)",
+        "class PipeInstruction(**kwargs)",
+        "class PipeSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages"
+        " num_micro_batches is_first_stage is_last_stage",
+        "class RecvActivation(**data)",
+        "class RecvGrad(**data)",
+        "class ReduceGrads(**data)",
+        "class ReduceTiedGrads(**data)",
+        "class SendActivation(**data)",
+        "class SendGrad(**data)",
+        "class TrainSchedule(**data): steps num_pipe_buffers",
+    ),
+    "deepspeed.runtime.pipe.topology": (
+        "class PipeDataParallelTopology(num_pp, num_dp)",
+        "class PipeModelDataParallelTopology(num_pp, num_mp, num_dp)",
+        "class PipelineParallelGrid(topology=None, process_group=None): get_stage_id "
+        "get_data_parallel_id stage_to_global topology get_global_rank get_pipe_parallel_rank "
+        "get_pipeline_model_parallel_rank get_pipe_parallel_world_size "
+        "get_pipeline_model_parallel_world_size get_pipe_parallel_group get_data_parallel_rank "
+        "get_data_parallel_world_size get_data_parallel_group get_data_parallel_group_ranks "
+        "get_model_parallel_rank get_model_parallel_world_size get_model_parallel_group "
+        "get_slice_parallel_rank get_tensor_model_parallel_rank get_slice_parallel_world_size "
+        "get_tensor_model_parallel_world_size get_slice_parallel_group",
+        "class ProcessTopology(axes, dims): get_rank get_axis_names get_rank_repr get_dim get_coord "
+        "get_axis_comm_lists filter_match get_axis_list world_size",
+    ),
+    "deepspeed.runtime.progressive_layer_drop": (
+        "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
+    ),
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
+        "def get_sequence_parallel_group()",
+        "def initialize_sequence_parallel(sequence_parallel_size)",
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
+        "class AutogradComputeMLP(**data): forward backward",
+        "class SequenceTiledCompute(**data): forward backward",
+        "class TiledFusedLogitsLoss(**data): forward backward",
+        "class TiledLoss(**data): forward backward",
+        "class TiledMLP(**data): forward backward",
+        "class UlyssesSPAttentionHF(attn, batch_size, attn_head_count, attn_head_size, kv_head_count,"
+        " num_hidden_layers, process_group, seq_length_is_variable=False, local_seq_length=None, "
+        "global_seq_length=None, disable_in_eval=False): forward register_with_transformers",
+        "class UlyssesSPDataLoaderAdapter(dl, sp_rank, sp_group, sp_world_size, device): refill",
+        "class UlyssesSPFwdLossBwdWithLogits(model, model_unwrapped, device, "
+        "num_loss_logit_shards='auto', **kwargs): sp_fwd_loss_bwd forward compute_loss backward",
+        "def sequence_tiled_compute(fn, seqlen, shards, kwargs_to_shard, kwargs_to_pass, "
+        "grad_requiring_tensor_key, compute_params=None, output_unshard_dimension=1, "
+        "output_reduction='mean')",
+    ),
+    "deepspeed.runtime.superoffload.superoffload_stage3": (
+        "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
+        "**kwargs): independent_gradient_partition_epilogue partition_grads step check_clip_grads",
+    ),
+    "deepspeed.runtime.superoffload.superoffload_utils": (
+        "class SuperOffloadCPUOptimizer(optimizer_config, cpuadam_cores_perc=0.8, "
+        "max_grad_numel=1000000): async_step get_result close",
+    ),
+    "deepspeed.runtime.torch_autocast": (
+        "def get_default_autocast_lower_precision_modules()",
+        "def init_autocast_params(engine, dtype, torch_autocast_lower_precision_safe_modules)",
+        "def is_autocast_initialized()",
+    ),
+    "deepspeed.runtime.zenflow.engine": ("def configure_zenflow(engine)",),
+    "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
+    "deepspeed.runtime.zenflow.zenflow_config": ("class ZenFlowConfig(**data): validate_fields",),
+    "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": (
+        "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
+        " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
+        "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
+    ),
+    "deepspeed.runtime.zero.mics": (
+        "class MiCS_Init(module=None, data_parallel_group=None, sequence_data_parallel_group=None, "
+        "mem_efficient_linear=True, remote_device=None, pin_memory=False, config_dict_or_path=None, "
+        "config=None, enabled=True, dtype=None, mpu=None): get_partition_dp_group get_partition_rank "
+        "num_partitions",
+    ),
+    "deepspeed.runtime.zero.muon.muon_optimizer": ("class MuonWithAuxAdam(*args, **kwargs): step",),
+    "deepspeed.runtime.zero.muon.original_muon": (
+        "class Muon(params, lr=0.02, weight_decay=0, momentum=0.95, ns_method='gram'): step",
+        "def muon_update(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method='gram', "
+        "is_expert_group=False)",
+    ),
+    "deepspeed.runtime.zero.parameter_offload": (
+        "class DeepSpeedZeRoOffload(module, timers, ds_config, zenflow=False, overlap_comm=True, "
+        "prefetch_bucket_size=50000000, max_reuse_distance=1000000000, "
+        "max_live_parameters=1000000000, param_persistence_threshold=100000, "
+        "model_persistence_threshold=sys.maxsize, dp_process_group=None, offload_param_config=None, "
+        "mpu=None, zero_param_parallel_group=None, zero_quantized_weights=False, "
+        "zero_quantized_nontrainable_weights=False, zero_module_granularity_threshold=0, "
+        "log_trace_cache_warnings=False): partition_all_parameters release_backward_leftovers "
+        "get_param_coordinator empty_partition_cache destroy setup_zero_stage3_hooks "
+        "mark_persistent_parameters pre_sub_module_forward_function post_sub_module_forward_function "
+        "pre_sub_module_backward_function post_sub_module_backward_function",
+    ),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "class GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)",
+        "class Init(module=None, data_parallel_group=None, mem_efficient_linear=True, "
+        "remote_device=None, pin_memory=False, config_dict_or_path=None, config=None, enabled=True, "
+        "dtype=None, mpu=None, zero_param_parallel_group=None, zero_quantized_weights=False, "
+        "zero_quantized_nontrainable_weights=False, sequence_data_parallel_group=None, "
+        "param_swapper=None, tensor_overrides=DEFAULT_TENSOR_OVERRIDES): get_partition_dp_group "
+        "get_partition_rank num_partitions get_dp_process_group",
+        "enum ZeroParamStatus AVAILABLE=1 INFLIGHT=3 NOT_AVAILABLE=2",
+        "enum ZeroParamType NORMAL=1 PARTITIONED=2 REMOTE=3",
+        "def register_external_parameter(module, parameter)",
+        "def restore_init_context()",
+        "def shutdown_init_context()",
+        "def unregister_external_parameter(module, parameter)",
+        "def zero_wrapper_for_fp_tensor_constructor(fn, target_fp_dtype, target_device)",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": (
+        "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "
+        "max_available_parameters_in_numel, allgather_stream, inflight_param_registry, "
+        "prefetch_nvme=False, timers=None, zero_quantized_weights=False, "
+        "zero_quantized_nontrainable_weights=False, fast_sharding_for_leaf_module=False, "
+        "log_trace_cache_warnings=False): is_complete_trace is_invalid_trace is_record_trace "
+        "trace_prologue record_module record_parameters construct_parameter_trace_from_module_trace "
+        "reset_step fetch_sub_module release_sub_module release_and_reset_all "
+        "release_backward_leftovers",
+    ),
+    "deepspeed.runtime.zero.stage3": (
+        "class DeepSpeedZeroOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
+        "static_loss_scale=1.0, dynamic_loss_scale=False, dynamic_loss_args=None, verbose=True, "
+        "contiguous_gradients=True, reduce_bucket_size=500000000, prefetch_bucket_size=50000000, "
+        "max_reuse_distance=1000000000, max_live_parameters=1000000000, "
+        "param_persistence_threshold=100000, model_persistence_threshold=sys.maxsize, "
+        "dp_process_group=None, reduce_scatter=True, overlap_comm=False, "
+        "offload_optimizer_config=None, offload_param_config=None, zenflow_config=None, "
+        "sub_group_size=1000000000000, offload_ratio=0.0, mpu=None, clip_grad=0.0, "
+        "gradient_accumulation_dtype=torch.float32, communication_data_type=torch.float16, "
+        "fp16_master_weights_and_gradients=False, bf16_master_weights_and_gradients=False, "
+        "bf16_optimizer_states=False, postscale_gradients=True, gradient_predivide_factor=1.0, "
+        "gradient_accumulation_steps=1, elastic_checkpoint=False, aio_config=None, "
+        "all2all_process_group=None, zero_hpz_partition_size=1, zero_quantized_weights=False, "
+        "zero_quantized_nontrainable_weights=False, zero_module_granularity_threshold=0, "
+        "zeropp_loco_param=None, log_trace_cache_warnings=False, enable_sanity_checks=False, "
+        "cpuadam_cores_perc=0.8, save_muon_momentum_buffer_in_memory=False): destroy "
+        "create_zenflow_hooks initialize_ds_offload invalidate_secondary_tensor set_lr get_lr "
+        "initialize_optimizer_states get_first_param_index "
+        "initialize_gradient_partitioning_data_structures independent_gradient_partition_epilogue "
+        "finalize_gradient_accumulation_boundary overlapping_partition_gradients_reduce_epilogue "
+        "create_reduce_and_remove_grad_hooks get_param_id "
+        "reduce_independent_p_g_buckets_and_remove_grads set_grad_positions "
+        "set_norm_for_param_grad_in_gpu complete_grad_norm_calculation_for_cpu_offload "
+        "partition_grads reduce_ready_partitions_and_remove_grads zero_reduced_gradients "
+        "quantize_nontrainable_params flatten_and_print get_grads_to_reduce sequential_execution "
+        "set_none_gradients_to_zero allreduce_bucket allreduce_and_copy allreduce_no_retain "
+        "get_data_parallel_partitions get_partition_info zero_grad clear_backward_seen_flag "
+        "get_grad_norm_direct get_flat_partition free_grad_in_param_list reset_cpu_buffers "
+        "flatten_dense_tensors_aligned override_loss_scale step",
+        "def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, "
+        "num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5)",
+        "def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
+        "additional_buffer_factor=1.5)",
+        "def unwrap_model_for_generation(model)",
+    ),
+    "deepspeed.runtime.zero.tiling": (
+        "class TiledLinear(in_features, out_features, bias=True, in_splits=1, out_splits=1, "
+        "input_is_already_split=False, combine_out_splits=True, linear_cls=torch.nn.Linear, "
+        "init_linear=None, **kwargs): forward copy_params_from",
+        "class TiledLinearReturnBias(**data)",
+    ),
+    "deepspeed.runtime.zero.utils": (
+        "error ZeRORuntimeException",
+        "def is_zero_param(parameter)",
+        "def is_zero_supported_optimizer(optimizer)",
+    ),
+    "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
+    "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
+    "deepspeed.sequence.autosp_vit": (
+        "class UlyssesSPViTAttention(attn, process_group, has_cls_token=True): forward",
+    ),
+    "deepspeed.sequence.cross_entropy": (
+        "def vocab_sequence_parallel_cross_entropy(vocab_parallel_logits, target, sp_group)",
+    ),
+    "deepspeed.sequence.fpdt_layer": (
+        "class FPDT_Attention(config, first_weight, first_bias, second_weight, second_bias, "
+        "sequence_process_group, gather_idx=0, scatter_idx=2, return_bias=True, chunk_size=65536, "
+        "enable_offloading=True): forward",
+    ),
+    "deepspeed.sequence.layer": (
+        "class DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, "
+        "gather_idx=0, sp_stream=None): layer_sync forward",
+        "def single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, async_op=False, "
+        "handle=None, type=None)",
+    ),
+}
