@@ -1,0 +1,1 @@
+"""Checkpoints: writing them safely, and loading any of them into any layout (see docs/checkpoints.md)."""
