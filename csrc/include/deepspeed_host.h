@@ -1,0 +1,110 @@
+/* Host kernels of deepspeed: one plain C interface, no torch headers, called through ctypes.
+ *
+ * Common rules
+ *  - Arithmetic is fp32 per element (sums: fp64), whatever the storage type; a value is rounded once, to nearest even,
+ *    when it is stored.
+ *  - No bit of a result depends on instruction set, alignment, thread count, or where a tensor is cut: there are no fused
+ *    multiply-adds (-ffp-contract=off) and no reassociated sums.
+ *  - `threads` is an upper bound; small inputs are done by the calling thread alone.
+ *  - Tensors are contiguous. Nothing here allocates memory that outlives the call, raises or aborts.
+ */
+#ifndef DEEPSPEED_HOST_H
+#define DEEPSPEED_HOST_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define DS_API __declspec(dllexport)
+#else
+#define DS_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Increased whenever a signature or a struct below changes; deepspeed/ops/native.py refuses any other number. */
+#define DS_HOST_ABI 1
+DS_API int32_t ds_abi(void);
+
+enum ds_dtype { DS_FLOAT32 = 0, DS_BFLOAT16 = 1, DS_FLOAT16 = 2 };
+
+/* Instruction set in use: 0 plain, 1 AVX2, 2 AVX-512. The best the machine has, or what DS_NATIVE_ISA names
+ * (plain, avx2, avx512) if the machine has it. */
+DS_API int32_t ds_isa(void);
+/* Choose a set (for tests and measurements); returns the one now in use, unchanged if the machine lacks `isa`. */
+DS_API int32_t ds_set_isa(int32_t isa);
+
+/* One tensor, or one fragment of a tensor, of an optimizer step. Unused pointers are null. */
+typedef struct ds_segment {
+    void *param;         /* updated in place */
+    const void *grad;
+    void *state1;        /* Adam, LAMB, Lion: exp_avg; SGD: momentum_buffer; Adagrad: sum */
+    void *state2;        /* Adam, LAMB: exp_avg_sq */
+    void *low_precision; /* if not null: the new parameter, rounded to `low_dtype` */
+    float *step;         /* number of updates so far, one float; the step functions below increase it */
+    int64_t numel;
+} ds_segment;
+
+/* Storage types (enum ds_dtype) of all segments of one call. */
+typedef struct ds_storage {
+    int32_t param, grad, state, low_precision;
+} ds_storage;
+
+/* Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019: `decoupled` weight decay). */
+DS_API void ds_adam(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double beta1,
+                    double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
+                    int32_t decoupled, int32_t threads);
+
+/* Lion (Chen et al., 2023), decoupled weight decay. */
+DS_API void ds_lion(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double beta1,
+                    double beta2, double weight_decay, double grad_scale, int32_t threads);
+
+/* Adagrad (Duchi et al., 2011) as torch.optim.Adagrad has it (lr_decay included). */
+DS_API void ds_adagrad(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double lr_decay,
+                       double eps, double weight_decay, double grad_scale, int32_t threads);
+
+/* SGD as torch.optim.SGD has it. `state1` is null where momentum is 0. The first update (step == 0) copies the gradient
+ * into the momentum. */
+DS_API void ds_sgd(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double momentum,
+                   double dampening, double weight_decay, double grad_scale, int32_t nesterov, int32_t threads);
+
+/* LAMB (You et al., 2020) in two passes. The first updates the moments and writes, per segment, the sums of squares of
+ * the parameter and of the update to sums[2 * i], sums[2 * i + 1] (fp64). The second applies the update, scaled by the
+ * caller's trust_ratio[i]. State is fp32. */
+DS_API void ds_lamb_moments(const ds_segment *segments, int64_t count, const ds_storage *storage, double beta1,
+                            double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
+                            int32_t eps_inside_sqrt, double *sums, int32_t threads);
+DS_API void ds_lamb_apply(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double beta1,
+                          double beta2, double eps, double weight_decay, int32_t bias_correction,
+                          int32_t eps_inside_sqrt, const double *trust_ratio, int32_t threads);
+
+typedef struct ds_span {
+    const void *data;
+    int64_t numel;
+    int64_t dtype;
+} ds_span;
+
+/* Sum of squares of each span, fp64, to sums[i]; the sum of all of them, in order, is returned. Not finite exactly if
+ * some element is not finite. */
+DS_API double ds_sum_of_squares(const ds_span *spans, int64_t count, double *sums, int32_t threads);
+
+typedef struct ds_copy {
+    void *output;
+    const void *input;
+    int64_t numel;
+    int32_t output_dtype, input_dtype;
+} ds_copy;
+
+/* output = input * scale, converted, for each entry; an output may be its own input. */
+DS_API void ds_scale_copy(const ds_copy *copies, int64_t count, double scale, int32_t threads);
+
+/* output = (inputs[0] + inputs[1] + ...) * scale: summed in this order in fp32, rounded once. The output may be one of
+ * the inputs. */
+DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *const *inputs, int64_t count,
+                             int32_t input_dtype, int64_t numel, double scale, int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,170 @@
+// What every host kernel shares: choice of the instruction set, conversion of 16-bit types, division of work.
+//
+// [Note: blocks] A kernel walks its tensors in blocks of kBlock elements. 16-bit operands of a block are widened into a
+// buffer in the first-level cache, the arithmetic runs on fp32 arrays only, and results are rounded back from there. So
+// there is one arithmetic loop per optimizer instead of one per combination of types, and the low-precision copy of the
+// parameter is made while its block is still in the cache: one pass over memory.
+//
+// [Note: equal bits] The body of a kernel is one always_inline function that is compiled three times, inside wrappers
+// with different target attributes. All its operations are correctly rounded by IEEE 754 (add, multiply, divide, square
+// root, conversions done in integers), elements do not interact, and contraction to fused multiply-adds is switched off
+// for the whole library, so all three give the same bits, in vector lanes as in loop remainders.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "deepspeed_host.h"
+
+#if defined(__GNUC__)
+#define DS_INLINE static inline __attribute__((always_inline))
+#define DS_IVDEP _Pragma("GCC ivdep")
+#else
+#define DS_INLINE static inline
+#define DS_IVDEP
+#endif
+
+// DS_KERNEL(name, (parameters), (arguments)) makes `name`, which runs `name_body` as compiled for the set in use.
+#if defined(__GNUC__) && defined(__x86_64__)
+#define DS_KERNEL(name, parameters, arguments)                                                              \
+    __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters { \
+        name##_body arguments;                                                                              \
+    }                                                                                                       \
+    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name##_body arguments; } \
+    static void name##_plain parameters { name##_body arguments; }                                          \
+    static void name parameters {                                                                           \
+        switch (ds_isa()) {                                                                                 \
+            case 2: return name##_avx512 arguments;                                                         \
+            case 1: return name##_avx2 arguments;                                                           \
+            default: return name##_plain arguments;                                                         \
+        }                                                                                                   \
+    }
+#else
+#define DS_KERNEL(name, parameters, arguments) \
+    static void name parameters { name##_body arguments; }
+#endif
+
+namespace ds {
+
+constexpr int64_t kBlock = 1024;               // elements; 4 KiB per fp32 operand
+constexpr int64_t kParallelNumel = 64 * 1024;  // below this, waking threads costs more than it saves
+
+// ---- 16-bit types ---------------------------------------------------------------------------------------------------
+
+DS_INLINE float widen_bfloat16(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+
+DS_INLINE uint16_t round_bfloat16(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return uint16_t(is_nan ? 0x7fc0u : rounded);
+}
+
+// Rebias the exponent; a subnormal half is normalised by one exact fp32 subtraction.
+DS_INLINE float widen_float16(uint16_t x) {
+    const uint32_t magnitude = uint32_t(x & 0x7fffu) << 13;
+    const uint32_t exponent = magnitude & (0x7c00u << 13);
+    const uint32_t normal = magnitude + (112u << 23);
+    const uint32_t special = magnitude + (224u << 23);  // infinity and NaN
+    const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - std::bit_cast<float>(113u << 23);
+    uint32_t bits = exponent == (0x7c00u << 13) ? special : normal;
+    bits = exponent == 0 ? std::bit_cast<uint32_t>(subnormal) : bits;
+    return std::bit_cast<float>(bits | (uint32_t(x & 0x8000u) << 16));
+}
+
+// Three ranges: subnormal results are rounded by one fp32 addition whose unit in the last place is 2^-24, normal ones
+// by an integer addition that carries into the exponent, the rest is infinity or NaN.
+DS_INLINE uint16_t round_float16(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t magic = 126u << 23;  // 0.5
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + std::bit_cast<float>(magic)) - magic;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
+    half = magnitude >= (143u << 23) ? special : half;
+    return uint16_t(half | sign);
+}
+
+DS_INLINE int64_t item_size(int32_t dtype) { return dtype == DS_FLOAT32 ? 4 : 2; }
+
+template <class T>
+DS_INLINE T *at(T *base, int64_t index, int32_t dtype) {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<Byte *>(base) + index * item_size(dtype);
+}
+
+// n elements of `source` as fp32: the memory itself where it is fp32, else widened into `buffer`.
+DS_INLINE const float *widen(const void *source, int32_t dtype, float *__restrict buffer, int64_t n) {
+    if (dtype == DS_FLOAT32) return static_cast<const float *>(source);
+    const uint16_t *__restrict from = static_cast<const uint16_t *>(source);
+    if (dtype == DS_BFLOAT16) {
+        DS_IVDEP for (int64_t i = 0; i < n; ++i) buffer[i] = widen_bfloat16(from[i]);
+    } else {
+        DS_IVDEP for (int64_t i = 0; i < n; ++i) buffer[i] = widen_float16(from[i]);
+    }
+    return buffer;
+}
+
+// n elements rounded to `dtype`; nothing to do where `source` is the target itself.
+DS_INLINE void narrow(void *target, int32_t dtype, const float *__restrict source, int64_t n) {
+    if (target == source) return;
+    if (dtype == DS_FLOAT32) {
+        std::memcpy(target, source, size_t(n) * sizeof(float));
+        return;
+    }
+    uint16_t *__restrict to = static_cast<uint16_t *>(target);
+    if (dtype == DS_BFLOAT16) {
+        DS_IVDEP for (int64_t i = 0; i < n; ++i) to[i] = round_bfloat16(source[i]);
+    } else {
+        DS_IVDEP for (int64_t i = 0; i < n; ++i) to[i] = round_float16(source[i]);
+    }
+}
+
+// An operand that is read and written: works in place where it is fp32, else through `buffer`.
+struct Operand {
+    void *memory;
+    int32_t dtype;
+    float *values;
+};
+
+DS_INLINE Operand open(void *base, int64_t index, int32_t dtype, float *buffer, int64_t n) {
+    void *memory = at(base, index, dtype);
+    return {memory, dtype, const_cast<float *>(widen(memory, dtype, buffer, n))};
+}
+
+DS_INLINE void close(const Operand &operand, int64_t n) { narrow(operand.memory, operand.dtype, operand.values, n); }
+
+// ---- work -----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+
+// Calls work(item, begin, end) so that every element of every item is covered once. Calls are for runs of whole blocks
+// (the last block of an item may be short); a thread's share is one run of blocks through the list of items.
+template <class Numel, class Work>
+void for_each_run(int64_t count, int threads, Numel &&numel_of, Work &&work) {
+    int64_t total = 0, blocks = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        total += numel_of(i);
+        blocks += block_count(numel_of(i));
+    }
+    const auto share = [&](int64_t first, int64_t last) {
+        int64_t seen = 0;
+        for (int64_t i = 0; i < count && seen < last; ++i) {
+            const int64_t numel = numel_of(i), here = block_count(numel);
+            const int64_t from = first > seen ? first - seen : 0, to = last - seen < here ? last - seen : here;
+            if (from < to) work(i, from * kBlock, to * kBlock < numel ? to * kBlock : numel);
+            seen += here;
+        }
+    };
+    if (threads <= 1 || total < kParallelNumel) return share(0, blocks);
+    if (threads > blocks) threads = int(blocks);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int t = 0; t < threads; ++t) share(blocks * t / threads, blocks * (t + 1) / threads);
+}
+
+}  // namespace ds

@@ -1,0 +1,90 @@
+"""Adagrad (J. Duchi, E. Hazan, Y. Singer: Adaptive Subgradient Methods, JMLR 2011)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt, refuse
+
+
+class Adagrad(MultiTensorOptimizer):
+    """Adagrad with the arguments and results of torch.optim.Adagrad."""
+
+    state_names = ("sum",)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def _initial_value(self, name: str, group: dict[str, Any]) -> float:
+        return group.get("initial_accumulator_value", 0.0)
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        lib.ds_adagrad(
+            *launch.arguments(),
+            group["lr"],
+            group.get("lr_decay", 0.0),
+            group["eps"],
+            group["weight_decay"],
+            grad_scale,
+            torch.get_num_threads(),
+        )
+
+    def _torch_update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        (sums,) = states
+        lr, lr_decay = float(group["lr"]), group.get("lr_decay", 0.0)
+        grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+        torch._foreach_add_(sums, torch._foreach_mul(grads, grads))
+        denominators = foreach_sqrt(sums)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_mul_(grads, [lr / (1.0 + (step - 1) * lr_decay) for step in steps])
+        torch._foreach_div_(grads, denominators)
+        torch._foreach_sub_(params, grads)
+
+
+class DeepSpeedCPUAdagrad(Adagrad):
+    """Adagrad on host memory; `fp32_optimizer_states=False` keeps the sums in the parameter's dtype.
+    `amsgrad` is in the signature but has no meaning for Adagrad."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        refuse("DeepSpeedCPUAdagrad", amsgrad=amsgrad)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        for group in self.param_groups:
+            group.setdefault("fp32_optimizer_states", fp32_optimizer_states)
+        self.defaults["fp32_optimizer_states"] = fp32_optimizer_states

@@ -1,0 +1,56 @@
+"""FusedAdam: Adam/AdamW on whatever device the parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.multi_tensor import refuse
+
+
+class FusedAdam(MultiTensorAdam):
+    """Adam with decoupled weight decay (`adam_w_mode=True`, AdamW) or with L2 regularisation.
+
+    One kernel per group of tensors: the native host library on CPUs, Triton on GPUs, else PyTorch, all with
+    the same arithmetic. `amsgrad` is in the signature but not available.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        refuse("FusedAdam", amsgrad=amsgrad)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": bool(adam_w_mode),
+        }
+        super().__init__(params, defaults)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        refuse("FusedAdam.step", grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        return super().step(closure)

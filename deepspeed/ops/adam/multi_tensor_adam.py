@@ -1,0 +1,74 @@
+"""Arithmetic shared by FusedAdam and DeepSpeedCPUAdam.
+
+D. P. Kingma, J. Ba: Adam: A Method for Stochastic Optimization (ICLR 2015); I. Loshchilov, F. Hutter:
+Decoupled Weight Decay Regularization (ICLR 2019). All constants are formed in fp64 and rounded to fp32 once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
+
+
+class MultiTensorAdam(MultiTensorOptimizer):
+    """Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key` whether weight
+    decay acts on the parameter (AdamW) or joins the gradient (Adam with L2)."""
+
+    state_names = ("exp_avg", "exp_avg_sq")
+    decoupled_key = "adam_w_mode"
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lib.ds_adam(
+            *launch.arguments(),
+            group["lr"],
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            grad_scale,
+            group["bias_correction"],
+            group[self.decoupled_key],
+            torch.get_num_threads(),
+        )
+
+    def _torch_update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lr, weight_decay = float(group["lr"]), group["weight_decay"]
+        exp_avgs, exp_avg_sqs = states
+        if group["bias_correction"]:
+            step_sizes = [lr / (1.0 - math.pow(beta1, step)) for step in steps]
+            inv_corrections = [1.0 / math.sqrt(1.0 - math.pow(beta2, step)) for step in steps]
+        else:
+            step_sizes, inv_corrections = [lr] * len(steps), [1.0] * len(steps)
+        if weight_decay != 0 and not group[self.decoupled_key]:
+            grads = torch._foreach_add(grads, torch._foreach_mul(params, weight_decay))
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta1))
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        squares = torch._foreach_mul(grads, 1.0 - beta2)
+        torch._foreach_mul_(squares, grads)
+        torch._foreach_add_(exp_avg_sqs, squares)
+        denominators = foreach_sqrt(exp_avg_sqs)
+        torch._foreach_mul_(denominators, inv_corrections)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_mul(exp_avgs, step_sizes)
+        torch._foreach_div_(updates, denominators)
+        if weight_decay != 0 and group[self.decoupled_key]:
+            torch._foreach_mul_(params, 1.0 - lr * weight_decay)
+        torch._foreach_sub_(params, updates)

@@ -1,0 +1,209 @@
+"""FusedLamb (Y. You et al.: Large Batch Optimization for Deep Learning, ICLR 2020).
+
+The step of a tensor is scaled by its trust ratio |parameter| / |update|, so that norms of whole tensors are
+needed in the middle of the update: the moments are updated and both sums of squares formed in one pass, the
+parameters in a second. Sums are fp64; where a tensor is spread over ranks, `segment_sum` adds them up between
+the passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops import native
+from deepspeed.ops.multi_tensor import Batch, Launch, MultiTensorOptimizer, Table, foreach_sqrt, refuse
+
+
+class FusedLamb(MultiTensorOptimizer):
+    """LAMB with bias-corrected moments and the weight decay inside the update, as in algorithm 2 of the
+    paper.
+
+    The trust ratio is clamped to [min_coeff, max_coeff], and 1 where one of the norms is 0. `max_grad_norm` >
+    0 clips the gradients of a group by their global norm first. `amsgrad` is in the signature but not
+    available.
+    """
+
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        refuse("FusedLamb", amsgrad=amsgrad)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+        self.segment_sum: Callable[[list[Tensor], Tensor], Tensor] | None = None
+        """Given the fragments and their sums [n, 2] fp64, returns those of the whole tensors; None: they are
+        whole."""
+        self._coefficients: list[float] = []
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Trust ratios of the last step, one per parameter that was updated."""
+        return self._coefficients
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float = 1.0,
+        grad_norms: Any = None,
+    ) -> Any:
+        refuse("FusedLamb.step", grads=grads, output_params=output_params, grad_norms=grad_norms)
+        if scale != 1.0:
+            raise RuntimeError(
+                f"FusedLamb.step does not support scale={scale!r}: unscale the gradients first"
+            )
+        self._coefficients = []
+        return super().step(closure)
+
+    def multi_tensor_step(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: list[Tensor | None] | None = None,
+    ) -> None:
+        if not params and self.segment_sum is not None:  # a collective: other ranks may own fragments
+            self.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))
+        super().multi_tensor_step(group, params, grads, grad_scale=grad_scale, low_precision=low_precision)
+
+    @torch.no_grad()
+    def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+        if group["max_grad_norm"] > 0:
+            norm = math.sqrt(native.sum_of_squares(table.grads)) * grad_scale
+            grad_scale *= min(1.0, group["max_grad_norm"] / (norm + 1e-6))
+        sums = torch.zeros(len(table.params), 2, dtype=torch.float64)
+        lib = native.library()
+        for launch in table.launches:
+            sums[launch.indices] = self._native_moments(lib, launch, group, grad_scale)  # type: ignore[arg-type]
+        others = _TorchLamb(table, self.state_names, group, grad_scale) if table.others else None
+        if others is not None:
+            sums[table.others] = others.sums().cpu()
+        if self.segment_sum is not None:
+            sums = self.segment_sum(list(table.params), sums)
+        ratios = self._trust_ratios(sums, group)
+        self._coefficients.extend(ratios.tolist())
+        for launch in table.launches:
+            self._native_apply(lib, launch, group, ratios[launch.indices])  # type: ignore[arg-type]
+        if others is not None:
+            others.apply(ratios[table.others].tolist())
+
+    @staticmethod
+    def _trust_ratios(sums: Tensor, group: dict[str, Any]) -> Tensor:
+        param_norm, update_norm = sums.sqrt().unbind(1)
+        ratio = (param_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+        return torch.where((param_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+    @staticmethod
+    def _native_moments(lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float) -> Tensor:
+        sums = torch.empty(len(launch.indices), 2, dtype=torch.float64)
+        lib.ds_lamb_moments(
+            *launch.arguments(),
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            grad_scale,
+            group["bias_correction"],
+            group["eps_inside_sqrt"],
+            sums.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return sums
+
+    @staticmethod
+    def _native_apply(lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], ratios: Tensor) -> None:
+        lib.ds_lamb_apply(
+            *launch.arguments(),
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["bias_correction"],
+            group["eps_inside_sqrt"],
+            ratios.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+class _TorchLamb:
+    """The two passes in PyTorch, for the tensors no kernel takes; the update is kept between them."""
+
+    def __init__(
+        self, table: Table, names: tuple[str, ...], group: dict[str, Any], grad_scale: float
+    ) -> None:
+        steps = table.count_others()
+        self.group = group
+        self.batch = Batch(states=[[] for _ in names])
+        for i, step in zip(table.others, steps, strict=True):
+            low = None if table.low_precision is None else table.low_precision[i]
+            states = [table.states[i][name] for name in names]
+            self.batch.add(table.params[i], table.grads[i], states, low, step)
+        self.wide = self.batch.widen(grad_scale)
+        self.updates = self._updates()
+
+    def _updates(self) -> list[Tensor]:
+        beta1, beta2 = self.group["betas"]
+        grads, (exp_avgs, exp_avg_sqs) = self.wide.grads, self.wide.states
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta1))
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        squares = torch._foreach_mul(grads, 1.0 - beta2)
+        torch._foreach_mul_(squares, grads)
+        torch._foreach_add_(exp_avg_sqs, squares)
+        corrections1, corrections2 = (
+            [
+                1.0 - math.pow(beta, step) if self.group["bias_correction"] else 1.0
+                for step in self.batch.steps
+            ]
+            for beta in (beta1, beta2)
+        )
+        if self.group["eps_inside_sqrt"]:
+            corrected = torch._foreach_mul(exp_avg_sqs, [1.0 / c for c in corrections2])
+            denominators = foreach_sqrt(list(torch._foreach_add(corrected, self.group["eps"])))
+        else:
+            denominators = foreach_sqrt(exp_avg_sqs)
+            torch._foreach_mul_(denominators, [1.0 / math.sqrt(c) for c in corrections2])
+            torch._foreach_add_(denominators, self.group["eps"])
+        updates = list(torch._foreach_mul(exp_avgs, [1.0 / c for c in corrections1]))
+        torch._foreach_div_(updates, denominators)
+        torch._foreach_add_(updates, torch._foreach_mul(self.wide.params, self.group["weight_decay"]))
+        return updates
+
+    def sums(self) -> Tensor:
+        """[n, 2] fp64: sums of squares of parameter and update."""
+        squares = [native.sums_of_squares(tensors) for tensors in (self.wide.params, self.updates)]
+        return torch.tensor(squares, dtype=torch.float64).t()
+
+    def apply(self, ratios: list[float]) -> None:
+        rates = [float(self.group["lr"]) * ratio for ratio in ratios]
+        torch._foreach_sub_(self.wide.params, torch._foreach_mul(self.updates, rates))
+        self.batch.round_back(self.wide)

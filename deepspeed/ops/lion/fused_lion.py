@@ -1,0 +1,39 @@
+"""FusedLion: Lion on whatever device the parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.ops.lion.multi_tensor_lion import MultiTensorLion
+from deepspeed.ops.multi_tensor import refuse
+
+
+class FusedLion(MultiTensorLion):
+    """Lion, one kernel per group of tensors."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: Any = None,
+    ) -> Any:
+        refuse("FusedLion.step", grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        return super().step(closure)

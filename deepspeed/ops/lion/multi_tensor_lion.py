@@ -1,0 +1,57 @@
+"""Arithmetic shared by FusedLion and DeepSpeedCPULion.
+
+X. Chen et al.: Symbolic Discovery of Optimization Algorithms (2023), algorithm 2: the update is the sign of
+one interpolation between momentum and gradient, the new momentum is another; weight decay is decoupled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+
+
+class MultiTensorLion(MultiTensorOptimizer):
+    """Groups hold lr, betas, weight_decay."""
+
+    state_names = ("exp_avg",)
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lib.ds_lion(
+            *launch.arguments(),
+            group["lr"],
+            beta1,
+            beta2,
+            group["weight_decay"],
+            grad_scale,
+            torch.get_num_threads(),
+        )
+
+    def _torch_update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        (exp_avgs,) = states
+        directions = torch._foreach_mul(exp_avgs, beta1)
+        torch._foreach_add_(directions, torch._foreach_mul(grads, 1.0 - beta1))
+        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+        torch._foreach_sub_(params, torch._foreach_mul([_sign(d) for d in directions], lr))
+        torch._foreach_mul_(exp_avgs, beta2)
+        torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta2))
+
+
+def _sign(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), x, x.sign())

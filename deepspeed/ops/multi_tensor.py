@@ -1,0 +1,411 @@
+"""Base class of our optimizers: one update of many tensors, on the fastest path each of them has.
+
+An optimizer says what it keeps per element (`state_names`) and gives its arithmetic twice: as a call of a
+native kernel and in plain PyTorch. Tensors on the CPU go to the kernel, all of one group in one call; tensors
+that it does not take (other devices or dtypes, strided memory, no library) go through PyTorch with the same
+operations in the same order, so that both give the same bits.
+
+[Note: pointer tables] A kernel reads the addresses of its tensors from a table. It is kept between steps as
+long as parameters, state and low-precision copies are the same tensors at the same addresses, which is looked
+up in every step; new gradients at other addresses only rewrite their column.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops import native
+
+_GRAD, _WORDS = 1, native.SEGMENT_WORDS
+_MAX_TABLES = 64  # kept per optimizer; callers that pass ever new tensors do not pile them up
+
+_address = Tensor.data_ptr
+
+
+class Launch:
+    """One call of a kernel: the segments that have the same storage types."""
+
+    def __init__(self, storage: tuple[int, int, int, int]) -> None:
+        self.storage = native.Storage(*storage)
+        self.storage_pointer = ctypes.addressof(self.storage)
+        self.indices: list[int] = []  # positions in the lists of the step
+        self.words = array("q")  # rows of struct ds_segment
+        self.pointer = 0  # address of `words`, set when complete
+
+    def arguments(self) -> tuple[int, int, int]:
+        return self.pointer, len(self.indices), self.storage_pointer
+
+
+class Table:
+    """The launches for one list of parameters; see [Note: pointer tables]."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        low_precision: Sequence[Tensor | None] | None,
+        states: list[dict[str, Any]],
+        names: tuple[str, ...],
+    ) -> None:
+        self.params, self.grads = tuple(params), tuple(grads)
+        self.low_precision = None if low_precision is None else tuple(low_precision)
+        self.states, self.names = states, names
+        self.state_tensors = self._current_state()
+        self.watched = [
+            *self.params,
+            *self.state_tensors,
+            *(t for t in self.low_precision or () if t is not None),
+        ]
+        self.addresses = list(map(_address, self.watched))
+        self.grad_addresses = list(map(_address, self.grads))
+        self.launches: list[Launch] = []
+        self.others: list[int] = []  # indices of tensors that no kernel takes
+        self._sort_into_launches()
+
+    def _current_state(self) -> list[Tensor]:
+        return [state[name] for state in self.states for name in self.names]
+
+    def _sort_into_launches(self) -> None:
+        launches: dict[tuple[int, int, int, int], Launch] = {}
+        codes = native.DTYPE_CODES
+        for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
+            elements = [state[name] for name in self.names if name != "step"]
+            low = None if self.low_precision is None else self.low_precision[i]
+            tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
+            if native.library() is None or not all(map(native.is_native, tensors)):
+                self.others.append(i)
+                continue
+            for tensor in tensors:
+                if tensor.numel() != param.numel():
+                    raise ValueError(
+                        f"a tensor of {tensor.numel()} elements was given with a parameter of {param.numel()}"
+                    )
+            state_code = codes[elements[0].dtype] if elements else 0
+            storage = (
+                codes[param.dtype],
+                codes[grad.dtype],
+                state_code,
+                0 if low is None else codes[low.dtype],
+            )
+            launch = launches.setdefault(storage, Launch(storage))
+            launch.indices.append(i)
+            addresses = [*map(_address, elements), 0, 0][:2]
+            launch.words.extend(
+                (
+                    param.data_ptr(),
+                    grad.data_ptr(),
+                    *addresses,
+                    0 if low is None else low.data_ptr(),
+                    state["step"].data_ptr(),
+                    param.numel(),
+                )
+            )
+        self.launches = list(launches.values())
+        for launch in self.launches:
+            launch.pointer = launch.words.buffer_info()[0]
+
+    def count_others(self) -> list[int]:
+        """Increase the steps of `others`; the kernels do it for the rest."""
+        for i in self.others:
+            self.states[i]["step"] += 1
+        return [int(self.states[i]["step"]) for i in self.others]
+
+    def is_current(self, low_precision: Sequence[Tensor | None] | None) -> bool:
+        """Whether state, low-precision copies and all addresses but those of gradients are what the table
+        says."""
+        if (low_precision is None) != (self.low_precision is None):
+            return False
+        if low_precision is not None and not _same(low_precision, self.low_precision or ()):
+            return False
+        return (
+            _same(self._current_state(), self.state_tensors)
+            and list(map(_address, self.watched)) == self.addresses
+        )
+
+    def follow_grads(self, grads: Sequence[Tensor]) -> bool:
+        """Take over new gradients; False if they differ in more than their address."""
+        if len(grads) != len(self.grads):
+            return False
+        if not _same(grads, self.grads):
+            for new, old in zip(grads, self.grads, strict=True):
+                if new.dtype is not old.dtype or new.shape != old.shape or new.stride() != old.stride():
+                    return False
+                if new.device != old.device:
+                    return False
+            self.grads = tuple(grads)
+        addresses = list(map(_address, grads))
+        if addresses != self.grad_addresses:
+            self.grad_addresses = addresses
+            for launch in self.launches:
+                launch.words[_GRAD::_WORDS] = array("q", [addresses[i] for i in launch.indices])
+        return True
+
+
+def _same(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    return all(map(operator.is_, left, right))
+
+
+class MultiTensorOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` whose update is one pass over memory for all tensors of a group.
+
+    State per parameter: "step" (0-d fp32 on the CPU, as in torch.optim) and the tensors named by
+    `state_names`, fp32 unless the group says `fp32_optimizer_states=False` (then in the parameter's dtype).
+    """
+
+    state_names: tuple[str, ...] = ()
+    """Per-element state, at most two tensors."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        self._tables: dict[tuple[int, int], Table] = {}
+
+    # ---- what a subclass gives -----------------------------------------------------------------------------
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        """Call the kernel; it also increases the steps."""
+        raise NotImplementedError
+
+    def _torch_update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        """The same in PyTorch, in place. All tensors are fp32; `states[k]` is the list for `state_names[k]`;
+        `steps` counts this update. Only single, correctly rounded operations (no `alpha=`, `lerp`,
+        `addcmul`), in the order of the kernel."""
+        raise NotImplementedError
+
+    # ---- state ---------------------------------------------------------------------------------------------
+
+    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.state_names
+
+    def _initial_value(self, name: str, group: dict[str, Any]) -> float:
+        return 0.0
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """State of a parameter, made when first asked for."""
+        state = self.state[param]
+        step = state.get("step", 0)
+        if not isinstance(step, Tensor) or step.dtype is not torch.float32 or step.device.type != "cpu":
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        for name in self._names_for(group):
+            if name not in state:
+                value, dtype = self._initial_value(name, group), self._state_dtype(param, group)
+                state[name] = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+        return state
+
+    @staticmethod
+    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        if param.dtype is torch.float64 or not group.get("fp32_optimizer_states", True):
+            return param.dtype
+        return torch.float32
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._tables.clear()
+        # torch casts every floating state to the dtype of its parameter and may share memory with
+        # `state_dict`.
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        owners = [(group, param) for group in self.param_groups for param in group["params"]]
+        for saved_id, (group, param) in zip(saved_ids, owners, strict=True):
+            saved = state_dict["state"].get(saved_id)
+            if saved is None:
+                continue
+            state, dtype = self.state[param], self._state_dtype(param, group)
+            for name in self._names_for(group):
+                if isinstance(saved.get(name), Tensor):
+                    state[name] = saved[name].to(param.device, dtype, copy=True)
+            # torch.optim.SGD counts no steps: its state alone says that there was one
+            state["step"] = torch.tensor(float(saved.get("step", 1)), dtype=torch.float32)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tables = {}
+
+    # ---- step ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self.multi_tensor_step(group, params, [p.grad for p in params])
+                torch.autograd.graph.increment_version(params)  # a kernel's writes are not seen by autograd
+        return loss
+
+    @torch.no_grad()
+    def multi_tensor_step(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: list[Tensor | None] | None = None,
+    ) -> None:
+        """One update of `params` with the hyperparameters of `group`.
+
+        Args:
+            params: fp32, or bf16/fp16 (computed in fp32 and rounded), any shape, contiguous for the fast
+                path.
+            grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32
+                product.
+            low_precision: where not None, gets the updated parameter rounded to its dtype, in the same pass.
+        """
+        if not params:
+            return
+        self._update(self._table(group, params, grads, low_precision), group, grad_scale)
+
+    def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+        lib = native.library()
+        for launch in table.launches:
+            self._native_update(lib, launch, group, grad_scale)  # type: ignore[arg-type]  # launches imply a library
+        if table.others:
+            steps = table.count_others()
+            for batch in _batches(table, self._names_for(group), steps):
+                wide = batch.widen(grad_scale)
+                self._torch_update(group, wide.params, wide.grads, wide.states, batch.steps)
+                batch.round_back(wide)
+
+    def _table(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        low_precision: list[Tensor | None] | None,
+    ) -> Table:
+        key = (id(params[0]), len(params))
+        table = self._tables.get(key)
+        if (
+            table is None
+            or not _same(params, table.params)
+            or not table.is_current(low_precision)
+            or not table.follow_grads(grads)
+        ):
+            if len(grads) != len(params) or (low_precision is not None and len(low_precision) != len(params)):
+                raise ValueError("params, grads and low_precision must be lists of the same length")
+            if any(grad.is_sparse for grad in grads):
+                raise RuntimeError(
+                    f"{type(self).__name__} does not take sparse gradients: call .to_dense() on them or use "
+                    "torch.optim.SparseAdam"
+                )
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            states = [self.state_for(param, group) for param in params]
+            names = (*self._names_for(group), "step")
+            table = self._tables[key] = Table(params, grads, low_precision, states, names)
+        return table
+
+
+# ---- the PyTorch path --------------------------------------------------------------------------------------
+
+_CHUNK_NUMEL = {"cpu": 1 << 15}  # on CPUs the temporaries of a batch stay in the cache
+_CHUNK_NUMEL_DEVICE = 1 << 26  # on devices they stay small beside the tensors
+
+
+@dataclass
+class Batch:
+    """Tensors (or flat pieces of them) that are updated together in PyTorch."""
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)  # one list per state name
+    low_precision: list[Tensor | None] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    numel: int = 0
+
+    def add(self, param: Tensor, grad: Tensor, states: list[Tensor], low: Tensor | None, step: int) -> None:
+        self.params.append(param)
+        self.grads.append(grad)
+        for values, state in zip(self.states, states, strict=True):
+            values.append(state)
+        self.low_precision.append(low)
+        self.steps.append(step)
+        self.numel += param.numel()
+
+    def widen(self, grad_scale: float) -> Batch:
+        """The same in fp32 (fp64 stays): the tensors themselves where they are, else copies; gradients
+        scaled."""
+        return Batch(
+            params=[_wide(p) for p in self.params],
+            grads=[_wide(g) * grad_scale for g in self.grads],
+            states=[[_wide(state) for state in values] for values in self.states],
+        )
+
+    def round_back(self, wide: Batch) -> None:
+        for param, value in zip(self.params, wide.params, strict=True):
+            _write_back(param, value)
+        for states, values in zip(self.states, wide.states, strict=True):
+            for state, value in zip(states, values, strict=True):
+                _write_back(state, value)
+        for low, value in zip(self.low_precision, wide.params, strict=True):
+            if low is not None:
+                low.copy_(value.reshape(low.shape))
+
+
+def _batches(table: Table, names: tuple[str, ...], steps: list[int]) -> Iterator[Batch]:
+    """The table's `others`, large contiguous tensors in pieces, small ones together."""
+    batch = Batch(states=[[] for _ in names])
+    for i, step in zip(table.others, steps, strict=True):
+        param, low = table.params[i], None if table.low_precision is None else table.low_precision[i]
+        states = [table.states[i][name] for name in names]
+        tensors = [param.detach(), table.grads[i], *states] + ([] if low is None else [low])
+        limit = _CHUNK_NUMEL.get(param.device.type, _CHUNK_NUMEL_DEVICE)
+        if param.numel() > limit and all(t.is_contiguous() for t in tensors):
+            pieces = zip(*(t.view(-1).split(limit) for t in tensors), strict=True)
+        else:
+            pieces = iter([tuple(tensors)])
+        for piece in pieces:
+            batch.add(
+                piece[0], piece[1], list(piece[2 : 2 + len(names)]), None if low is None else piece[-1], step
+            )
+            if batch.numel >= limit:
+                yield batch
+                batch = Batch(states=[[] for _ in names])
+    if batch.params:
+        yield batch
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _write_back(tensor: Tensor, wide: Tensor) -> None:
+    if tensor.data_ptr() != wide.data_ptr():
+        tensor.copy_(wide)
+
+
+def foreach_sqrt(tensors: list[Tensor]) -> list[Tensor]:
+    """Correctly rounded square roots of fp32 tensors. torch.sqrt on CPUs is MKL's, which is not; through fp64
+    it is."""
+    if tensors and tensors[0].dtype is torch.float32 and tensors[0].device.type == "cpu":
+        return [t.double().sqrt_().float() for t in tensors]
+    return list(torch._foreach_sqrt(tensors))
+
+
+def refuse(optimizer: str, **arguments: Any) -> None:
+    """Raise for arguments that are in the documented signature but have no implementation, unless None or
+    False."""
+    for name, value in arguments.items():
+        if value is not None and value is not False:
+            raise RuntimeError(f"{optimizer} does not support {name}={value!r}: leave it out")

@@ -1,0 +1,188 @@
+"""The native host library: where it is, what it offers, and the plain operations on tensors that it does.
+
+The library (`csrc/`, C++ with a plain C interface) is built with the package and found as a package resource;
+nothing is compiled at run time. Without it every operation here, and every optimizer built on it, does the
+same in PyTorch. Optimizer kernels are called through `deepspeed.ops.multi_tensor`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from deepspeed.utils.logging import logger
+
+ABI = 1
+"""Version of `deepspeed_host.h` that the table below describes."""
+
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Storage types that the kernels take (`enum ds_dtype`)."""
+
+ISA_NAMES = ("plain", "avx2", "avx512")
+
+
+class Span(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int64)]
+
+
+class Copy(ctypes.Structure):
+    _fields_ = [
+        ("output", ctypes.c_void_p),
+        ("input", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("output_dtype", ctypes.c_int32),
+        ("input_dtype", ctypes.c_int32),
+    ]
+
+
+class Storage(ctypes.Structure):
+    """Storage types of all segments of one optimizer call (`struct ds_storage`)."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("param", "grad", "state", "low_precision")]
+
+
+SEGMENT_WORDS = 7
+"""64-bit words of `struct ds_segment`: param, grad, state1, state2, low_precision, step, numel."""
+
+_pointer, _int32, _int64, _double = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_segments = (_pointer, _int64, _pointer)  # segments, count, storage
+
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "ds_abi": (_int32, ()),
+    "ds_isa": (_int32, ()),
+    "ds_set_isa": (_int32, (_int32,)),
+    "ds_adam": (None, (*_segments, *[_double] * 6, *[_int32] * 3)),
+    "ds_lion": (None, (*_segments, *[_double] * 5, _int32)),
+    "ds_adagrad": (None, (*_segments, *[_double] * 5, _int32)),
+    "ds_sgd": (None, (*_segments, *[_double] * 5, *[_int32] * 2)),
+    "ds_lamb_moments": (None, (*_segments, *[_double] * 5, *[_int32] * 2, _pointer, _int32)),
+    "ds_lamb_apply": (None, (*_segments, *[_double] * 5, *[_int32] * 2, _pointer, _int32)),
+    "ds_sum_of_squares": (_double, (_pointer, _int64, _pointer, _int32)),
+    "ds_scale_copy": (None, (_pointer, _int64, _double, _int32)),
+    "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library with its signatures set, or None (noted once in the log) where the package was built
+    without it."""
+    suffix = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
+    path = str(resources.files("deepspeed").joinpath("lib", f"libdeepspeed_host.{suffix}"))
+    try:
+        lib = ctypes.CDLL(path)
+        found = lib.ds_abi()
+        if found != ABI:
+            raise OSError(f"interface version {found}, this package needs {ABI}: reinstall the package")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        logger.info(f"Native host kernels are not available ({error}); their operations run in PyTorch.")
+        return None
+    return lib
+
+
+def isa() -> str | None:
+    """Instruction set that the kernels use: "avx512", "avx2" or "plain"; None without the library.
+
+    The environment variable DS_NATIVE_ISA, read when the library is loaded, lowers it. Results do not depend
+    on it.
+    """
+    lib = library()
+    return None if lib is None else ISA_NAMES[lib.ds_isa()]
+
+
+def path_of_ops() -> str:
+    """What `ds_report` prints for operations on the host: the instruction set, or "torch" for the
+    fallback."""
+    return isa() or "torch"
+
+
+def is_native(tensor: Tensor) -> bool:
+    """Whether the kernels can work on this tensor's memory: on the CPU, contiguous, fp32, bf16 or fp16."""
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPE_CODES and tensor.is_contiguous()
+
+
+# ---- plain operations --------------------------------------------------------------------------------------
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """Sum of the squares of all elements, in fp64; inf or nan exactly if some element is not finite.
+
+    Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: cutting the tensors
+    elsewhere changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
+    """
+    return float(sum(sums_of_squares(tensors)))
+
+
+def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
+    """`sum_of_squares` of each tensor."""
+    lib = library()
+    if lib is None or not all(map(is_native, tensors)):
+        return torch.stack([_sum_of_squares(t).cpu() for t in tensors]).tolist() if tensors else []
+    spans = (Span * len(tensors))(*[(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors])
+    sums = (ctypes.c_double * len(tensors))()
+    lib.ds_sum_of_squares(spans, len(tensors), sums, torch.get_num_threads())
+    return list(sums)
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for chunk in tensor.detach().reshape(-1).split(1 << 20):  # bounds the fp64 temporary
+        total += chunk.double().square().sum()
+    return total
+
+
+def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float = 1.0) -> None:
+    """`output = input * scale` pair by pair, converted; fp32 product, rounded once. An output may be its
+    input."""
+    pairs = list(zip(outputs, inputs, strict=True))
+    lib = library()
+    if lib is None or not all(is_native(o) and is_native(i) for o, i in pairs):
+        for output, source in pairs:
+            output.copy_(_widest(source) * scale)
+        return
+    copies = (Copy * len(pairs))(
+        *[
+            (o.data_ptr(), i.data_ptr(), i.numel(), DTYPE_CODES[o.dtype], DTYPE_CODES[i.dtype])
+            for o, i in pairs
+        ]
+    )
+    lib.ds_scale_copy(copies, len(pairs), scale, torch.get_num_threads())
+
+
+def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -> None:
+    """`output = (inputs[0] + inputs[1] + ...) * scale`: summed in this order in fp32 (fp64 and integers stay
+    what they are), rounded once to the output's dtype. All have the same number of elements and the inputs
+    one dtype; the output may be one of the inputs."""
+    lib = library()
+    if lib is not None and is_native(output) and all(map(is_native, inputs)):
+        pointers = (ctypes.c_void_p * len(inputs))(*[t.data_ptr() for t in inputs])
+        codes = DTYPE_CODES[output.dtype], DTYPE_CODES[inputs[0].dtype]
+        lib.ds_reduce_chunks(
+            output.data_ptr(),
+            codes[0],
+            pointers,
+            len(inputs),
+            codes[1],
+            output.numel(),
+            scale,
+            torch.get_num_threads(),
+        )
+        return
+    total = _widest(inputs[0]).clone()
+    for chunk in inputs[1:]:
+        total += chunk
+    output.copy_(total if scale == 1.0 else total * scale)
+
+
+def _widest(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype its sums are formed in."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -1,0 +1,78 @@
+"""SGD with momentum, in the form of torch.optim.SGD."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer
+
+
+class SGD(MultiTensorOptimizer):
+    """SGD with (Nesterov) momentum, dampening and L2; the first update copies the gradient into the
+    momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True needs momentum > 0 and dampening = 0, not {momentum} and {dampening}"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        lib.ds_sgd(
+            *launch.arguments(),
+            group["lr"],
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            grad_scale,
+            group["nesterov"],
+            torch.get_num_threads(),
+        )
+
+    def _torch_update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[int],
+    ) -> None:
+        momentum = group["momentum"]
+        grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+        directions = grads
+        if momentum != 0:
+            (buffers,) = states
+            for buffer, grad, step in zip(buffers, grads, steps, strict=True):
+                if step == 1:
+                    buffer.copy_(grad)
+                else:
+                    buffer.mul_(momentum).add_(grad * (1.0 - group["dampening"]))
+            directions = buffers
+            if group["nesterov"]:
+                directions = torch._foreach_add(grads, torch._foreach_mul(buffers, momentum))
+        torch._foreach_sub_(params, torch._foreach_mul(directions, float(group["lr"])))

@@ -1,0 +1,1 @@
+"""Construction and classification of optimizers."""

@@ -1,0 +1,200 @@
+"""From the `optimizer` section of a config to an optimizer.
+
+Built-in names are matched without regard to case; every other name is a class of `torch.optim`. What is wrong
+with a section is found without building anything (`check_optimizer`), so that it can be reported with all
+other errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed.ops.adagrad import Adagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.sgd import SGD
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    cls: OptimizerClass
+    extra_keys: tuple[str, ...] = ()
+    """Keys that choose the implementation and are no arguments of the class."""
+    torch_name: str | None = None
+    """Class of torch.optim that takes over where a key is given that only it knows."""
+
+
+_ADAM_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "adam": BuiltIn(FusedAdam, _ADAM_KEYS),
+    "adamw": BuiltIn(FusedAdam, _ADAM_KEYS),
+    "fusedadam": BuiltIn(FusedAdam, _ADAM_KEYS),
+    "lamb": BuiltIn(FusedLamb),
+    "fusedlamb": BuiltIn(FusedLamb),
+    "lion": BuiltIn(FusedLion),
+    "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
+    "sgd": BuiltIn(SGD, torch_name="SGD"),
+}
+
+NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam", "muon", "muadam", "muadamw", "musgd")
+"""Documented names that have no implementation in this release."""
+
+
+def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any) -> torch.optim.Optimizer:
+    """The optimizer that `{"type": name, "params": params}` asks for, on `param_groups` (as for torch.optim).
+
+    Raises:
+        ValueError: unknown or unavailable name, unknown parameter, or a value out of range; all problems at
+            once.
+    """
+    problems = check_optimizer(name, params)
+    if problems:
+        raise ValueError("; ".join(problems))
+    settings = _settings(params)
+    cls = _resolve(name, settings)
+    try:
+        return cls(param_groups, **settings)
+    except TypeError as error:
+        raise ValueError(f"optimizer.params do not fit optimizer.type={name!r}: {error}") from error
+
+
+def check_optimizer(name: Any, params: Any = None) -> list[str]:
+    """What is wrong with an `optimizer` section, in the words for its author; empty if nothing is."""
+    if not isinstance(name, str) or not name:
+        return [f"optimizer.type={name!r} must be the name of an optimizer"]
+    if params is not None and not isinstance(params, dict):
+        return [f"optimizer.params={params!r} must be a mapping of names to values"]
+    key = name.lower()
+    if key in NOT_IMPLEMENTED:
+        return [
+            f"optimizer.type={name!r} is not implemented in this release; available: "
+            f"{', '.join(sorted(BUILT_IN))} and the classes of torch.optim"
+        ]
+    if key not in BUILT_IN and _torch_class(name) is None:
+        return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
+    settings = _settings(params)
+    problems = _unknown_keys(name, settings)
+    problems += _bad_values(settings)
+    if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
+        problems.append(
+            "optimizer.params.amsgrad=true is available with torch's implementation only: set torch_adam=true"
+        )
+    return problems
+
+
+def available_names() -> list[str]:
+    """Names that `optimizer.type` may have."""
+    classes = {attribute for attribute in dir(torch.optim) if _torch_class(attribute) is not None}
+    return sorted({*BUILT_IN, *classes})
+
+
+def _settings(params: dict[str, Any] | None) -> dict[str, Any]:
+    """ "auto" means: as if the key were not there."""
+    settings = {key: value for key, value in (params or {}).items() if value != "auto"}
+    if isinstance(settings.get("betas"), list):
+        settings["betas"] = tuple(settings["betas"])
+    return settings
+
+
+def _resolve(name: str, settings: dict[str, Any]) -> OptimizerClass:
+    """The class for a valid section; takes the keys out of `settings` that the class does not know."""
+    built_in = BUILT_IN.get(name.lower())
+    if built_in is None:
+        return _torch_class(name)  # type: ignore[return-value]  # checked before
+    if built_in.torch_name is not None and not settings.keys() <= _arguments(built_in.cls).keys():
+        return getattr(torch.optim, built_in.torch_name)
+    if built_in.cls is FusedAdam:
+        return _adam(name.lower(), settings)
+    return built_in.cls
+
+
+def _adam(key: str, settings: dict[str, Any]) -> OptimizerClass:
+    decoupled = bool(settings.pop("adam_w_mode", True)) or key == "adamw"
+    fp32_states = settings.pop("fp32_optimizer_states", True)
+    if settings.pop("torch_adam", False):
+        settings.pop("bias_correction", None)
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if not fp32_states:
+        settings.update(adamw_mode=decoupled, fp32_optimizer_states=False)
+        settings.pop("set_grad_none", None)
+        return DeepSpeedCPUAdam
+    settings["adam_w_mode"] = decoupled
+    return FusedAdam
+
+
+def _torch_class(name: str) -> OptimizerClass | None:
+    for attribute in (name, *(a for a in dir(torch.optim) if a.lower() == name.lower())):
+        cls = getattr(torch.optim, attribute, None)
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, torch.optim.Optimizer)
+            and cls is not torch.optim.Optimizer
+        ):
+            return cls
+    return None
+
+
+def _arguments(cls: OptimizerClass) -> dict[str, inspect.Parameter]:
+    return dict(list(inspect.signature(cls).parameters.items())[1:])
+
+
+def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
+    built_in = BUILT_IN.get(name.lower())
+    if built_in is None:
+        allowed = set(_arguments(_torch_class(name)))  # type: ignore[arg-type]
+    else:
+        allowed = {*_arguments(built_in.cls), *built_in.extra_keys}
+        torch_name = built_in.torch_name or ("AdamW" if settings.get("torch_adam") else None)
+        if torch_name is not None:
+            allowed |= _arguments(getattr(torch.optim, torch_name)).keys()
+    problems = []
+    for key in settings:
+        if key == "max_grad_norm":
+            problems.append(
+                "optimizer.params.max_grad_norm is not a parameter: set gradient_clipping at top level"
+            )
+        elif key not in allowed:
+            problems.append(
+                f"optimizer.params.{key} is unknown for optimizer.type={name!r}{_nearest(key, allowed)}; "
+                f"allowed: {', '.join(sorted(allowed - {'max_grad_norm'}))}"
+            )
+    return problems
+
+
+def _bad_values(settings: dict[str, Any]) -> list[str]:
+    """Ranges that hold for every optimizer that has the key."""
+    problems = []
+    for key in ("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"):
+        value = settings.get(key)
+        if value is None or isinstance(value, (tuple, list, torch.Tensor)):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            problems.append(f"optimizer.params.{key}={value!r} must be a number, 0 or greater")
+    betas = settings.get("betas")
+    if betas is not None and not (
+        isinstance(betas, tuple) and len(betas) >= 2 and all(map(_is_fraction, betas))
+    ):
+        problems.append(
+            f"optimizer.params.betas={settings['betas']!r} must be numbers from 0 up to, not including, 1"
+        )
+    return problems
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _nearest(name: str, choices: Iterable[str]) -> str:
+    spelling = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(name.lower(), list(spelling), n=2)
+    return f" (did you mean {' or '.join(spelling[m] for m in matches)}?)" if matches else ""
