@@ -1,7 +1,8 @@
 """What every device answers.
 
-torch gives each device type a module of the same shape (``torch.cuda``, ``torch.xpu``, ``torch.npu``, ...). The base
-class speaks to that module, so that a concrete accelerator holds only what is different about its device.
+torch gives each device type a module of the same shape (``torch.cuda``, ``torch.xpu``, ``torch.npu``,
+...). The base class speaks to that module, so that a concrete accelerator holds only what is different
+about its device.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DeepSpeedAccelerator(ABC):
         """torch's module for this device type."""
         return torch.get_device_module(self._name)
 
-    # --- How the device runs beside the host -----------------------------------------------------------------------
+    # --- How the device runs beside the host ------------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
         """Whether an operation has finished when its call returns."""
@@ -56,7 +57,7 @@ class DeepSpeedAccelerator(ABC):
         """Whether the host cannot run ahead of the device and pile up allocations."""
         return self.is_synchronized_device()
 
-    # --- Devices ---------------------------------------------------------------------------------------------------
+    # --- Devices ----------------------------------------------------------------------------------
 
     @abstractmethod
     def is_available(self) -> bool:
@@ -94,14 +95,16 @@ class DeepSpeedAccelerator(ABC):
         """Version of the communication library where torch tells it."""
         return None
 
-    # --- Random numbers --------------------------------------------------------------------------------------------
+    # --- Random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
         """torch's random module of this device type."""
         return self._runtime.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        self._runtime.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+        self._runtime.set_rng_state(
+            new_state, self.current_device() if device_index is None else device_index
+        )
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """Generator state, a uint8 tensor in host memory."""
@@ -120,7 +123,7 @@ class DeepSpeedAccelerator(ABC):
         self._runtime.init()  # the tuple of generators is empty before
         return self._runtime.default_generators[device_index]
 
-    # --- Streams and events ----------------------------------------------------------------------------------------
+    # --- Streams and events -----------------------------------------------------------------------
 
     @property
     def Stream(self) -> type:
@@ -140,7 +143,7 @@ class DeepSpeedAccelerator(ABC):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._runtime.default_stream(device_index)
 
-    # --- Memory ----------------------------------------------------------------------------------------------------
+    # --- Memory -----------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         self._runtime.empty_cache()
@@ -187,9 +190,11 @@ class DeepSpeedAccelerator(ABC):
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
         self.reset_peak_memory_stats(device_index)
 
-    # --- Host memory that the device reads directly ------------------------------------------------------------------
+    # --- Host memory that the device reads directly -----------------------------------------------
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """A page-locked host tensor like ``tensor``.
 
         Args:
@@ -208,8 +213,9 @@ class DeepSpeedAccelerator(ABC):
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Nothing to do: torch's allocator takes page-locked memory back when the tensor goes."""
+        return None
 
-    # --- Data types --------------------------------------------------------------------------------------------------
+    # --- Data types -------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return torch.bfloat16 in self.supported_dtypes()
@@ -253,7 +259,7 @@ class DeepSpeedAccelerator(ABC):
     def LongTensor(self) -> Callable[..., torch.Tensor]:
         return self._tensor_type(torch.int64)
 
-    # --- Profiler ranges ---------------------------------------------------------------------------------------------
+    # --- Profiler ranges --------------------------------------------------------------------------
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Opens a named range in torch's profiler, if one is running."""
@@ -261,7 +267,7 @@ class DeepSpeedAccelerator(ABC):
         span = torch.profiler.record_function(msg) if active else None
         if span is not None:
             span.__enter__()
-        # A range opened while nothing was recorded leaves a placeholder, so that pushes and pops stay in pairs.
+        # A range opened while nothing is recorded leaves a placeholder: pushes and pops stay in pairs.
         self._range_stack().append(span)
 
     def range_pop(self, domain: str | None = None) -> None:
@@ -276,19 +282,23 @@ class DeepSpeedAccelerator(ABC):
             self._open_ranges.stack = []
         return self._open_ranges.stack
 
-    # --- Graphs of captured work ---------------------------------------------------------------------------------------
+    # --- Graphs of captured work ------------------------------------------------------------------
 
     def create_graph(self) -> Any:
         """An empty graph, or None where the device cannot capture."""
         return None
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
-        raise NotImplementedError(f"Device {self._name!r} cannot capture graphs; run the function itself instead.")
+        raise NotImplementedError(
+            f"Device {self._name!r} cannot capture graphs; run the function itself instead."
+        )
 
-    # --- Compilers, kernels --------------------------------------------------------------------------------------------
+    # --- Compilers, kernels -----------------------------------------------------------------------
 
     def is_triton_supported(self) -> bool:
         return False
@@ -332,7 +342,7 @@ class DeepSpeedAccelerator(ABC):
 
         return BuildExtension
 
-    # --- Environment of launched ranks ---------------------------------------------------------------------------------
+    # --- Environment of launched ranks ------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
         """Prefixes of the environment variables that a launcher has to hand to other machines."""
@@ -342,6 +352,8 @@ class DeepSpeedAccelerator(ABC):
         """Environment variables that choose the devices a process sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
-    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]
+    ) -> None:
         for variable in self.visible_devices_envs():
             current_env[variable] = ",".join(map(str, local_accelerator_ids))

@@ -29,7 +29,9 @@ LEGACY_TENSOR_TYPES = {
 class HostEvent:
     """An event on a device whose work is done when the call returns: a point in time."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self._recorded_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
@@ -67,7 +69,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def is_synchronized_device(self) -> bool:
         return True
 
-    # --- Devices ---------------------------------------------------------------------------------------------------
+    # --- Devices ----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cpu"  # torch knows one CPU; an index would make tensors of equal place look different
@@ -94,7 +96,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def synchronize(self, device_index: int | None = None) -> None:
         """Work is done when the call returns."""
 
-    # --- Random numbers --------------------------------------------------------------------------------------------
+    # --- Random numbers ---------------------------------------------------------------------------
 
     def random(self) -> Any:
         return torch.random
@@ -117,7 +119,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator
 
-    # --- Streams and events ------------------------------------------------------------------------------------------
+    # --- Streams and events -----------------------------------------------------------------------
 
     @property
     def Event(self) -> type:
@@ -129,7 +131,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def default_stream(self, device_index: int | None = None) -> Any:
         return self._runtime.current_stream()
 
-    # --- Memory ------------------------------------------------------------------------------------------------------
+    # --- Memory -----------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
         """The C library hands free memory back by itself."""
@@ -166,7 +168,9 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def available_memory(self, device_index: int | None = None) -> int:
         return host_memory.machine_available_bytes()
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
         """The tensor itself: the device reads host memory as it is."""
         return tensor if match_shape else tensor.reshape(-1)
 

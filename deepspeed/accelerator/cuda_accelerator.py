@@ -58,7 +58,9 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def create_graph(self) -> Any:
         return torch.cuda.CUDAGraph()
 
-    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+    def capture_to_graph(
+        self, graph: Any, pool: Any = None, stream: Any = None
+    ) -> AbstractContextManager[Any]:
         return torch.cuda.graph(graph, pool=pool, stream=stream)
 
     def replay_graph(self, graph: Any) -> None:

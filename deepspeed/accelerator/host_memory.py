@@ -20,6 +20,10 @@ def machine_total_bytes() -> int:
     return psutil.virtual_memory().total
 
 
+def machine_used_bytes() -> int:
+    return psutil.virtual_memory().used
+
+
 def machine_available_bytes() -> int:
     """What can be allocated without swapping."""
     return psutil.virtual_memory().available
@@ -28,8 +32,8 @@ def machine_available_bytes() -> int:
 class PeakMeter:
     """Peak resident size of this process since the last ``reset()``.
 
-    Linux keeps a high-water mark that can be reset. Elsewhere, and in sandboxes that forbid the reset, the peak is the
-    largest size seen whenever someone asked.
+    Linux keeps a high-water mark that can be reset. Elsewhere, and in sandboxes that forbid the reset,
+    the peak is the largest size seen whenever someone asked.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Any other device type that torch knows: built in (xpu, mps) or brought by an extension (npu, hpu, mlu, ...)."""
+"""Any other device type that torch knows: built in (xpu, mps) or brought by an extension (npu, hpu, mlu,
+...).
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,11 @@ class TorchDevice_Accelerator(DeepSpeedAccelerator):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, _backend_for(name))
-        try:
-            self._runtime  # noqa: B018
-        except (RuntimeError, AttributeError) as error:
+        if getattr(torch, name, None) is None:
             raise ValueError(
-                f"DS_ACCELERATOR={name}: this torch ({torch.__version__}) has no torch.{name}. Install the vendor's "
-                f"torch extension for it, or unset DS_ACCELERATOR to use what torch finds."
-            ) from error
+                f"DS_ACCELERATOR={name}: this torch ({torch.__version__}) has no torch.{name}. Install the "
+                f"vendor's torch extension for it, or unset DS_ACCELERATOR to use what torch finds."
+            )
 
     def is_available(self) -> bool:
         return bool(self._runtime.is_available())
@@ -59,7 +59,9 @@ class TorchDevice_Accelerator(DeepSpeedAccelerator):
 
 
 class MPS_Accelerator(TorchDevice_Accelerator):
-    """Apple's GPU: one device, one stream, memory shared with the host, and a shorter torch module than the others."""
+    """Apple's GPU: one device, one stream, memory shared with the host, and a shorter torch module than
+    the others.
+    """
 
     def __init__(self) -> None:
         super().__init__("mps")

@@ -30,7 +30,9 @@ LOGGER_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "cri
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to whatever ``sys.stdout`` is now, not to what it was at import (it is often redirected later)."""
+    """Writes to whatever ``sys.stdout`` is now, not to what it was at import (it is often redirected
+    later).
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -45,8 +47,9 @@ class LoggerFactory:
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
         """A logger of that name with one handler on standard output, apart from the root logger.
 
-        With ``DISABLE_LOGS_WHILE_COMPILING=1`` its methods do nothing while ``torch.compile`` traces, so that they do
-        not break the graph, except those listed in ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` (comma-separated).
+        With ``DISABLE_LOGS_WHILE_COMPILING=1`` its methods do nothing while ``torch.compile`` traces, so
+        that they do not break the graph, except those listed in
+        ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` (comma-separated).
         """
         if not name:
             raise ValueError("A logger needs a name.")
@@ -86,6 +89,10 @@ def _my_rank() -> int:
     return int(rank) if rank.isdigit() else 0
 
 
+def is_rank_zero() -> bool:
+    return _my_rank() == 0
+
+
 def _speaks_here(ranks: Iterable[int] | None) -> bool:
     wanted = (ALL_RANKS,) if ranks is None else tuple(ranks)
     return ALL_RANKS in wanted or _my_rank() in wanted
@@ -108,7 +115,7 @@ def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
         print(text, flush=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _once(key: tuple[int, str]) -> list[bool]:
     return [True]
 
@@ -134,8 +141,12 @@ def warning_once(message: Any, *args: Any) -> None:
         logger.warning("%s", text, stacklevel=2)
 
 
-def print_json_dist(message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None) -> None:
-    """Writes ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed ranks."""
+def print_json_dist(
+    message: dict[str, Any], ranks: Iterable[int] | None = None, path: str | None = None
+) -> None:
+    """Writes ``message`` and this rank's number as JSON to ``path`` (None: standard output) on the listed
+    ranks.
+    """
     if not _speaks_here(ranks):
         return
     text = json.dumps({**message, "rank": _my_rank()})

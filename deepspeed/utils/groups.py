@@ -1,0 +1,200 @@
+"""The documented view of "which process group": thin getters over the mesh that the engine registers.
+
+Code of this package is handed its mesh and does not look here. Without a registered mesh all ranks are
+data parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed
+from torch.distributed import ProcessGroup
+
+from .exceptions import DeprecatedException
+
+
+class Mesh(Protocol):
+    """What is used here of ``deepspeed.comm.mesh.ProcessMesh``."""
+
+    def size(self, *axes: str) -> int: ...
+    def rank(self, *axes: str) -> int: ...
+    def ranks(self, *axes: str) -> tuple[int, ...]: ...
+    def group(self, *axes: str) -> ProcessGroup: ...
+
+
+@dataclass
+class _Registered:
+    mesh: Mesh | None = None
+    # Set by hand by code that reads tensor-parallel checkpoints without running in parallel.
+    tensor_parallel: dict[str, int] = field(default_factory=dict)
+
+
+_registered = _Registered()
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    """Makes the getters speak of ``mesh``, the one of the engine built last; None forgets it."""
+    _registered.mesh = mesh
+    _registered.tensor_parallel.clear()
+
+
+def get_mesh() -> Mesh | None:
+    return _registered.mesh
+
+
+def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+    raise DeprecatedException(
+        "groups.initialize() is deprecated: pass ep_size to deepspeed.moe.layer.MoE(...) instead."
+    )
+
+
+def _initialized() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _size(*axes: str) -> int:
+    if _registered.mesh is not None:
+        return _registered.mesh.size(*axes)
+    return torch.distributed.get_world_size() if "dp" in axes and _initialized() else 1
+
+
+def _rank(*axes: str) -> int:
+    if _registered.mesh is not None:
+        return _registered.mesh.rank(*axes)
+    return torch.distributed.get_rank() if "dp" in axes and _initialized() else 0
+
+
+def _group(*axes: str) -> ProcessGroup | None:
+    """None where there is no such parallelism, or no process group at all."""
+    if not _initialized():
+        return None
+    if _registered.mesh is not None:
+        return _registered.mesh.group(*axes)
+    return torch.distributed.group.WORLD if "dp" in axes else None
+
+
+def _ranks(*axes: str) -> list[int]:
+    if _registered.mesh is not None:
+        return list(_registered.mesh.ranks(*axes))
+    return list(range(_size(*axes))) if "dp" in axes else [_rank("dp")]
+
+
+# --- Data parallel --------------------------------------------------------------------------------
+
+
+def get_data_parallel_group() -> ProcessGroup | None:
+    return _group("dp")
+
+
+def get_data_parallel_world_size() -> int:
+    return _size("dp")
+
+
+def get_data_parallel_rank() -> int:
+    return _rank("dp")
+
+
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_world_size = get_data_parallel_world_size
+_get_data_parallel_rank = get_data_parallel_rank
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return _ranks("dp")
+
+
+def _get_broadcast_src_rank() -> int:
+    """Global rank of the first data-parallel replica."""
+    return _ranks("dp")[0]
+
+
+# --- Tensor parallel, also called model parallel --------------------------------------------------
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup | None:
+    return _group("tp")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _registered.tensor_parallel.get("size") or _size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _registered.tensor_parallel.get("rank", _rank("tp"))
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tensor-parallel group."""
+    return _ranks("tp")[0]
+
+
+def set_tensor_model_parallel_world_size(world_size: int) -> None:
+    _registered.tensor_parallel["size"] = world_size
+
+
+def set_tensor_model_parallel_rank(rank: int) -> None:
+    _registered.tensor_parallel["rank"] = rank
+
+
+get_model_parallel_group = get_tensor_model_parallel_group
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank
+_get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+# --- Sequence parallel ----------------------------------------------------------------------------
+
+
+def _get_sequence_parallel_group() -> ProcessGroup | None:
+    """None while sequences are not cut."""
+    return _group("sp") if _size("sp") > 1 else None
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return _size("sp")
+
+
+def _get_sequence_parallel_rank() -> int:
+    return _rank("sp")
+
+
+def _get_sequence_data_parallel_group() -> ProcessGroup | None:
+    """All ranks that hold the same dense weights."""
+    return _group("dp", "sp")
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    return _size("dp", "sp")
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    return _rank("dp", "sp")
+
+
+# --- Expert parallel. One size per job, so the group's name ("ep_size_4") carries nothing. --------
+
+
+def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
+    return _group("ep")
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _size("ep")
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _rank("ep")
+
+
+def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
+    return _group("expert_dp")
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _size("expert_dp")
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _rank("expert_dp")

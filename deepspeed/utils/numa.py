@@ -1,0 +1,118 @@
+"""Which cores a rank runs on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from .logging import logger
+
+NODES = Path("/sys/devices/system/node")
+
+
+def parse_range(rng: str) -> range:
+    """``"4-7"`` or ``"4"`` as a range."""
+    match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", rng)
+    if match is None:
+        raise ValueError(f"Core list: {rng!r} is neither a number nor a range such as 0-7.")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if last < first:
+        raise ValueError(f"Core list: the range {rng!r} ends before it starts.")
+    return range(first, last + 1)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """``"0-3,8,10-11"`` as ``[0, 1, 2, 3, 8, 10, 11]``. Ranges ascend and do not overlap, else ValueError."""
+    cores: list[int] = []
+    for part in range_str.split(","):
+        numbers = parse_range(part)
+        if cores and numbers.start <= cores[-1]:
+            raise ValueError(
+                f"Core list {range_str!r}: {part!r} overlaps or comes before the range in front of it."
+            )
+        cores.extend(numbers)
+    return cores
+
+
+def format_range_list(cores: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``"0-2,5"``."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def get_numa_cores() -> list[list[int]]:
+    """Cores of each NUMA node, empty where the system does not tell."""
+    found: list[tuple[int, list[int]]] = []
+    for path in NODES.glob("node[0-9]*"):
+        cores = (path / "cpulist").read_text().strip()
+        if cores:  # a node may hold memory alone
+            found.append((int(path.name.removeprefix("node")), parse_range_list(cores)))
+    return [cores for _, cores in sorted(found)]
+
+
+def available_cores() -> list[int]:
+    """Cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(psutil.cpu_count() or 1))
+
+
+def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> list[int]:
+    """The local rank's even share of ``bind_core_list`` (None: of all cores this process may use), in
+    order.
+    """
+    cores = available_cores() if bind_core_list is None else parse_range_list(bind_core_list)
+    share = len(cores) // num_local_procs
+    if share < 1:
+        raise ValueError(
+            f"--bind_core_list: {num_local_procs} ranks do not fit on the {len(cores)} cores "
+            f"{format_range_list(cores)!r}; list at least one core per rank, or start fewer ranks."
+        )
+    return cores[local_rank * share : (local_rank + 1) * share]
+
+
+def bind_cores(core_list: Sequence[int]) -> bool:
+    """Binds this process, its threads to come and its children to the cores. False where the system
+    cannot.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        logger.warning("Cores cannot be bound on this system; ranks may share cores.")
+        return False
+    os.sched_setaffinity(0, core_list)
+    return True
+
+
+def check_for_numactl_pkg() -> bool:
+    """Whether the ``numactl`` command is installed; says how to get it if not."""
+    if shutil.which("numactl") is not None:
+        return True
+    logger.warning("The command numactl was not found: install the package of that name (apt, dnf, pacman).")
+    return False
+
+
+def get_numactl_cmd(
+    bind_core_list: str | None, num_local_procs: int, local_rank: int
+) -> tuple[int, list[str]]:
+    """Cores per rank, and the command prefix that binds the local rank to its share of the cores.
+
+    Memory is bound too when the share lies in one of several NUMA nodes.
+    """
+    check_for_numactl_pkg()
+    cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)
+    command = ["numactl", "-C", format_range_list(cores)]
+    nodes = get_numa_cores()
+    home = [index for index, node in enumerate(nodes) if set(cores) <= set(node)]
+    if len(nodes) > 1 and home:
+        command += ["-m", str(home[0])]
+    return len(cores), command

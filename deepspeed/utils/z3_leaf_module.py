@@ -1,0 +1,142 @@
+"""Marking modules as leaves for ZeRO stage 3.
+
+The parameters of a leaf and of everything inside it are gathered together, at its call: for modules that
+use only some of their submodules in a forward pass (mixture of experts), or that call them in an order
+that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+MARK = "_z3_leaf"
+PARAMETER_MARK = "ds_z3_leaf_module"  # set on parameters by ZeRO stage 3
+
+
+class LeafModuleSection(Protocol):
+    """The config section ``zero_optimization.leaf_module``."""
+
+    classes: list[str]
+    names: list[str]
+    name_suffixes: list[str]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this very module is a leaf."""
+    return bool(getattr(model, MARK, False))
+
+
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 gathers this parameter with its leaf."""
+    return hasattr(model, PARAMETER_MARK)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All leaves in ``model``."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Marks or unmarks this one module."""
+    setattr(model, MARK, flag)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Marks all modules of these classes and returns them.
+
+    Args:
+        leaf_module_classes: Classes (subclasses count), or class names, short or with their module's path.
+        raise_if_not_found: ValueError if there is no such module.
+    """
+    return _mark_by_class(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes the mark from all modules of these classes and returns them."""
+    return _mark_by_class(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Marks modules by their names in ``model.named_modules()``. Returns them, and the names not found.
+
+    ValueError if ``raise_if_not_found`` and none of them exists.
+    """
+    modules = dict(model.named_modules())
+    found = [modules[name] for name in module_names if name in modules]
+    missing = [name for name in module_names if name not in modules]
+    return _mark(model, found, flag, f"named {list(module_names)}", raise_if_not_found), missing
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Marks modules whose name ends with one of the suffixes. Returns them, and the suffixes that matched
+    nothing.
+    """
+    found: list[nn.Module] = []
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        hits = {suffix for suffix in module_name_suffixes if name.endswith(suffix)}
+        if hits:
+            found.append(module)
+            matched |= hits
+    missing = [suffix for suffix in module_name_suffixes if suffix not in matched]
+    what = f"whose name ends with one of {list(module_name_suffixes)}"
+    return _mark(model, found, flag, what, raise_if_not_found), missing
+
+
+def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: LeafModuleSection | None) -> list[nn.Module]:
+    """Marks what the config section lists. What it lists and the model does not have is passed over: the
+    default list holds classes of several model families.
+    """
+    if leaf_cfg is None:
+        return []
+    by_class = set_z3_leaf_modules(model, leaf_cfg.classes, raise_if_not_found=False)
+    by_name, _ = set_z3_leaf_modules_by_name(model, leaf_cfg.names, raise_if_not_found=False)
+    by_suffix, _ = set_z3_leaf_modules_by_suffix(model, leaf_cfg.name_suffixes, raise_if_not_found=False)
+    return list({id(module): module for module in (*by_class, *by_name, *by_suffix)}.values())
+
+
+def _mark_by_class(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    is_one = _class_test(classes)
+    found = [module for module in model.modules() if is_one(module)]
+    return _mark(model, found, flag, f"of class {list(classes)}", raise_if_not_found)
+
+
+def _class_test(classes: Iterable[Any]) -> Callable[[nn.Module], bool]:
+    types = tuple(item for item in classes if isinstance(item, type))
+    names = {item for item in classes if isinstance(item, str)}
+    for item in classes:
+        if not isinstance(item, (type, str)):
+            raise ValueError(f"leaf_module_classes holds {item!r}: give classes, or names of classes.")
+
+    def test(module: nn.Module) -> bool:
+        cls = type(module)
+        return isinstance(module, types) or not names.isdisjoint(
+            (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")
+        )
+
+    return test
+
+
+def _mark(
+    model: nn.Module, found: list[nn.Module], flag: bool, what: str, raise_if_not_found: bool
+) -> list[nn.Module]:
+    if not found and raise_if_not_found:
+        raise ValueError(
+            f"{type(model).__name__} has no module {what}; model.named_modules() lists what it has."
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
