@@ -1,0 +1,281 @@
+"""The composition root of training: makes every part of an engine in order, as straight-line code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.loss_scaler import LossScaler
+from deepspeed.runtime.optim.registry import build_optimizer, is_elementwise
+from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.precision import wire_dtypes
+from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
+from deepspeed.runtime.zero.optimizer import BF16_Optimizer, DeepSpeedZeroOptimizer, FP16_Optimizer, ZeroOptimizer
+from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
+from deepspeed.runtime.zero.state_store import PARAMS, StateStore
+from deepspeed.runtime.zero.step import StepExecutor
+from deepspeed.runtime.zero.units import assign_units
+
+MERGE_NUMEL = 4 * 1024 * 1024
+"""Consecutive small blocks share a bucket up to this size: fewer collectives, and still some to overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedParams:
+    """The parameters that the engine trains, each once, in registration order."""
+
+    params: list[nn.Parameter]
+    names: list[str]
+    shared: list[tuple[str, ...]]
+    units: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCore:
+    """Everything between ``backward`` and updated weights, and the optimizer object that clients see."""
+
+    trained: TrainedParams
+    param_buckets: list[ParamBucket]
+    reducer: GradReducer
+    store: StateStore
+    scaler: LossScaler
+    executor: StepExecutor
+    access: StateAccess
+    optimizer: ZeroOptimizer | torch.optim.Optimizer
+
+
+def trained_params(module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainedParams:
+    """Trainable parameters that the optimizer holds; those outside ``module`` come last."""
+    held = {id(p): p for group in optimizer.param_groups for p in group[PARAMS] if p.requires_grad}
+    units = assign_units(module)
+    aliases: dict[int, list[str]] = {}
+    order: list[nn.Parameter] = []
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in held:
+            if id(param) not in aliases:
+                order.append(param)
+            aliases.setdefault(id(param), []).append(name)
+    outside = [p for key, p in held.items() if key not in aliases]
+    after = max(units.values(), default=-1) + 1
+    return TrainedParams(
+        params=order + outside,
+        names=[aliases[id(p)][0] for p in order] + [f"outside_module.{i}" for i in range(len(outside))],
+        shared=[tuple(aliases[id(p)][1:]) for p in order] + [()] * len(outside),
+        units=[units[p] for p in order] + [after] * len(outside),
+    )
+
+
+def resolve_optimizer(
+    config: DeepSpeedConfig,
+    client: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    module: nn.Module,
+) -> torch.optim.Optimizer | None:
+    """The client's optimizer, what his callable makes, the one the config names, or None."""
+    if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
+        return client  # type: ignore[return-value]
+    groups = _groups(model_parameters, module)
+    if callable(client):
+        return client(groups)
+    if client is not None:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}")
+    if config.optimizer_name is None or not groups:
+        return None
+    return build_optimizer(config.optimizer_name, config.optimizer_params, groups)
+
+
+def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:
+    """Parameters or group dicts as a list; frozen parameters given bare are left out, as nothing updates them."""
+    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
+    return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
+
+
+def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None, trained: TrainedParams | None) -> None:
+    stage = plan.zero.stage
+    if not plan.zero.shard_state:
+        return
+    if optimizer is None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={stage} requires an optimizer: pass optimizer= or model_parameters= to "
+            "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
+        )
+    if trained is not None and not trained.params:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.stage={stage} shards the state of trainable parameters, but the optimizer holds none "
+            "with requires_grad=True; unfreeze some, or use stage 0."
+        )
+    if not plan.zero.allow_untested_optimizer and not is_elementwise(optimizer):
+        raise DeepSpeedConfigError(
+            f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage={stage} "
+            "cannot cut its tensors over ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
+        )
+
+
+def build_core(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    mesh: ProcessMesh,
+    clock: AccumulationClock,
+) -> TrainingCore:
+    trained = trained_params(module, optimizer)
+    check_optimizer(plan, optimizer, trained)
+    communicator = mesh.communicator("dp", "sp")
+    specs = _specs(module, trained, plan)
+    policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
+    layouts = cut(specs, policy, communicator.size if plan.zero.shard_state else 1)
+
+    param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
+    for bucket in param_buckets:
+        bucket.flatten()
+    by_rows = sparse_parameters(module) if _sparse(plan) else set()
+    grad_buckets = _grad_buckets(param_buckets, communicator, plan, by_rows)
+    reducer = GradReducer(
+        trained.params,
+        grad_buckets,
+        communicator,
+        gradients=plan.gradients,
+        cadence=plan.zero.cadence,
+        overlap=plan.zero.overlap,
+        expose=not plan.zero.shard_state,
+        at_boundary=lambda: clock.at_boundary,
+    )
+    store = StateStore(
+        optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
+    )
+    scaler = LossScaler(plan.precision.loss_scale)
+    executor = StepExecutor(plan, reducer, store, scaler, communicator, trained.names)
+    access = StateAccess(store, reducer, scaler, communicator, trained.names, trained.shared)
+    for param in trained.params:
+        param._ds_state_access = access  # type: ignore[attr-defined]
+    reducer.install_hooks()
+    return TrainingCore(
+        trained=trained,
+        param_buckets=param_buckets,
+        reducer=reducer,
+        store=store,
+        scaler=scaler,
+        executor=executor,
+        access=access,
+        optimizer=_facade(plan, optimizer, executor, access),
+    )
+
+
+def _specs(module: nn.Module, trained: TrainedParams, plan: Plan) -> list[ParamSpec]:
+    special = wire_dtypes(module, plan.precision)
+    by_rows = sparse_parameters(module) if _sparse(plan) else set()
+    specs: list[ParamSpec] = []
+    for i, param in enumerate(trained.params):
+        wire = plan.precision.reduce or special.get(param, param.dtype)
+        specs.append(
+            ParamSpec(
+                index=i,
+                name=trained.names[i],
+                numel=param.numel(),
+                dtype=param.dtype,
+                unit=trained.units[i],
+                wire_dtype=wire,
+                alone=param in by_rows,
+            )
+        )
+    return specs
+
+
+def _sparse(plan: Plan) -> bool:
+    """Rows can travel alone only where gradients are kept whole; sharded stages sum densely."""
+    return plan.gradients.sparse and not plan.zero.shard_state
+
+
+def _grad_buckets(
+    buckets: Sequence[ParamBucket], communicator: Communicator, plan: Plan, by_rows: set[nn.Parameter]
+) -> list[GradBucket]:
+    pool = BufferPool()
+    result: list[GradBucket] = []
+    for bucket in buckets:
+        first = bucket.params[0]
+        kind = partial(SparseGradBucket, shape=first.shape) if first in by_rows else GradBucket
+        result.append(
+            kind(
+                bucket.layout,
+                communicator,
+                pool,
+                first.device,
+                accumulate_dtype=plan.precision.accumulate or bucket.layout.dtype,
+                keep_local=not plan.zero.shard_grads,
+                reduce_scatter=plan.zero.reduce_scatter,
+            )
+        )
+    return result
+
+
+def _facade(
+    plan: Plan, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess
+) -> ZeroOptimizer | torch.optim.Optimizer:
+    if not plan.wraps_optimizer:
+        return optimizer
+    if plan.zero.shard_state:
+        return DeepSpeedZeroOptimizer(optimizer, executor, access)
+    kind = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
+    return kind(optimizer, executor, access)
+
+
+def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:
+    """Every rank starts from the weights and buffers of rank 0: one flat broadcast per dtype."""
+    if communicator.size == 1:
+        return
+    tensors = [p.data for p in module.parameters()] + list(module.buffers())
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for group in by_kind.values():
+            for batch in _batches(group, 16 * 1024 * 1024):
+                flat = torch.cat([t.reshape(-1) for t in batch])
+                communicator.broadcast(flat.view(torch.uint8), src=0).wait()
+                if communicator.rank:
+                    for tensor, value in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                        tensor.copy_(value.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if batch and size + tensor.numel() > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += tensor.numel()
+    if batch:
+        yield batch
+
+
+def check_ranks_agree(trained: TrainedParams, communicator: Communicator) -> None:
+    """All ranks must train the same parameters; says which rank differs and how."""
+    if communicator.size == 1:
+        return
+    mine = torch.tensor([len(trained.params), sum(p.numel() for p in trained.params)], dtype=torch.int64)
+    device = trained.params[0].device if trained.params else torch.device("cpu")
+    every = torch.empty(2 * communicator.size, dtype=torch.int64, device=device)
+    communicator.all_gather(every, mine.to(device)).wait()
+    rows = every.view(-1, 2).tolist()
+    if any(row != rows[0] for row in rows):
+        listing = ", ".join(f"rank {r}: {n} parameters, {e} elements" for r, (n, e) in enumerate(rows))
+        raise RuntimeError(
+            f"ranks disagree on the parameters to train ({listing}); build the same model with the same frozen "
+            "parameters on every rank."
+        )

@@ -1,0 +1,88 @@
+"""``deepspeed.initialize``: from arguments to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap ``model`` in an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    Args:
+        args: namespace that may hold ``deepspeed_config`` (a path) and ``local_rank``.
+        model: the module to train.
+        optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; otherwise the
+            config's ``optimizer`` section is used.
+        model_parameters: parameters or group dicts for an optimizer made here; default: all of the module's.
+        training_data: a dataset, for which a distributed loader is made with ``collate_fn``.
+        lr_scheduler: a scheduler, or a callable that takes the optimizer and returns one.
+        distributed_port: rendezvous port when this call has to start torch.distributed without a launcher.
+        mpu: a Megatron-style model-parallel unit.
+        dist_init_required: False asserts that torch.distributed is initialised already.
+        config: dict, path to JSON or HJSON, or base64 text; ``config_params`` is its old name.
+        mesh_param: sizes of the (data, sequence) parallel mesh.
+
+    Raises:
+        DeepSpeedConfigError: for every problem of the config at once, before anything is allocated.
+        AssertionError: when model or config is missing, or the config is given twice.
+    """
+    config = _one_config(args, config if config is not None else config_params)
+    if model is None:
+        raise AssertionError("deepspeed.initialize requires a model")
+    if mesh_param is not None:
+        raise NotImplementedError("mesh_param (sequence parallelism through initialize) is not available yet.")
+    from deepspeed import comm as dist
+
+    parsed = DeepSpeedConfig(config, mpu)
+    dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed)
+    engine = DeepSpeedEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=False,
+        collate_fn=collate_fn,
+        config=config,
+        config_class=parsed,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _one_config(args: Any, config: Any) -> Any:
+    """The config from exactly one of the two places it may come from."""
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and from_args is not None:
+        raise AssertionError(
+            "the config is given twice: as config= and as args.deepspeed_config; keep one of them."
+        )
+    config = config if config is not None else from_args
+    if config is None:
+        raise AssertionError(
+            "deepspeed.initialize requires a config: pass config= (dict, path or base64 text), or --deepspeed_config."
+        )
+    return config

@@ -1,0 +1,532 @@
+"""The training engine: ``forward``, ``backward``, ``step``, saving and loading. All else is delegated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime import engine_checkpoint
+from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.assembly import (
+    TrainingCore,
+    broadcast_weights,
+    build_core,
+    check_optimizer,
+    check_ranks_agree,
+    resolve_optimizer,
+)
+from deepspeed.runtime.backward import PlainBackward
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from deepspeed.runtime.engine_accessors import EngineAccessors
+from deepspeed.runtime.events import Events
+from deepspeed.runtime.observers import attach_observers
+from deepspeed.runtime.plan import Plan, make_plan
+from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
+from deepspeed.runtime.schedulers import resolve_scheduler
+from deepspeed.runtime.start_report import log_start
+from deepspeed.utils import groups
+
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
+
+
+class DeepSpeedEngine(EngineAccessors, nn.Module):
+    """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
+
+    Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
+    gradients' path is told in ``docs/life_of_a_step.md``.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: nn.Module,
+        optimizer: Optimizer | DeepSpeedOptimizerCallable | None = None,
+        model_parameters: Any = None,
+        training_data: Any = None,
+        lr_scheduler: Any = None,
+        mpu: Any = None,
+        dist_init_required: bool | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        config: Any = None,
+        config_class: DeepSpeedConfig | None = None,
+        mesh_device: Any = None,
+        dont_change_device: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
+        self.plan: Plan = make_plan(self._config)
+        dist.init_distributed(dist_init_required=dist_init_required, config=self._config)
+        self.mpu = mpu
+        self.mesh = ProcessMesh.from_mpu(mpu) if mpu is not None else ProcessMesh.build()
+        groups.set_mesh(self.mesh)
+        self.accelerator = get_accelerator()
+        self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)
+        if self.local_rank < 0:
+            self.local_rank = dist.get_local_rank()
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.dp_world_size = self.seq_dp_world_size = self.mesh.size("dp", "sp")
+        self.mp_world_size = self.mesh.size("tp")
+        self.device = self._choose_device(model, dont_change_device)
+        self.clock = AccumulationClock(
+            self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
+        )
+        self.events = Events()
+
+        client_optimizer = optimizer
+        check_optimizer(self.plan, _placeholder(optimizer, self._config), None)
+        if not dont_change_device:
+            model.to(self.device)
+        cast_module(model, self.plan.precision)
+        self.module = model
+        communicator = self.mesh.communicator("dp", "sp")
+        broadcast_weights(model, communicator)
+
+        self.client_optimizer = client_optimizer
+        self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, model)
+        check_optimizer(self.plan, self.basic_optimizer, None)
+        self.core: TrainingCore | None = None
+        self.optimizer: Any = None
+        if self.basic_optimizer is not None:
+            self.core = build_core(model, self.basic_optimizer, self.plan, self.mesh, self.clock)
+            check_ranks_agree(self.core.trained, communicator)
+            self.optimizer = self.core.optimizer
+        self.client_lr_scheduler = lr_scheduler
+        self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
+        self.param_names = {param: name for name, param in model.named_parameters()}
+
+        self.collate_fn = collate_fn
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._plain_backward = PlainBackward(
+            self._begin_plain_backward, self._end_backward, lambda: self._in_backward
+        )
+        self._in_backward = False
+        self._no_sync = False
+        self._scaled_loss = False
+        self._step_applied = False
+        self._global_norm: float | None = None
+        self._is_compiled = False
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.losses: Tensor | float = 0.0
+        self.warn_unscaled_loss = True
+        self.enable_backward_allreduce = True
+        self.pipeline_parallelism = False
+        self.has_moe_layers = False
+        self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
+        attach_observers(self)
+        log_start(self)
+
+    # The training step ---------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
+        reduces gradients just as ``engine.backward(loss)`` does."""
+        precision = self.plan.precision
+        self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
+        if precision.cast_inputs and precision.param is not None:
+            inputs = cast_inputs(inputs, precision.param)
+            if precision.cast_kwargs:
+                kwargs = cast_inputs(kwargs, precision.param)
+        if precision.autocast is None:
+            outputs = self.module(*inputs, **kwargs)
+        else:
+            with autocast_context(precision, self.device.type):
+                outputs = self.module(*inputs, **kwargs)
+        if self.core is not None and torch.is_grad_enabled():
+            self._plain_backward.watch(outputs)
+        self.events.emit("after_forward", outputs=outputs)
+        return outputs
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
+
+        The loss is divided by the accumulation steps unless ``scale_wrt_gas`` is False, and multiplied by the loss
+        scale; what is returned is divided but not multiplied. May be called several times per step.
+        """
+        core = self._require_core("backward")
+        _check_loss(loss)
+        self.events.emit("before_backward", loss=loss)
+        divided = loss
+        if scale_wrt_gas and self.clock.managed and self.clock.steps > 1:
+            divided = loss / self.clock.steps
+        scale = core.scaler.scale
+        self._in_backward = True
+        try:
+            core.reducer.before_backward()
+            (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
+        self._end_backward()
+        self.events.emit("after_backward", loss=loss)
+        return divided
+
+    def _begin_plain_backward(self) -> None:
+        core = self._require_core("backward")
+        if core.scaler.plan.active and not self._scaled_loss:
+            raise RuntimeError(
+                "loss.backward() under fp16 needs the loss scale: call engine.scale(loss).backward(), or "
+                "engine.backward(loss)."
+            )
+        core.reducer.before_backward()
+
+    def _end_backward(self) -> None:
+        self._scaled_loss = False
+        assert self.core is not None
+        self.core.reducer.flush()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the present loss scale, for ``engine.scale(loss).backward()``; not divided by anything."""
+        core = self._require_core("scale")
+        _check_loss(loss)
+        self._scaled_loss = True
+        return loss * core.scaler.scale
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
+        if self._no_sync:
+            raise AssertionError("engine.step() inside engine.no_sync(): leave the context before the update.")
+        core = self._require_core("step")
+        self.events.emit("before_step")
+        self._step_applied = False
+        self.clock.stepping = True
+        try:
+            if self.clock.at_boundary:
+                self._take_model_step(core, lr_kwargs or {})
+        finally:
+            self.clock.stepping = False
+            self.clock.tick()
+        self.events.emit("after_step")
+
+    def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
+        self.events.emit("at_boundary")
+        result = core.executor.step()
+        core.reducer.clear()
+        if self.optimizer is not self.basic_optimizer:
+            self.optimizer.last = result
+        self._global_norm = result.norm
+        self._step_applied = result.applied
+        if result.applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, also those that were accumulated or reduced."""
+        if self.core is not None:
+            self.core.reducer.clear()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        nn.Module.train(self, mode)
+        return self
+
+    def eval(self) -> DeepSpeedEngine:
+        return self.train(False)
+
+    # Accumulation --------------------------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        return self.clock.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.clock.micro_steps = value
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.clock.at_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming backward is the last before an update, instead of counting micro-batches."""
+        self.clock.force(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Legal at any stage;
+        with sharded gradients it costs a whole gradient buffer."""
+        if self._no_sync:
+            raise AssertionError("engine.no_sync() is already active and cannot be entered again.")
+        core = self._require_core("no_sync")
+        self._no_sync = True
+        core.reducer.sync_enabled = False
+        try:
+            yield
+        finally:
+            self._no_sync = False
+            core.reducer.sync_enabled = True
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Sum the gradients of several backwards over ranks once, on leaving."""
+        with self.no_sync():
+            yield
+        self.allreduce_gradients()
+
+    def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
+        """Sum over ranks what has only been accumulated locally so far."""
+        self._require_core("allreduce_gradients").reducer.finish()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % per_step:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x ranks = "
+                f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = self.clock.steps = train_batch_size // per_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch and keep the accumulation steps."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
+
+    # Facts -----------------------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm before clipping at the last step; None before the first."""
+        return self._global_norm
+
+    def was_step_applied(self) -> bool:
+        return self._step_applied
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.basic_optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type") for group in self.basic_optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Betas of each group, or the momentum where there is no betas."""
+        return [group.get("betas", group.get("momentum")) for group in self.basic_optimizer.param_groups]
+
+    def get_pld_theta(self) -> float | None:
+        return None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(model dtype, dtype in which gradients accumulate)."""
+        model = self.plan.precision.param or torch.float32
+        return model, self.plan.precision.accumulate or model
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.plan.precision.reduce or self.plan.precision.param or torch.float32
+
+    @property
+    def state_access(self) -> Any:
+        """Weights, gradients and optimizer state by parameter (``runtime/zero/access.py``), or None."""
+        return self.core.access if self.core is not None else None
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.rank("dp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.rank("tp")
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.mesh.group("sp")
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
+        return {name: timer.mean() for name, timer in self.timers.get_timers().items()}
+
+    # Data --------------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader that gives each data-parallel rank its part of ``dataset``."""
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory and self.device.type != "cpu",
+            local_rank=self.local_rank,
+            tput_timer=getattr(self, "tput_timer", None) if route == ROUTE_TRAIN else None,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.mesh.size("dp"),
+            data_parallel_rank=self.mesh.rank("dp"),
+            dataloader_drop_last=bool(self.dataloader_drop_last()),
+        )
+
+    # Checkpoints -------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to resume, under ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
+        done = engine_checkpoint.save_checkpoint(
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+        self.events.emit("on_save", save_dir=save_dir, tag=tag)
+        return done
+
+    store_checkpoint = save_checkpoint
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
+        result = engine_checkpoint.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        self.events.emit("on_load", load_dir=load_dir, tag=tag)
+        return result
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights in their own dtype, from rank 0."""
+        return engine_checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        return engine_checkpoint.module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)
+
+    def load_module_state_dict(self, checkpoint: dict[str, Any], strict: bool = True, **options: Any) -> None:
+        engine_checkpoint.load_module_state_dict(self, checkpoint, strict, **options)
+
+    # Compilation and the end -------------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` the wrapped module in place."""
+        if self._is_compiled:
+            return
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotImplementedError("engine.compile(schedule=, compiled_autograd_enabled=) is not available yet.")
+        self.module.compile(backend=backend or self.accelerator.get_compile_backend(), **compile_kwargs)
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_compiled
+
+    def is_deepcompile_enabled(self) -> bool:
+        return False
+
+    def is_deepcompile_active(self) -> bool:
+        return False
+
+    def empty_partition_cache(self) -> None:
+        """Release gathered parameters (none are kept below stage 3)."""
+
+    def destroy(self) -> None:
+        """Remove hooks and give every parameter its own memory back; the module can be used without the engine."""
+        if self.core is None:
+            return
+        self.core.reducer.destroy()
+        for bucket in self.core.param_buckets:
+            bucket.destroy()
+        for param in self.core.trained.params:
+            if hasattr(param, "_ds_state_access"):
+                del param._ds_state_access
+        self.core = None
+
+    # Plumbing ----------------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    def _require_core(self, what: str) -> TrainingCore:
+        if self.core is None:
+            raise RuntimeError(
+                f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
+                "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
+                "runs forward."
+            )
+        return self.core
+
+    def _choose_device(self, model: nn.Module, keep: bool) -> torch.device:
+        if keep:
+            first = next(model.parameters(), None)
+            return first.device if first is not None else torch.device("cpu")
+        if self.accelerator.device_name() != "cpu":
+            self.accelerator.set_device(self.local_rank)
+        return torch.device(self.accelerator.device_name(self.local_rank))
+
+
+def _placeholder(optimizer: Any, config: DeepSpeedConfig) -> Any:
+    """Something that says "there will be an optimizer", so that its lack is refused before any allocation."""
+    return optimizer if optimizer is not None else config.optimizer_name
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum()")
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"
+        )

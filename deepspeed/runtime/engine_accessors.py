@@ -1,0 +1,162 @@
+"""Config getters of the engine as one table: ``engine.zero_optimization_stage()`` reads ``config.zero_config.stage``.
+
+A row is ``name -> path`` into the ``DeepSpeedConfig``; a missing section answers None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ACCESSORS: dict[str, str] = {
+    # batch and loop
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "steps_per_print": "steps_per_print",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "memory_breakdown": "memory_breakdown",
+    "dump_state": "dump_state",
+    "log_level": "log_level",
+    "dataloader_drop_last": "dataloader_drop_last",
+    # optimizer, schedule, gradients
+    "optimizer_name": "optimizer_name",
+    "optimizer_params": "optimizer_params",
+    "scheduler_name": "scheduler_name",
+    "scheduler_params": "scheduler_params",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "sparse_gradients_enabled": "sparse_gradients_enabled",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    # precision
+    "fp16_enabled": "float16_config.enabled",
+    "fp16_auto_cast": "float16_config.auto_cast",
+    "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
+    "loss_scale": "float16_config.loss_scale",
+    "bfloat16_enabled": "bfloat16_config.enabled",
+    "bfloat16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
+    "bfloat16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
+    "amp_enabled": "amp.enabled",
+    "amp_params": "amp.params",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    # ZeRO
+    "zero_optimization": "zero_enabled",
+    "zero_optimization_stage": "zero_optimization_stage",
+    "zero_offload_optimizer": "zero_config.offload_optimizer",
+    "zero_offload_param": "zero_config.offload_param",
+    "zero_reduce_bucket_size": "zero_config.reduce_bucket_size",
+    "zero_allgather_bucket_size": "zero_config.allgather_bucket_size",
+    "zero_multi_rank_bucket_allreduce": "zero_config.use_multi_rank_bucket_allreduce",
+    "zero_overlap_comm": "zero_config.overlap_comm",
+    "zero_reduce_scatter": "zero_config.reduce_scatter",
+    "zero_contiguous_gradients": "zero_config.contiguous_gradients",
+    "zero_allgather_partitions": "zero_config.allgather_partitions",
+    "zero_round_robin_gradients": "zero_config.round_robin_gradients",
+    "zero_ignore_unused_parameters": "zero_config.ignore_unused_parameters",
+    "zero_load_from_fp32_weights": "zero_config.load_from_fp32_weights",
+    "zero_elastic_checkpoint": "zero_config.elastic_checkpoint",
+    "zero_sub_group_size": "zero_config.sub_group_size",
+    "zero_prefetch_bucket_size": "zero_config.prefetch_bucket_size",
+    "zero_max_live_parameters": "zero_config.max_live_parameters",
+    "zero_max_reuse_distance": "zero_config.max_reuse_distance",
+    "zero_param_persistence_threshold": "zero_config.param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_config.model_persistence_threshold",
+    "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "zero_config.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_config.zero_quantized_weights",
+    "zero_quantized_nontrainable_weights": "zero_config.zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients": "zero_config.zero_quantized_gradients",
+    "zenflow_config": "zero_config.zenflow",
+    "mics_shard_size": "zero_config.mics_shard_size",
+    # the rest
+    "aio_config": "aio_config",
+    "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
+    "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
+    "use_node_local_storage": "use_node_local_storage",
+    "load_universal_checkpoint": "load_universal_checkpoint",
+    "elasticity_enabled": "elasticity_enabled",
+    "tensor_parallel_config": "tensor_parallel_config",
+    "autotp_size": "tensor_parallel_config.autotp_size",
+    "activation_checkpointing_config": "activation_checkpointing_config",
+    "graph_harvesting": "graph_harvesting",
+    "pld_enabled": "pld_enabled",
+    "pld_params": "pld_params",
+    "curriculum_enabled_legacy": "curriculum_enabled_legacy",
+    "data_efficiency_enabled": "data_efficiency_enabled",
+    "data_efficiency_config": "data_efficiency_config",
+    "eigenvalue_enabled": "eigenvalue_enabled",
+    "flops_profiler_enabled": "flops_profiler_config.enabled",
+    "flops_profiler_profile_step": "flops_profiler_config.profile_step",
+    "flops_profiler_module_depth": "flops_profiler_config.module_depth",
+    "flops_profiler_top_modules": "flops_profiler_config.top_modules",
+    "flops_profiler_detailed": "flops_profiler_config.detailed",
+    "flops_profiler_output_file": "flops_profiler_config.output_file",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler_config.recompute_fwd_factor",
+    "autotuning_enabled": "autotuning_config.enabled",
+}
+
+
+class EngineAccessors:
+    """Mixin with one method per row of the table, and the few getters that answer more than a config value."""
+
+    _config: Any
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._config.gradient_accumulation_steps
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._config.zero_optimization_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._config.zero_optimization_stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and str(getattr(offload.device, "value", offload.device)) == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
+
+    def postscale_gradients(self) -> bool:
+        return not self._config.prescale_gradients
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._config.float16_config.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0**self._config.float16_config.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        section = self._config.float16_config
+        return {
+            "init_scale": 2**section.initial_scale_power,
+            "scale_window": section.loss_scale_window,
+            "delayed_shift": section.hysteresis,
+            "consecutive_hysteresis": section.consecutive_hysteresis,
+            "min_scale": section.min_loss_scale,
+        }
+
+    def get_batch_info(self) -> tuple[Any, Any, Any]:
+        """The three getters themselves, as documented: (train batch, micro batch, accumulation steps)."""
+        return self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps  # type: ignore[attr-defined]
+
+
+def _getter(name: str, path: str) -> Any:
+    parts = path.split(".")
+
+    def getter(self: EngineAccessors) -> Any:
+        value: Any = self._config
+        for part in parts:
+            value = getattr(value, part, None)
+        return value
+
+    getter.__name__ = getter.__qualname__ = name
+    getter.__doc__ = f"Value of ``{path}`` in the configuration."
+    return getter
+
+
+for _name, _path in _ACCESSORS.items():
+    setattr(EngineAccessors, _name, _getter(_name, _path))

@@ -1,0 +1,36 @@
+"""Events of the engine, to which observers subscribe: profilers, monitors, timers, schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+EVENTS = (
+    "before_forward",
+    "after_forward",
+    "before_backward",
+    "after_backward",
+    "before_step",
+    "at_boundary",
+    "after_step",
+    "on_save",
+    "on_load",
+)
+
+
+class Events:
+    """Ordered subscribers per event. Emitting an event that nobody listens to costs one dict look-up."""
+
+    def __init__(self) -> None:
+        self._subscribers: dict[str, list[Callable[..., Any]]] = {}
+
+    def on(self, event: str, subscriber: Callable[..., Any]) -> None:
+        if event not in EVENTS:
+            raise ValueError(f"unknown event {event!r}; the events are {', '.join(EVENTS)}")
+        self._subscribers.setdefault(event, []).append(subscriber)
+
+    def emit(self, event: str, **facts: Any) -> None:
+        subscribers = self._subscribers.get(event)
+        if subscribers:
+            for subscriber in subscribers:
+                subscriber(**facts)

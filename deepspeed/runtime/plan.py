@@ -1,0 +1,255 @@
+"""From the schema to decisions: the only reader of ``stage`` and of the dtype flags.
+
+``make_plan(config)`` turns what a user wrote into frozen dataclasses that say what was decided. The rest of the
+code carries these objects and never asks which stage or precision mode it serves.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+
+class Cadence(enum.Enum):
+    """When local gradients are summed over the data-parallel ranks."""
+
+    AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
+    EVERY_MICRO_BATCH = "after the backward of every micro-batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScalePlan:
+    """``static`` is the fixed scale, or None for dynamic scaling with the fields below (Micikevicius 2018)."""
+
+    static: float | None = 1.0
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    minimum: float = 1.0
+
+    @property
+    def active(self) -> bool:
+        """Whether any scale but 1 can occur."""
+        return self.static is None or self.static != 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPlan:
+    """The dtype of each kind of tensor. ``None`` for ``param`` leaves each parameter as the module made it."""
+
+    name: str
+    param: torch.dtype | None
+    buffer: torch.dtype | None
+    master: torch.dtype | None
+    """Dtype of the weights that the optimizer updates; ``None`` means the parameter itself."""
+    accumulate: torch.dtype | None
+    """Dtype in which micro-batch gradients add up; ``None`` means the dtype of the parameter."""
+    reduce: torch.dtype | None
+    """Dtype on the wire; ``None`` means the dtype of the parameter."""
+    state: torch.dtype | None
+    """Dtype of optimizer moments; ``None`` means that of the master weights."""
+    cast_inputs: bool
+    cast_kwargs: bool
+    autocast: torch.dtype | None
+    autocast_modules: tuple[str, ...]
+    """Class names (dotted) whose gradients travel in the autocast dtype."""
+    loss_scale: LossScalePlan
+    check_overflow: bool
+    """Whether a non-finite gradient norm skips the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPlan:
+    """What the stage means (Rajbhandari et al. 2020), as decisions about each kind of state."""
+
+    stage: int
+    shard_params: bool
+    shard_grads: bool
+    shard_state: bool
+    cadence: Cadence
+    overlap: bool
+    reduce_scatter: bool
+    """False: sum with all-reduce and keep the slice (the documented ``reduce_scatter: false``)."""
+    reduce_bucket_numel: int
+    round_robin: bool
+    ignore_unused: bool
+    load_from_fp32_weights: bool
+    allow_untested_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPlan:
+    """Arithmetic on gradients around the sum over ranks: multiply by ``pre``, sum, multiply by ``post``."""
+
+    clip: float
+    prescale: bool
+    predivide: float
+    mean: bool
+    sparse: bool
+
+    def factors(self, ranks: int) -> tuple[float, float]:
+        """``(pre, post)``: with the defaults (1, 1/ranks)."""
+        total = 1.0 / ranks if self.mean else 1.0
+        if self.prescale:
+            return total, 1.0
+        return 1.0 / self.predivide, total * self.predivide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    precision: PrecisionPlan
+    zero: ZeroPlan
+    gradients: GradientPlan
+    managed_accumulation: bool
+    max_bad_steps: int = 50
+    """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def wraps_optimizer(self) -> bool:
+        """Whether the engine's optimizer is a ``ZeroOptimizer`` around the client's."""
+        return self.zero.shard_state or self.precision.master is not None or self.precision.loss_scale.active
+
+
+def make_plan(config: DeepSpeedConfig) -> Plan:
+    precision = _precision(config)
+    return Plan(
+        precision=precision,
+        zero=_zero(config),
+        gradients=GradientPlan(
+            clip=float(config.gradient_clipping or 0.0),
+            prescale=bool(config.prescale_gradients),
+            predivide=float(config.gradient_predivide_factor),
+            mean=config.gradient_allreduce_op == "mean",
+            sparse=bool(config.sparse_gradients_enabled),
+        ),
+        managed_accumulation=bool(config.managed_gradient_accumulation),
+    )
+
+
+def _zero(config: DeepSpeedConfig) -> ZeroPlan:
+    zero = config.zero_config
+    stage = int(zero.stage)
+    cadence = Cadence.EVERY_MICRO_BATCH if stage >= 2 else Cadence.AT_BOUNDARY
+    overlap = zero.overlap_comm if zero.overlap_comm is not None else True
+    return ZeroPlan(
+        stage=stage,
+        shard_params=stage >= 3,
+        shard_grads=stage >= 2,
+        shard_state=stage >= 1,
+        cadence=cadence,
+        # Without managed accumulation only a reduction per micro-batch can start before step() is called.
+        overlap=bool(overlap) and (config.managed_gradient_accumulation or stage >= 2),
+        reduce_scatter=bool(zero.reduce_scatter),
+        reduce_bucket_numel=max(1, int(zero.reduce_bucket_size)),
+        round_robin=bool(zero.round_robin_gradients),
+        ignore_unused=bool(zero.ignore_unused_parameters),
+        load_from_fp32_weights=bool(zero.load_from_fp32_weights),
+        allow_untested_optimizer=bool(config.zero_allow_untested_optimizer),
+    )
+
+
+def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
+    types = config.data_types_config
+    common: dict[str, Any] = {
+        "buffer": types.buffer_dtype,
+        "accumulate": types.grad_accum_dtype,
+        "reduce": config.communication_data_type,
+        "state": None,
+        "autocast": None,
+        "autocast_modules": (),
+    }
+    if config.float16_config.enabled:
+        return _fp16(config, common)
+    if config.bfloat16_config.enabled:
+        return _bf16(config, common)
+    autocast, modules = _autocast(config)
+    common |= {"autocast": autocast, "autocast_modules": modules}
+    param = types.param_dtype
+    low = param is not None and param != torch.float32
+    # A gradient scale is needed wherever fp16 products appear, whoever chose them.
+    scaled = autocast is torch.float16 or param is torch.float16
+    return PrecisionPlan(
+        name=_name(param or torch.float32, autocast),
+        param=param,
+        master=torch.float32 if low else None,
+        cast_inputs=low,
+        cast_kwargs=low,
+        loss_scale=_loss_scale(config.float16_config) if scaled else LossScalePlan(),
+        check_overflow=True,
+        **common,
+    )
+
+
+def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
+    section = config.float16_config
+    own_master = not section.fp16_master_weights_and_grads
+    return PrecisionPlan(
+        name="fp16",
+        param=torch.float16,
+        master=torch.float32 if own_master else None,
+        cast_inputs=True,
+        cast_kwargs=bool(section.auto_cast),
+        loss_scale=_loss_scale(section),
+        check_overflow=True,
+        **common,
+    )
+
+
+def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
+    section = config.bfloat16_config
+    own_master = not section.bf16_master_weights_and_grads
+    state = torch.bfloat16 if section.bf16_optimizer_states else torch.float32
+    return PrecisionPlan(
+        name="bf16",
+        param=torch.bfloat16,
+        master=torch.float32 if own_master else None,
+        cast_inputs=True,
+        cast_kwargs=True,
+        loss_scale=LossScalePlan(),
+        check_overflow=bool(section.check_grad_overflow),
+        **(common | {"state": state}),
+    )
+
+
+def _autocast(config: DeepSpeedConfig) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    section = config.torch_autocast
+    if section.enabled:
+        dtype = section.dtype or torch.bfloat16
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."))
+        modules = section.lower_precision_safe_modules
+        if modules is None:
+            modules = [f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d")]
+        return dtype, tuple(modules)
+    if config.amp.enabled:
+        # apex's opt levels O1 to O3 all mean fp16 products over fp32 weights in torch's terms; O0 is plain fp32.
+        level = (config.amp.params or {}).get("opt_level", "O1")
+        return (None if level == "O0" else torch.float16), ()
+    return None, ()
+
+
+def _loss_scale(section: Any) -> LossScalePlan:
+    if section.loss_scale:
+        return LossScalePlan(static=float(section.loss_scale))
+    return LossScalePlan(
+        static=None,
+        initial=2.0**section.initial_scale_power,
+        window=int(section.loss_scale_window),
+        hysteresis=int(section.hysteresis),
+        consecutive_hysteresis=bool(section.consecutive_hysteresis),
+        minimum=float(section.min_loss_scale),
+    )
+
+
+def _name(param: torch.dtype, autocast: torch.dtype | None) -> str:
+    short = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+    name = short.get(param, str(param).removeprefix("torch."))
+    return f"{name} under autocast to {short.get(autocast, autocast)}" if autocast else name

@@ -1,0 +1,71 @@
+"""Applying a ``PrecisionPlan``: casting the module and its inputs, autocast, and the table of dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.runtime.plan import PrecisionPlan
+
+
+def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
+    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer`` (default: as parameters), in place."""
+    buffers = plan.buffer or plan.param
+    with torch.no_grad():
+        if plan.param is not None:
+            for param in module.parameters():
+                if param.is_floating_point() and param.dtype != plan.param:
+                    param.data = param.data.to(plan.param)
+        if buffers is not None:
+            for owner in module.modules():
+                for name, buffer in owner._buffers.items():
+                    if buffer is not None and buffer.is_floating_point():
+                        owner._buffers[name] = buffer.to(buffers)
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of ``value`` in ``dtype``; containers are rebuilt only as far as needed."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_inputs(v, dtype) for v in value))
+    if type(value) in (list, tuple):
+        return type(value)(cast_inputs(v, dtype) for v in value)
+    if type(value) is dict:
+        return {k: cast_inputs(v, dtype) for k, v in value.items()}
+    return value
+
+
+def autocast_context(plan: PrecisionPlan, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    if plan.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=plan.autocast)
+
+
+def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, torch.dtype]:
+    """Wire dtype of parameters that differ from the default: those of autocast's lower-precision-safe modules."""
+    if plan.autocast is None or not plan.autocast_modules or plan.reduce is not None:
+        return {}
+    safe = set(plan.autocast_modules)
+    result: dict[nn.Parameter, torch.dtype] = {}
+    for owner in module.modules():
+        names = {f"{c.__module__}.{c.__qualname__}" for c in type(owner).__mro__}
+        names |= {name.replace(".modules.linear", "").replace(".modules.conv", "") for name in names}
+        if names & safe:
+            for param in owner.parameters(recurse=False):
+                result[param] = plan.autocast
+    return result
+
+
+def precision_table(rows: Sequence[tuple[str, set[torch.dtype]]]) -> str:
+    """Kinds of tensors and their dtypes, as one aligned text block."""
+    width = max(len(kind) for kind, _ in rows)
+    lines = [
+        f"  {kind:<{width}}  {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes)) or '-'}"
+        for kind, dtypes in rows
+    ]
+    return "\n".join(lines)

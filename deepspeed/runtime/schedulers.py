@@ -1,0 +1,41 @@
+"""Choosing the learning-rate scheduler of an engine."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+
+def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The client's scheduler, what his callable makes of the optimizer, the one the config names, or None."""
+    if client is not None:
+        return client(optimizer) if callable(client) and not hasattr(client, "step") else client
+    name = config.scheduler_name
+    if name is None or optimizer is None:
+        return None
+    kind = _find(name)
+    params = dict(config.scheduler_params or {})
+    known = set(inspect.signature(kind).parameters) - {"optimizer"}
+    unknown = sorted(set(params) - known)
+    if unknown:
+        raise DeepSpeedConfigError(
+            f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
+        )
+    return kind(optimizer, **params)
+
+
+def _find(name: str) -> Any:
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)
+    kind = getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        raise DeepSpeedConfigError(
+            f"scheduler.type={name!r} is unknown: use one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} or the name "
+            "of a class in torch.optim.lr_scheduler."
+        )
+    return kind

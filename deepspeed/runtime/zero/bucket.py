@@ -1,0 +1,107 @@
+"""Parameters of one bucket as views of one flat buffer, of which each rank owns a slice.
+
+[Note: parameters as views] The caller's own ``Parameter`` objects stay: their ``.data`` becomes a view of the
+flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make
+backward fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed
+between forward and backward, so every publish bumps the versions: a stale graph is an error again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.runtime.zero.layout import BucketLayout, Fragment
+
+
+class ParamBucket:
+    """Owns the flat weights of one bucket.
+
+    ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; ``shard`` is this rank's slice of it.
+    With one shard per bucket there is nothing to gather: the parameters stay where the caller put them and
+    ``full`` and ``shard`` are None.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[nn.Parameter], communicator: Communicator) -> None:
+        self.layout = layout
+        self.params = tuple(params[slot.param] for slot in layout.slots)
+        self.communicator = communicator
+        self.rank = communicator.rank if layout.num_shards > 1 else 0
+        self.fragments: tuple[Fragment, ...] = layout.owned(self.rank)
+        self.full: Tensor | None = None
+        self.shard: Tensor | None = None
+        self._addresses: list[int] = []
+
+    def flatten(self) -> None:
+        """Move the weights into one buffer, parameter by parameter; each old storage is free at once."""
+        self._addresses = [param.data_ptr() for param in self.params]
+        if self.layout.num_shards == 1:
+            return
+        device = self.params[0].device
+        self.full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=device)
+        start, stop = self.layout.shard_range(self.rank)
+        self.shard = self.full[start:stop]
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            self._link(slot.offset, slot.numel, param)
+        self._addresses = [param.data_ptr() for param in self.params]
+
+    def _link(self, offset: int, numel: int, param: nn.Parameter) -> None:
+        assert self.full is not None
+        view = self.full[offset : offset + numel].view(param.shape)
+        view.copy_(param.data)
+        param.data = view
+
+    def detached(self) -> list[int]:
+        """Positions of parameters whose memory was replaced (``module.to``, a LoRA merge, ``assign=True``)."""
+        return [i for i, p in enumerate(self.params) if p.data_ptr() != self._addresses[i]]
+
+    def relink(self, positions: Sequence[int]) -> None:
+        """Take the detached parameters' present values into the buffer and make them views again."""
+        for i in positions:
+            slot, param = self.layout.slots[i], self.params[i]
+            if param.numel() != slot.numel:
+                raise RuntimeError(
+                    f"a parameter of {slot.numel} elements was replaced by one of shape {tuple(param.shape)} after "
+                    "deepspeed.initialize; change shapes (resize_token_embeddings, adapters) before initialize."
+                )
+            if self.full is not None:
+                self._link(slot.offset, slot.numel, param)
+            self._addresses[i] = param.data_ptr()
+
+    def local_weights(self, position: int) -> Tensor:
+        """The weights of fragment ``position``, 1-D in the bucket's dtype; writes go to the parameter's slice."""
+        fragment = self.fragments[position]
+        if self.shard is None:
+            return self.param_of(fragment).data.view(-1)
+        return self.shard[fragment.shard_offset : fragment.shard_offset + fragment.numel]
+
+    def param_of(self, fragment: Fragment) -> nn.Parameter:
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if slot.param == fragment.param:
+                return param
+        raise KeyError(fragment.param)
+
+    def gather(self) -> Pending | None:
+        """Start publishing this rank's slice to the others; None when there is nothing to move."""
+        if self.full is None or self.shard is None:
+            return None
+        return self.communicator.all_gather(self.full, self.shard)
+
+    def destroy(self) -> None:
+        """Give every parameter its own storage back."""
+        if self.full is None:
+            return
+        for param in self.params:
+            param.data = param.data.clone()
+        self.full = self.shard = None
+
+
+def publish(buckets: Sequence[ParamBucket]) -> None:
+    """Gather every bucket after its slices were updated, then mark the weights as changed for autograd."""
+    for pending in [bucket.gather() for bucket in buckets]:
+        if pending is not None:
+            pending.wait()
+    torch.autograd.graph.increment_version([param for bucket in buckets for param in bucket.params])

@@ -1,0 +1,175 @@
+"""The optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
+
+The work is done by ``StepExecutor`` on the tensors of ``StateStore``; here are the members that schedulers,
+Accelerate, Lightning and scripts read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.step import StepExecutor, StepResult
+
+
+class ZeroOptimizer(ZeROOptimizer):
+    """Wraps ``optimizer`` (the client's, or the one named in the config)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess) -> None:
+        self.optimizer = optimizer
+        self.executor = executor
+        self.access = access
+        self.last: StepResult | None = None
+
+    # What optimizers have ------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    def step(self, closure: None = None) -> None:
+        """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
+        if closure is not None:
+            raise ValueError("closure is not supported: call engine.backward() and engine.step()")
+        self.last = self.executor.step()
+        self.executor.reducer.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.executor.reducer.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's shard: fragments by parameter name with their intervals, groups, and the loss scale."""
+        return {
+            "zero_stage": self.executor.plan.zero.stage,
+            "shards": {
+                index.name: {"start": index.start, "stop": index.stop, **{k: v.clone() for k, v in tensors.items()}}
+                for index, tensors in self.access.shards()
+            },
+            "param_groups": self.access.param_groups,
+            **self.access.scalars(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
+        """Inverse of ``state_dict`` for the same cut; ``engine.load_checkpoint`` loads any other."""
+        if any(key != "fp32" for shard in state["shards"].values() for key in shard if key not in ("start", "stop")):
+            self.access.ensure_state()
+        for index, tensors in self.access.shards():
+            saved = state["shards"].get(index.name)
+            if saved is None or (saved["start"], saved["stop"]) != (index.start, index.stop):
+                raise ValueError(f"the state of {index.name} was saved for another cut: use engine.load_checkpoint")
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    if tensor.dim():
+                        tensor.copy_(saved[key])
+                    else:
+                        self.access.set_scalar_state(key, saved[key], index.name)
+        self.access.param_groups = state["param_groups"]
+        self.access.load_scalars(state)
+        self.access.publish()
+
+    # What clients of the system read ---------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        return self.executor.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        return self.executor.scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.executor.scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self.executor.scaler
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this scale from now on (it is set outside, as some pipelines do)."""
+        self.executor.scaler.scale = float(loss_scale)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped for a non-finite gradient."""
+        return self.last is not None and not self.last.applied
+
+    def check_overflow(self, *_: Any, **__: Any) -> bool:
+        return self.overflow
+
+    @property
+    def clip_grad(self) -> float:
+        return self.executor.plan.gradients.clip
+
+    def scaled_global_norm(self, norm_type: float = 2) -> float:
+        """Norm of the averaged gradients at the last step, before clipping."""
+        if norm_type != 2:
+            raise ValueError(f"norm_type={norm_type}: only the 2-norm is kept")
+        return self.last.norm if self.last is not None else 0.0
+
+    def get_lr(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    @property
+    def bit16_groups(self) -> list[list[Tensor]]:
+        """The model's parameters by optimizer group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    fp16_groups = bit16_groups
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """This rank's master weights, one flat tensor per optimizer group (a copy)."""
+        empty = torch.empty(0)
+        return [
+            torch.cat([owned.master.detach().view(-1) for owned in group]) if group else empty
+            for group in self.executor.store.by_group
+        ]
+
+    @property
+    def params_in_partition(self) -> list[list[Tensor]]:
+        params = self.executor.store.params
+        return [[params[owned.param_index] for owned in group] for group in self.executor.store.by_group]
+
+    @property
+    def partition_count(self) -> list[int]:
+        return [bucket.layout.num_shards for bucket in self.executor.store.param_buckets]
+
+    @property
+    def dp_process_group(self) -> Any:
+        return self.executor.communicator.group
+
+    def destroy(self) -> None:
+        self.executor.reducer.destroy()
+
+
+class DeepSpeedZeroOptimizer(ZeroOptimizer):
+    """Stages 1 and 2 (documented as ``deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer``)."""
+
+
+class BF16_Optimizer(ZeroOptimizer):
+    """Stage 0 with bf16 weights (documented as ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
+
+
+class FP16_Optimizer(ZeroOptimizer):
+    """Stage 0 with fp16 weights (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""

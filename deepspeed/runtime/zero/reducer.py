@@ -1,0 +1,255 @@
+"""The one path of a gradient: autograd -> ``GradReducer.ready`` -> bucket -> sum over ranks -> reduced slice.
+
+[Note: order of collectives] Buckets fill in an order that control flow, unused parameters or checkpointing may
+change from rank to rank. Launching them as they fill would pair unequal buckets. So there is one launch order:
+until the first summed backward the reverse of registration, afterwards what rank 0 observed there, broadcast
+once. A bucket that is full early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
+
+[Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
+How often each arrives is part of what rank 0 recorded, and a bucket is full when all have. Should a gradient come
+after its bucket was launched, it is kept aside, and the ranks agree at the step (``GradReport``) to sum it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.plan import Cadence, GradientPlan
+from deepspeed.runtime.zero.grad_sinks import GradBucket
+
+
+class GradReducer:
+    """Packs ready gradients into buckets and sums those over ranks at the cadence of the plan.
+
+    Args:
+        params: the engine's trainable parameters; bucket slots index into it.
+        buckets: their gradient buckets, in registration order.
+        communicator: of all ranks that must agree on launch order and unused parameters.
+        at_boundary: asks the accumulation clock.
+        overlap: launch during backward; otherwise everything is launched by ``flush``.
+        expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        buckets: Sequence[GradBucket],
+        communicator: Communicator,
+        *,
+        gradients: GradientPlan,
+        cadence: Cadence,
+        overlap: bool,
+        expose: bool,
+        at_boundary: Callable[[], bool],
+    ) -> None:
+        self.params = list(params)
+        self.buckets = list(buckets)
+        self.communicator = communicator
+        self.cadence = cadence
+        self.overlap = overlap
+        self.expose = expose
+        self.at_boundary = at_boundary
+        self.sync_enabled = True
+        self.factors = gradients.factors(communicator.size)
+        self.used = [False] * len(self.params)  # since the last boundary, on this rank
+        self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
+        for b, bucket in enumerate(self.buckets):
+            for position, slot in enumerate(bucket.layout.slots):
+                self._place[slot.param] = (b, position)
+        self._order = list(reversed(range(len(self.buckets))))
+        self._expected = [1] * len(self.params)
+        self._recorded = communicator.size == 1
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._exposed = False
+        self._late: dict[int, Tensor] = {}
+        self.managed = False  # whether somebody else calls flush() at the end of the running backward
+        self._begin()
+
+    # One backward ------------------------------------------------------------------------------------------------
+
+    def install_hooks(self) -> None:
+        for index, param in enumerate(self.params):
+            self._handles.append(param.register_post_accumulate_grad_hook(self._make_hook(index)))
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        # A closure, not a bound method: modules and parameters get deep-copied with their hooks.
+        @torch._dynamo.disable
+        def hook(param: Tensor) -> None:
+            self.ready(index, param)
+
+        return hook
+
+    def _begin(self) -> None:
+        """Set the per-backward counters: how many arrivals each bucket still waits for."""
+        self._arrived = [0] * len(self.params)
+        self._missing = [
+            sum(self._expected[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets
+        ]
+        self._next = 0
+        self._completed: list[int] = []
+        self._launched = [False] * len(self.buckets)
+        self._sync: bool | None = None
+
+    def before_backward(self, *, managed: bool = True) -> None:
+        """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place.
+
+        ``managed``: the caller will ``flush`` when the backward is over.
+        """
+        self.managed = managed
+        if not self._exposed:
+            return
+        exposed = [param for param, used in zip(self.params, self.used, strict=True) if used]
+        if exposed and all(param.grad is None for param in exposed):
+            self.clear()  # the caller zeroed them through his own optimizer
+        for param in exposed:
+            param.grad = None
+        self._exposed = False
+
+    def ready(self, index: int, param: Tensor) -> None:
+        """Take the gradient that autograd has just left in ``param.grad``."""
+        grad = param.grad
+        if grad is None:
+            return
+        b, position = self._place[index]
+        in_place = self._exposed and self._added_in_place(self.buckets[b], position, grad)
+        param.grad = None
+        self.used[index] = True
+        if self._sync is None:
+            self._sync = self.will_sync()
+            if not self.managed:
+                self._schedule_flush()
+        self._arrived[index] += 1
+        if self._launched[b]:
+            late = self._late.get(index)
+            self._late[index] = grad.detach().clone() if late is None else late.add_(grad)
+            return
+        if not in_place:
+            self.buckets[b].accept(position, grad)
+        if self._arrived[index] <= self._expected[index]:
+            self._missing[b] -= 1
+            if self._missing[b] == 0:
+                self._completed.append(b)
+                if self._sync and self.overlap:
+                    self._launch_full()
+
+    def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
+        """A backward that did not go through the engine may find exposed gradients still in ``param.grad``."""
+        if bucket.accumulated_in_place(position, grad):
+            return True
+        if bucket.views and grad.data_ptr() == bucket.views[position].data_ptr():
+            raise RuntimeError(
+                "a second backward added to gradients that were already summed over ranks. Run the forward through "
+                "the engine (engine(...)), or call engine.zero_grad() before this backward."
+            )
+        return False
+
+    def _schedule_flush(self) -> None:
+        """A backward that nobody announced (the module was called directly): its graph task's end is the end."""
+        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+
+    def will_sync(self) -> bool:
+        if not self.sync_enabled:
+            return False
+        return self.cadence is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
+
+    def _launch_full(self) -> None:
+        while self._next < len(self._order):
+            b = self._order[self._next]
+            if self._missing[b] > 0:
+                return
+            self._launch(b)
+
+    def _launch(self, b: int) -> None:
+        if self._next > 0 and not self.buckets[b].keep_local:
+            self._collect_all_but(1)  # a borrowed buffer each: at most two are in flight
+        self.buckets[b].launch(*self.factors)
+        self._launched[b] = True
+        self._next += 1
+
+    def _collect_all_but(self, newest: int) -> None:
+        for b in self._order[: max(0, self._next - newest)]:
+            self.buckets[b].collect()
+
+    def flush(self) -> None:
+        """End of a backward: launch what is left, wait for all, expose or drop the results."""
+        self.managed = False
+        if self._sync is None:
+            self._sync = self.will_sync()
+        if self._sync:
+            self._reduce_rest()
+        self._begin()
+        if self.expose:
+            self._expose()
+
+    def _reduce_rest(self) -> None:
+        completed, arrived = self._completed, self._arrived
+        while self._next < len(self._order):
+            self._launch(self._order[self._next])
+        for bucket in self.buckets:
+            bucket.collect()
+        if not self._recorded:
+            self._agree_on_order(completed, arrived)
+
+    def _agree_on_order(self, completed: list[int], arrived: list[int]) -> None:
+        """Broadcast the order and the numbers of arrivals that rank 0 saw (Note: order of collectives)."""
+        seen = set(completed)
+        order = completed + [b for b in self._order if b not in seen]
+        message = torch.tensor(order + [max(1, n) for n in arrived], dtype=torch.int64, device=self.device)
+        self.communicator.broadcast(message, src=0).wait()
+        values = message.tolist()
+        self._order, self._expected = values[: len(order)], values[len(order) :]
+        self._recorded = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].device if self.buckets else torch.device("cpu")
+
+    def _expose(self) -> None:
+        for index, param in enumerate(self.params):
+            if self.used[index]:
+                b, position = self._place[index]
+                param.grad = self.buckets[b].views[position].view(param.shape)
+        self._exposed = True
+
+    # The step ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Before the optimizer step: whatever no backward has summed yet (``no_sync``, unmanaged accumulation)."""
+        if any(bucket.local is not None or bucket.reduced is None for bucket in self.buckets):
+            self._sync = True
+            self.before_backward()
+            self.flush()
+
+    def has_late(self) -> bool:
+        return bool(self._late)
+
+    def reduce_late(self) -> None:
+        """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
+        self.before_backward()
+        for index, grad in self._late.items():
+            b, position = self._place[index]
+            self.buckets[b].accept(position, grad)
+        self._late.clear()
+        for bucket in self.buckets:
+            bucket.launch(*self.factors)
+            bucket.collect()
+        self._recorded = self.communicator.size == 1  # observe again: the graph has changed
+
+    def clear(self) -> None:
+        """Drop all gradients (after the step, or ``zero_grad``)."""
+        for bucket in self.buckets:
+            bucket.clear()
+        for param in self.params:
+            param.grad = None
+        self._exposed = False
+        self._late.clear()
+        self.used = [False] * len(self.params)
+
+    def destroy(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

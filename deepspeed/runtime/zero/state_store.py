@@ -1,0 +1,184 @@
+"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.layout import Fragment
+
+PARAMS = "params"
+
+
+@dataclass(slots=True)
+class OwnedFragment:
+    """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
+
+    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself where nothing
+    is cut and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
+    it, or None when they are the same memory.
+    """
+
+    param_index: int
+    group_index: int
+    fragment: Fragment
+    grad_bucket: GradBucket
+    master: Tensor
+    low: Tensor | None
+
+    def gradient(self) -> Tensor:
+        """[numel] view of the reduced gradient, shaped like ``master``."""
+        reduced = self.grad_bucket.reduced
+        assert reduced is not None, "the gradient has not been reduced"
+        start = self.fragment.shard_offset
+        return reduced[start : start + self.fragment.numel].view(self.master.shape)
+
+
+class StateStore:
+    """Owns the master weights and knows the optimizer's state by fragment.
+
+    The client's optimizer keeps its group dicts, with his own parameters in them; ``lend`` puts the fragments in
+    their place for as long as the optimizer works.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        param_buckets: Sequence[ParamBucket],
+        grad_buckets: Sequence[GradBucket],
+        *,
+        master_dtype: torch.dtype | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = list(params)
+        self.param_buckets = list(param_buckets)
+        self.group_of = _group_index(optimizer, self.params)
+        self.by_group: list[list[OwnedFragment]] = [[] for _ in optimizer.param_groups]
+        self.fragments: list[OwnedFragment] = []
+        for weights, grads in zip(param_buckets, grad_buckets, strict=True):
+            self._own(weights, grads, master_dtype)
+        self._adopt_existing_state()
+
+    def _own(self, weights: ParamBucket, grads: GradBucket, master_dtype: torch.dtype | None) -> None:
+        """Create the masters of one bucket, in one flat buffer where the bucket is flat."""
+        separate = master_dtype is not None and master_dtype != weights.layout.dtype
+        flat = weights.shard.to(master_dtype) if separate and weights.shard is not None else None
+        for position, fragment in enumerate(weights.fragments):
+            if self.group_of[fragment.param] < 0:
+                continue
+            low = weights.local_weights(position)
+            if flat is not None:
+                master = flat[fragment.shard_offset : fragment.shard_offset + fragment.numel]
+            elif weights.shard is not None:
+                master = low
+            else:
+                param = self.params[fragment.param]
+                master = param.detach().to(master_dtype, copy=True) if separate else param
+            owned = OwnedFragment(
+                fragment.param, self.group_of[fragment.param], fragment, grads, master, low if separate else None
+            )
+            self.fragments.append(owned)
+            self.by_group[owned.group_index].append(owned)
+
+    def _adopt_existing_state(self) -> None:
+        """State that the client's optimizer had gathered before ``initialize`` is cut like the weights."""
+        old = {id(p): self.optimizer.state.pop(p) for p in self.params if p in self.optimizer.state}
+        for owned in self.fragments:
+            param = self.params[owned.param_index]
+            if id(param) in old:
+                low, numel = owned.fragment.param_offset, owned.fragment.numel
+                self.optimizer.state[owned.master] = {
+                    key: value.reshape(-1)[low : low + numel].clone().view(owned.master.shape)
+                    if isinstance(value, Tensor) and value.shape == param.shape and value.dim()
+                    else (value.clone() if isinstance(value, Tensor) else value)
+                    for key, value in old[id(param)].items()
+                }
+
+    def lend(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _Lent:
+        """``with store.lend(...)``: the optimizer's groups hold the masters of the given fragments."""
+        return _Lent(self.optimizer, [[owned.master for owned in group] for group in fragments_by_group])
+
+    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        return self.optimizer.state.get(owned.master, {})
+
+    def rebind(self, bucket: ParamBucket) -> None:
+        """The weights of ``bucket`` lie elsewhere now: find their slices again and take the masters from them."""
+        positions = {fragment: i for i, fragment in enumerate(bucket.fragments)}
+        for owned in self.fragments:
+            if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
+                owned.low = bucket.local_weights(positions[owned.fragment])
+                owned.master.view(-1).copy_(owned.low)
+
+    def refresh_low(self, fragments: Iterable[OwnedFragment]) -> None:
+        """Round the masters into the model's own weights."""
+        pairs = [(owned.low, owned.master.reshape(-1)) for owned in fragments if owned.low is not None]
+        if pairs:
+            torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
+
+    def refresh_masters(self) -> None:
+        """Take the model's own weights as the truth (they were loaded or edited)."""
+        pairs = [(owned.master.reshape(-1), owned.low) for owned in self.fragments if owned.low is not None]
+        if pairs:
+            torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
+
+    def ensure_state(self) -> None:
+        """Make the optimizer create its state tensors, by a step that changes nothing (no gradient, lr 0)."""
+        missing = [[owned for owned in group if not self.state_of(owned)] for group in self.by_group]
+        if not any(missing):
+            return
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        with self.lend(missing), torch.no_grad():
+            for group in self.optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = 0.0
+                for param in group[PARAMS]:
+                    param.grad = torch.zeros_like(param)
+            try:
+                self.optimizer.step()
+            finally:
+                for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                    if "lr" in group:
+                        group["lr"] = rate
+                    for param in group[PARAMS]:
+                        param.grad = None
+                        self._reset_step(self.optimizer.state[param])
+
+
+    @staticmethod
+    def _reset_step(state: dict[str, Any]) -> None:
+        """The empty step must not count in bias corrections."""
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            step.zero_()
+        elif step is not None:
+            state["step"] = 0
+
+
+class _Lent:
+    """Swaps ``group["params"]`` of every group and puts the client's own lists back, whatever happens."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lists: list[list[Tensor]]) -> None:
+        self.groups = optimizer.param_groups
+        self.lists = lists
+
+    def __enter__(self) -> None:
+        self.kept = [group[PARAMS] for group in self.groups]
+        for group, lent in zip(self.groups, self.lists, strict=True):
+            group[PARAMS] = lent
+
+    def __exit__(self, *exc: object) -> None:
+        for group, kept in zip(self.groups, self.kept, strict=True):
+            group[PARAMS] = kept
+
+
+def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
+    """Optimizer group of each parameter, -1 for one that the optimizer does not know."""
+    groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group[PARAMS]}
+    return [groups.get(id(param), -1) for param in params]

@@ -1,0 +1,201 @@
+"""The optimizer step: agree on what was reduced, norm, clip, update the owned fragments, publish the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
+from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.zero.bucket import ParamBucket, publish
+from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
+from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.state_store import OwnedFragment, StateStore
+from deepspeed.utils.logging import logger
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient."""
+
+    applied: bool
+    norm: float
+    clip: float
+
+
+@dataclass(frozen=True, slots=True)
+class GradReport:
+    """What all ranks must know of a boundary: who used which parameter, the norm, and late arrivals."""
+
+    squares: float
+    used: list[bool]
+    late: bool
+
+
+class GroupTensors(NamedTuple):
+    """The tensors of one optimizer group on this rank, in parallel lists."""
+
+    fragments: list[OwnedFragment]
+    masters: list[Tensor]
+    grads: list[Tensor]
+    lows: list[Tensor | None]
+
+
+class StepExecutor:
+    """Runs one synchronous optimizer step over the fragments that this rank owns."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        reducer: GradReducer,
+        store: StateStore,
+        scaler: LossScaler,
+        communicator: Communicator,
+        names: Sequence[str],
+    ) -> None:
+        self.plan = plan
+        self.reducer = reducer
+        self.store = store
+        self.scaler = scaler
+        self.communicator = communicator
+        self.names = list(names)
+        self.sharded = plan.zero.shard_state
+        self.bad_steps = 0
+        self.on_relink: Callable[[str], None] = lambda name: logger.warning(
+            f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its present "
+            "value was taken and linked again"
+        )
+        self._grad_key: tuple[int, ...] = ()
+        self._lists: list[GroupTensors] = []
+
+    def step(self) -> StepResult:
+        self.reducer.finish()
+        report = self._agree()
+        norm = norm_from_squares(report.squares) / self.scaler.scale
+        if self.plan.precision.check_overflow and not math.isfinite(norm):
+            self._skip(norm)
+            return StepResult(False, norm, 0.0)
+        self.bad_steps = 0
+        clip = clip_coefficient(norm, self.plan.gradients.clip)
+        self._relink_detached()
+        with torch.no_grad():
+            self._update(report.used, clip / self.scaler.scale)
+        publish(self.store.param_buckets)
+        self.scaler.update(overflow=False)
+        return StepResult(True, norm, clip)
+
+    # Agreement ---------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> GradReport:
+        """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
+        report = self._exchange()
+        if report.late:
+            self.reducer.reduce_late()
+            report = self._exchange()
+        return report
+
+    def _exchange(self) -> GradReport:
+        squares = sum_of_squares([grads for _, _, grads, _ in self._gradient_lists() for grads in grads])
+        used, late = self.reducer.used, self.reducer.has_late()
+        if self.communicator.size == 1:
+            return GradReport(squares, used, late)
+        share = squares if self.sharded or self.communicator.rank == 0 else 0.0
+        message = torch.tensor([share, float(late), *map(float, used)], dtype=torch.float64)
+        message = message.to(self.reducer.device)
+        self.communicator.all_reduce(message).wait()
+        values = message.tolist()
+        return GradReport(values[0], [count > 0 for count in values[2:]], values[1] > 0)
+
+    def _gradient_lists(self) -> list[GroupTensors]:
+        """One entry per group, rebuilt only when buffers moved: kernels cache their pointers by list."""
+        key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
+        if key != self._grad_key or not self._lists:
+            self._lists = [
+                GroupTensors(group, [o.master for o in group], [o.gradient() for o in group], [o.low for o in group])
+                for group in self.store.by_group
+            ]
+            self._grad_key = key
+        return self._lists
+
+    # Failure -----------------------------------------------------------------------------------------------------
+
+    def _skip(self, norm: float) -> None:
+        name = self._first_bad_parameter()
+        self.bad_steps += 1
+        logger.warning(f"step skipped: the gradient norm is {norm}, first in parameter {name}")
+        try:
+            self.scaler.update(overflow=True)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error} First non-finite gradient: {name}.") from None
+        if not self.scaler.dynamic and self.bad_steps >= self.plan.max_bad_steps:
+            raise LossScaleError(
+                f"{self.bad_steps} steps in a row had a non-finite gradient, first in parameter {name}; training "
+                "cannot recover. Look at the data and the learning rate, or resume from an earlier checkpoint."
+            )
+
+    def _first_bad_parameter(self) -> str:
+        """Name of the first parameter with a non-finite gradient on any rank. Collective."""
+        fragments = sorted(self.store.fragments, key=lambda owned: owned.param_index)
+        bad = first_non_finite([owned.gradient() for owned in fragments])
+        index = len(self.names) if bad is None else fragments[bad].param_index
+        worst = torch.tensor([-index], dtype=torch.int64, device=self.reducer.device)
+        self.communicator.all_reduce_max(worst).wait()
+        index = -int(worst.item())
+        return self.names[index] if index < len(self.names) else "(none: the squares overflow fp64)"
+
+    # Update ------------------------------------------------------------------------------------------------------
+
+    def _relink_detached(self) -> None:
+        for bucket in self.store.param_buckets:
+            positions = bucket.detached()
+            if not positions:
+                continue
+            if bucket.full is not None:
+                for i in positions:
+                    self.on_relink(self.names[bucket.layout.slots[i].param])
+            bucket.relink(positions)
+            self.store.rebind(bucket)
+            self._lists = []
+
+    def _update(self, used: Sequence[bool], grad_scale: float) -> None:
+        """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""
+        lists = self._gradient_lists()
+        if not all(used):
+            lists = [_select(entry, used) for entry in lists]
+        optimizer = self.store.optimizer
+        if hasattr(optimizer, "multi_tensor_step"):
+            for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
+                if masters:
+                    optimizer.multi_tensor_step(group, masters, grads, grad_scale=grad_scale, low_precision=lows)
+            optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
+        else:
+            self._update_with_torch(lists, grad_scale)
+
+    def _update_with_torch(self, lists: Sequence[GroupTensors], scale: float) -> None:
+        for _, masters, grads, _ in lists:
+            if not grads:
+                continue
+            grads = [grad.to(master.dtype) for master, grad in zip(masters, grads, strict=True)]
+            if scale != 1.0:
+                torch._foreach_mul_(grads, scale)
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
+        try:
+            with self.store.lend([fragments for fragments, *_ in lists]):
+                self.store.optimizer.step()
+        finally:
+            for _, masters, _, _ in lists:
+                for master in masters:
+                    master.grad = None
+        self.store.refresh_low([owned for fragments, *_ in lists for owned in fragments])
+
+
+def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:
+    keep = [i for i, owned in enumerate(tensors.fragments) if used[owned.param_index]]
+    return GroupTensors(*([column[i] for i in keep] for column in tensors))
