@@ -1,0 +1,29 @@
+"""The `comms_logger` section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+
+class CommsLoggerConfig(DeepSpeedConfigModel):
+    """Count, size and time of collective calls."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    prof_all: bool = Field(True, description="Record every operation.")
+    prof_ops: list[str] = Field([], description="Operations to record when `prof_all` is false.")
+    verbose: bool = Field(False, description="Log a line per call.")
+    debug: bool = Field(False, description="Add the name of the calling function to each record.")
+
+
+class DeepSpeedCommsConfig:
+    """What `deepspeed.comm.configure` takes: the `comms_logger` section of a config dict."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        section = ds_config.get("comms_logger")
+        self.comms_logger_enabled = section is not None
+        self.comms_logger = CommsLoggerConfig(**section) if isinstance(section, Mapping) else section or CommsLoggerConfig()

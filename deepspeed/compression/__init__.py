@@ -1,0 +1,1 @@
+"""Quantization, pruning and layer reduction."""

@@ -1,0 +1,1 @@
+"""Elastic batch sizes."""

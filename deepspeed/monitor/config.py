@@ -1,0 +1,81 @@
+"""The sections `tensorboard`, `wandb`, `csv_monitor` and `comet`: where training curves are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, Says
+
+MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    """Event files for TensorBoard."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    output_path: str = Field("", description="Folder of the event files; empty: `~/tensorboard`.")
+    job_name: str = Field("DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    """Weights & Biases."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    group: str | None = Field(None, description="Group that the run belongs to.")
+    team: str | None = Field(None, description="Team (entity) that owns the run.")
+    project: str = Field("deepspeed", description="Project of the run.")
+
+
+class CSVConfig(DeepSpeedConfigModel):
+    """One CSV file per curve."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    output_path: str = Field("", description="Folder of the files; empty: `~/csv_monitor`.")
+    job_name: str = Field("DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+
+
+def _experiment_key(value: str | None) -> str | None:
+    if value is not None and not (32 <= len(value) <= 50 and value.isalnum()):
+        raise ValueError("must be 32 to 50 letters and digits")
+    return value
+
+
+class CometConfig(DeepSpeedConfigModel):
+    """Comet."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    samples_log_interval: Int = Field(100, ge=1, description="Samples between two points of a curve.")
+    project: str | None = Field(None, description="Project of the experiment.")
+    workspace: str | None = Field(None, description="Workspace of the project.")
+    api_key: str | None = Field(None, description="Key of the account; better kept in the environment.")
+    experiment_name: str | None = Field(None, description="Name shown for the experiment.")
+    experiment_key: Annotated[str | None, AfterValidator(_experiment_key), Says("32 to 50 letters and digits, or null")] = (
+        Field(None, description="Identifier of an experiment to go on with or to make.")
+    )
+    online: bool | None = Field(None, description="Send at once (true) or keep files (false); null: Comet decides.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        None, description="Continue an experiment, make a new one, or whichever is possible."
+    )
+
+
+class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
+    """The four monitors together."""
+
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    comet: CometConfig = CometConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CSVConfig = CSVConfig()
+    enabled: bool = False
+
+    @model_validator(mode="after")
+    def check_enabled(self) -> DeepSpeedMonitorConfig:
+        """Whether any of the four is on."""
+        self.__dict__["enabled"] = any(getattr(self, name).enabled for name in MONITORS)
+        return self
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in MONITORS if name in param_dict})

@@ -1,0 +1,1 @@
+"""Checkpoints through Azure Nebula."""

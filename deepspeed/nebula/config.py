@@ -1,0 +1,18 @@
+"""The `nebula` section (checkpoints through Azure Nebula)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from deepspeed.runtime.config_utils import Int, LenientConfigModel
+
+
+class DeepSpeedNebulaConfig(LenientConfigModel):
+    """Asynchronous checkpoints of the Nebula service."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    persistent_storage_path: str | None = Field(None, description="Folder of the kept checkpoints.")
+    persistent_time_interval: Int = Field(100, ge=1, description="Seconds between two kept checkpoints.")
+    num_of_version_in_retention: Int = Field(2, ge=1, description="How many are kept.")
+    enable_nebula_load: bool = Field(True, description="Load through the service.")
+    nebula_load_path: str | None = Field(None, description="Folder to load from.")

@@ -1,0 +1,1 @@
+"""What runs a training job: config, engine and the mechanisms behind it."""

@@ -1,0 +1,131 @@
+"""What the schema knows and this release does not do yet. One row per feature; a feature that comes deletes its row.
+
+A feature that could change the numbers of a training run is refused by name; one that cannot (monitors, profilers,
+other ways of writing checkpoints) is one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed.runtime.config_schema import TrainingConfig
+
+Predicate = Callable[[TrainingConfig], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """`asked_for(config)` is true when the config wants the feature that `key` turns on."""
+
+    key: str
+    asked_for: Predicate
+    instead: str
+    changes_numbers: bool = True
+
+    @property
+    def message(self) -> str:
+        if self.changes_numbers:
+            return f"not implemented in this release; {self.instead}"
+        return f"not implemented in this release and has no effect; {self.instead}"
+
+
+def _offloads(section: object) -> bool:
+    return section is not None and getattr(section, "device", "none") != "none"
+
+
+def _optimizer(*names: str) -> Predicate:
+    return lambda c: c.optimizer is not None and (c.optimizer.type or "").lower() in names
+
+
+def _compression(technique: str) -> Predicate:
+    return lambda c: getattr(c.compression_training, technique).shared_parameters.enabled
+
+
+_OTHER_OPTIMIZER = "choose another optimizer.type"
+_REMOVE = "remove it or set it to false"
+
+MISSING: tuple[Missing, ...] = (
+    # ZeRO
+    Missing("zero_optimization.stage", lambda c: c.zero_optimization.stage == 3, "use stage 0, 1 or 2"),
+    Missing(
+        "zero_optimization.offload_optimizer.device",
+        lambda c: c.zero_optimization.stage > 0 and _offloads(c.zero_optimization.offload_optimizer),
+        "use device 'none'",
+    ),
+    Missing(
+        "zero_optimization.offload_param.device",
+        lambda c: c.zero_optimization.stage == 3 and _offloads(c.zero_optimization.offload_param),
+        "use device 'none'",
+    ),
+    Missing(
+        "zero_optimization.offload_optimizer.super_offload",
+        lambda c: c.zero_optimization.offload_optimizer is not None and c.zero_optimization.offload_optimizer.super_offload,
+        _REMOVE,
+    ),
+    Missing("zero_optimization.zenflow", lambda c: c.zero_optimization.zenflow is not None, "remove it or set it to null"),
+    Missing("zero_optimization.zero_hpz_partition_size", lambda c: c.zero_optimization.zero_hpz_partition_size > 1, "use 1"),
+    Missing("zero_optimization.zero_quantized_weights", lambda c: c.zero_optimization.zero_quantized_weights, _REMOVE),
+    Missing(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
+        _REMOVE,
+    ),
+    Missing("zero_optimization.zero_quantized_gradients", lambda c: c.zero_optimization.zero_quantized_gradients, _REMOVE),
+    Missing("zero_optimization.zeropp_loco_param", lambda c: c.zero_optimization.zeropp_loco_param is not None, "set it to null"),
+    Missing("zero_optimization.mics_shard_size", lambda c: c.zero_optimization.mics_shard_size > 0, "use -1"),
+    # Optimizers
+    Missing("optimizer.type", _optimizer("onebitadam", "onebitlamb", "zerooneadam"), _OTHER_OPTIMIZER),
+    Missing("optimizer.type", _optimizer("muon"), _OTHER_OPTIMIZER),
+    Missing("optimizer.type", _optimizer("muadam", "muadamw", "musgd"), _OTHER_OPTIMIZER),
+    # Parallelism
+    Missing("tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1, "use 0 or 1"),
+    Missing("sequence_parallel_size", lambda c: (c.sequence_parallel_size or 1) > 1, "use 1"),
+    Missing("expert_parallel.enabled", lambda c: c.expert_parallel.enabled, _REMOVE),
+    Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
+    Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
+    # Compression and data efficiency
+    Missing("compression_training.layer_reduction.enabled", lambda c: c.compression_training.layer_reduction.enabled, _REMOVE),
+    *(
+        Missing(f"compression_training.{technique}.shared_parameters.enabled", _compression(technique), _REMOVE)
+        for technique in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "head_pruning",
+            "channel_pruning",
+        )
+    ),
+    Missing(
+        "quantize_training.eigenvalue.enabled",
+        lambda c: c.quantize_training is not None and c.quantize_training.eigenvalue and c.quantize_training.eigenvalue.enabled,
+        _REMOVE,
+    ),
+    Missing("weight_quantization.enabled", lambda c: c.weight_quantization is not None and c.weight_quantization.enabled, _REMOVE),
+    Missing("data_efficiency.enabled", lambda c: c.data_efficiency.enabled, _REMOVE),
+    Missing("curriculum_learning.enabled", lambda c: c.curriculum_learning is not None and c.curriculum_learning.enabled, _REMOVE),
+    Missing(
+        "progressive_layer_drop.enabled",
+        lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
+        _REMOVE,
+    ),
+    Missing("sparse_attention", lambda c: c.sparse_attention is not None, "remove the section"),
+    # Compiler and tuner
+    Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
+    Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
+    # What cannot change the numbers
+    Missing("tensorboard.enabled", lambda c: c.tensorboard.enabled, "no curves are written", False),
+    Missing("wandb.enabled", lambda c: c.wandb.enabled, "no curves are written", False),
+    Missing("csv_monitor.enabled", lambda c: c.csv_monitor.enabled, "no curves are written", False),
+    Missing("comet.enabled", lambda c: c.comet.enabled, "no curves are written", False),
+    Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
+    Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
+    Missing("datastates_ckpt", lambda c: c.datastates_ckpt is not False, "checkpoints are written the ordinary way", False),
+    Missing("checkpoint.writer", lambda c: c.checkpoint.writer is not None, "checkpoints are written the ordinary way", False),
+    Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),
+)
+
+
+def missing_features(config: TrainingConfig) -> list[Missing]:
+    return [row for row in MISSING if row.asked_for(config)]

@@ -1,0 +1,134 @@
+"""The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps * data_parallel_ranks`.
+
+Pure arithmetic on the three numbers a user may give, any two of which (or one) determine the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+GAS = "gradient_accumulation_steps"
+
+GIVEN = "given"
+DERIVED = "derived"
+DEFAULT = "default"
+
+
+class BatchError(ValueError):
+    """The three numbers do not fit; `key` is the config key to change first."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Three numbers that fit, and where each came from ("given", "derived" or "default")."""
+
+    train: int
+    micro: int
+    accumulation: int
+    dp_world: int
+    origin: dict[str, str]
+
+    def __str__(self) -> str:
+        return (
+            f"{TRAIN} {self.train} ({self.origin[TRAIN]}) = {MICRO} {self.micro} ({self.origin[MICRO]})"
+            f" x {GAS} {self.accumulation} ({self.origin[GAS]}) x {_ranks(self.dp_world)}"
+        )
+
+
+def resolve(
+    train: int | None, micro: int | None, accumulation: int | None, dp_world: int, *, world_from: str = ""
+) -> Batch:
+    """The full triangle for `dp_world` data-parallel ranks.
+
+    Missing numbers are derived; `accumulation` is 1 where one batch size alone is given. `world_from` says in messages
+    where the number of ranks was read. Raises BatchError naming all numbers, their origin, and the nearest that fit.
+    """
+    for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation)):
+        if value is not None and value < 1:
+            raise BatchError(key, f"{key} is {value}, but must be at least 1")
+    if dp_world < 1:
+        raise BatchError(TRAIN, f"the number of data-parallel ranks is {dp_world}, but must be at least 1")
+    origin = {
+        key: GIVEN if value is not None else DERIVED for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation))
+    }
+    ranks = _ranks(dp_world) + (f" ({world_from})" if world_from else "")
+
+    if train is None:
+        if micro is None:
+            raise BatchError(TRAIN, f"neither {TRAIN} nor {MICRO} is given: write at least one of them")
+        if accumulation is None:
+            accumulation, origin[GAS] = 1, DEFAULT
+        return Batch(micro * accumulation * dp_world, micro, accumulation, dp_world, origin)
+
+    if micro is None and accumulation is None:
+        accumulation, origin[GAS] = 1, DEFAULT
+    if micro is not None and accumulation is not None:
+        return _check_all(train, micro, accumulation, dp_world, ranks, origin)
+    known_key, known = (MICRO, micro) if micro is not None else (GAS, accumulation)
+    assert known is not None
+    unit = known * dp_world
+    if train % unit:
+        near = _neighbours(train, unit)
+        ways = [f"{TRAIN} {_either(near)}"]
+        fitting = [d for d in _divisors(train // dp_world) if train % (d * dp_world) == 0] if train % dp_world == 0 else []
+        if fitting:
+            ways.append(f"{known_key} {_either(_nearest(fitting, known))}")
+        given = f"{known_key} {known} ({origin[known_key]}) x {ranks} = {unit}"
+        raise BatchError(TRAIN, f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}")
+    rest = train // unit
+    if micro is None:
+        micro = rest
+    else:
+        accumulation = rest
+    assert accumulation is not None
+    return Batch(train, micro, accumulation, dp_world, origin)
+
+
+def _check_all(train: int, micro: int, accumulation: int, dp_world: int, ranks: str, origin: dict[str, str]) -> Batch:
+    product = micro * accumulation * dp_world
+    if product == train:
+        return Batch(train, micro, accumulation, dp_world, origin)
+    ways = [f"{TRAIN} {product}"]
+    if train % (micro * dp_world) == 0:
+        ways.append(f"{GAS} {train // (micro * dp_world)}")
+    if train % (accumulation * dp_world) == 0:
+        ways.append(f"{MICRO} {train // (accumulation * dp_world)}")
+    if train % (micro * accumulation) == 0:
+        ways.append(f"{train // (micro * accumulation)} data-parallel ranks")
+    raise BatchError(
+        TRAIN,
+        f"{TRAIN} {train} (given) is not {MICRO} {micro} (given) x {GAS} {accumulation} (given) x {ranks} = {product}. "
+        f"Change one of them: {', or '.join(ways)}; or leave one batch key out and it is derived",
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} data-parallel rank{'s' if count != 1 else ''}"
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+def _neighbours(value: int, unit: int) -> list[int]:
+    """The multiples of `unit` around `value`, zero left out."""
+    below = value // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def _divisors(value: int) -> list[int]:
+    small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})
+
+
+def _nearest(candidates: list[int], value: int) -> list[int]:
+    """At most two of `candidates`: the closest one below and the closest one above `value`."""
+    below = [c for c in candidates if c < value][-1:]
+    above = [c for c in candidates if c > value][:1]
+    return below + above

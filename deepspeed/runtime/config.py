@@ -1,0 +1,321 @@
+"""`DeepSpeedConfig`: a validated config with the attributes that the engine and clients read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+
+from deepspeed.comm.config import DeepSpeedCommsConfig
+from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
+from deepspeed.runtime.batch import Batch
+from deepspeed.runtime.config_analysis import Analysis, analyse
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
+from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, read_config
+from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.runtime.config_utils import ScientificNotationEncoder
+from deepspeed.runtime.constants import (
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    DEEPSPEED_OPTIMIZERS,
+    LAMB_OPTIMIZER,
+    LION_OPTIMIZER,
+    MUADAM_OPTIMIZER,
+    MUADAMW_OPTIMIZER,
+    MUON_OPTIMIZER,
+    MUSGD_OPTIMIZER,
+    ONEBIT_ADAM_OPTIMIZER,
+    ONEBIT_LAMB_OPTIMIZER,
+    ZERO_ONE_ADAM_OPTIMIZER,
+    ValidationMode,
+)
+from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+from deepspeed.utils.logging import logger
+
+__all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "MUADAMW_OPTIMIZER",
+    "MUADAM_OPTIMIZER",
+    "MUON_OPTIMIZER",
+    "MUSGD_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "ZERO_ONE_ADAM_OPTIMIZER",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigWriter",
+    "DeepSpeedZeroConfig",
+    "HybridEngineConfig",
+    "Problem",
+    "ZeroStageEnum",
+]
+
+
+class DeepSpeedConfig:
+    """A config, read, validated and resolved for the ranks of this job. Values do not change afterwards.
+
+    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-parallel
+    ranks comes from `mpu`, else `mesh_device`, else `torch.distributed`, else the launcher's environment, else it is 1.
+    Raises DeepSpeedConfigError listing everything that is wrong. No process group is made and nothing is allocated.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
+        source = load_source(config)
+        self.global_rank = global_rank()
+        self.world_size, world_from = data_parallel_world(source.data, mpu, mesh_device)
+        analysis = analyse(source, self.world_size, world_from=world_from)
+        if analysis.errors or analysis.config is None or analysis.batch is None:
+            raise DeepSpeedConfigError.of(analysis.errors, source.name)
+        if self.global_rank == 0:
+            for warning in analysis.warnings:
+                logger.warning(warning)
+        self._param_dict: dict[str, Any] = source.data
+        self._schema: TrainingConfig = analysis.config
+        self.batch: Batch = analysis.batch
+        self._read(analysis)
+
+    def _read(self, analysis: Analysis) -> None:
+        c, batch = self._schema, self.batch
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.managed_gradient_accumulation = c.managed_gradient_accumulation
+
+        self.gradient_clipping = c.gradient_clipping
+        self.prescale_gradients = c.prescale_gradients
+        self.gradient_predivide_factor = c.gradient_predivide_factor
+        self.gradient_allreduce_op = c.gradient_allreduce_op
+        self.communication_data_type = c.communication_data_type
+        self.seq_parallel_communication_data_type = c.seq_parallel_communication_data_type
+        self.sparse_gradients_enabled = c.sparse_gradients
+        self.disable_allgather = c.disable_allgather
+
+        optimizer, scheduler = c.optimizer, c.scheduler
+        name = optimizer.type if optimizer else None
+        self.optimizer_name = name.lower() if name and name.lower() in DEEPSPEED_OPTIMIZERS else name
+        self.optimizer_params = optimizer.params if optimizer else None
+        self.optimizer_legacy_fusion = optimizer.legacy_fusion if optimizer else False
+        self.scheduler_name = scheduler.type if scheduler else None
+        self.scheduler_params = scheduler.params if scheduler else None
+
+        self.float16_config = c.fp16
+        self.bfloat16_config = c.bf16
+        self.amp = c.amp
+        self.torch_autocast = c.torch_autocast
+        self.data_types_config = c.data_types
+        self.zero_config = c.zero_optimization
+        self.zero_optimization_stage = int(c.zero_optimization.stage)
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.zero_allow_untested_optimizer = c.zero_allow_untested_optimizer
+        self.zero_force_ds_cpu_optimizer = c.zero_force_ds_cpu_optimizer
+
+        self.steps_per_print = c.steps_per_print
+        self.wall_clock_breakdown = c.wall_clock_breakdown
+        self.memory_breakdown = c.memory_breakdown
+        self.dump_state = c.dump_state
+        self.log_level = c.log_level
+        self.vocabulary_size = c.vocabulary_size
+        self.dataloader_drop_last = c.dataloader_drop_last
+        self.graph_harvesting = c.graph_harvesting
+
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
+        self.flops_profiler_config = c.flops_profiler
+        self.timers_config = c.timers.throughput
+        self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
+        self.autotuning_config = c.autotuning
+        self.activation_checkpointing_config = c.activation_checkpointing
+        self.compile_config = c.compile
+        self.hybrid_engine = c.hybrid_engine
+        self.tensor_parallel_config = c.tensor_parallel
+        self.expert_parallel_config = c.expert_parallel
+        self.sequence_parallel_size = c.sequence_parallel_size or 1
+        self.use_data_before_expert_parallel_ = c.use_data_before_expert_parallelism
+        self.pipeline = c.pipeline.model_dump(exclude_unset=True) | {
+            key: value for key, value in c.pipeline.model_dump().items() if key != "use_reentrant"
+        }
+        self.aio_config = c.aio.model_dump(exclude={"thread_count"})
+
+        self.checkpoint_config = c.checkpoint
+        self.checkpoint_tag_validation_enabled = c.checkpoint.tag_validation != ValidationMode.IGNORE
+        self.checkpoint_tag_validation_fail = c.checkpoint.tag_validation == ValidationMode.FAIL
+        self.checkpoint_parallel_write_pipeline = c.checkpoint.parallel_write.pipeline_stage
+        self.load_universal_checkpoint = c.checkpoint.load_universal
+        self.use_node_local_storage = c.checkpoint.use_node_local_storage
+        self.nebula_config = c.nebula
+        self.datastates_config = c.datastates_ckpt
+
+        self.compression_config = c.compression_training
+        self.weight_quantization_config = c.weight_quantization
+        self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
+        self.data_efficiency_config = c.data_efficiency.model_dump()
+        self.data_efficiency_enabled = c.data_efficiency.enabled
+        self.curriculum_config_legacy = c.curriculum_learning
+        self.pld_config = c.progressive_layer_drop
+        self.elasticity_config = c.elasticity
+        self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
+        self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
+
+    # Older attribute names, each one word for a field of a section.
+
+    @property
+    def fp16_enabled(self) -> bool:
+        return self.float16_config.enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        return self.bfloat16_config.enabled
+
+    @property
+    def amp_enabled(self) -> bool:
+        return self.amp.enabled
+
+    @property
+    def amp_params(self) -> dict[str, Any]:
+        return self.amp.params
+
+    @property
+    def torch_autocast_enabled(self) -> bool:
+        return self.torch_autocast.enabled
+
+    @property
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.torch_autocast.dtype
+
+    @property
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str] | None:
+        return self.torch_autocast.lower_precision_safe_modules
+
+    @property
+    def grad_accum_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.grad_accum_dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.param_dtype
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        return self.data_types_config.buffer_dtype
+
+    @property
+    def pld_enabled(self) -> bool:
+        return self.pld_config is not None and self.pld_config.enabled
+
+    @property
+    def pld_params(self) -> dict[str, Any] | None:
+        return self.pld_config.model_dump(exclude={"enabled"}) if self.pld_config else None
+
+    @property
+    def curriculum_enabled_legacy(self) -> bool:
+        return self.curriculum_config_legacy is not None and self.curriculum_config_legacy.enabled
+
+    @property
+    def curriculum_params_legacy(self) -> dict[str, Any] | None:
+        return self.curriculum_config_legacy.model_dump(exclude={"enabled"}) if self.curriculum_config_legacy else None
+
+    def print_user_config(self) -> None:
+        """Log the config as the user wrote it."""
+        text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder, separators=(",", ":"))
+        logger.info(f"  json = {text}")
+
+    def print(self, name: str) -> None:
+        """Log every attribute and then the config as written, under the heading `name`."""
+        logger.info(f"{name}:")
+        for attribute in sorted(vars(self)):
+            if not attribute.startswith("_"):
+                logger.info(f"  {attribute} {'.' * (29 - len(attribute))} {getattr(self, attribute)}")
+        self.print_user_config()
+
+
+class DeepSpeedConfigWriter:
+    """Reads a JSON config, takes changes, and writes it again."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data if data is not None else {}
+
+    def add_config(self, key: str, value: Any) -> None:
+        self.data[key] = value
+
+    def load_config(self, filename: str) -> None:
+        self.data = load_source(filename).data
+
+    def write_config(self, filename: str) -> None:
+        with open(filename, "w", encoding="utf-8") as file:
+            json.dump(self.data, file, indent=4)
+
+
+def load_source(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
+    """The config as written; DeepSpeedConfigError when it cannot be read."""
+    try:
+        return read_config(config)
+    except UnreadableConfig as error:
+        raise DeepSpeedConfigError(str(error), problems=[Problem("config", str(error))]) from None
+
+
+def global_rank() -> int:
+    """This process's rank: from torch.distributed, else the launcher's environment, else 0."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return _environment_number("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
+
+
+def world_size() -> tuple[int, str]:
+    """(ranks of the job, where the number is from), also before torch.distributed is initialised."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), "from torch.distributed"
+    count = _environment_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+    if count:
+        return count, "from the launcher's environment"
+    return 1, "no launcher and no process group found"
+
+
+def _environment_number(*names: str) -> int | None:
+    for name in names:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return None
+
+
+def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> tuple[int, str]:
+    """(data-parallel ranks, where the number is from), given the config as written."""
+    if mpu is not None:
+        if hasattr(mpu, "get_data_parallel_world_size"):
+            return int(mpu.get_data_parallel_world_size()), "from mpu"
+        if hasattr(mpu, "get_sequence_parallel_world_size"):
+            return world_size()[0] // int(mpu.get_sequence_parallel_world_size()), "from mpu"
+    if mesh_device is not None:
+        return _mesh_ranks(mesh_device), "from the device mesh"
+    count, origin = world_size()
+    return data_parallel_share(data, count), origin
+
+
+def data_parallel_share(data: Mapping[str, Any], ranks: int) -> int:
+    """Data-parallel ranks among `ranks` when tensor- and sequence-parallel sizes are read from the config."""
+    tensor = data.get("tensor_parallel")
+    sizes = (data.get("sequence_parallel_size"), tensor.get("autotp_size") if isinstance(tensor, Mapping) else None)
+    share = 1
+    for size in sizes:
+        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+            share *= size
+    return max(1, ranks // share)
+
+
+def _mesh_ranks(mesh: Any) -> int:
+    """Size of the data-parallel axis of a torch DeviceMesh or of our ProcessMesh."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names:
+        axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
+        return int(mesh[axis].size())
+    return int(mesh.size("dp"))

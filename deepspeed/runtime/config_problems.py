@@ -1,0 +1,92 @@
+"""What is wrong with a config, and how it is told: one problem per key, all of them in one message."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key (dotted), what is said about it, and the line when it came from a file."""
+
+    key: str
+    message: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f" (line {self.line})" if self.line else ""
+        return f"{self.key}{place}: {self.message}"
+
+
+class DeepSpeedConfigError(ValueError, AssertionError):
+    """A config that cannot be used. `problems` lists everything that is wrong with it."""
+
+    def __init__(self, *args: Any, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(*args)
+        self.problems = list(problems)
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem], source: str = "config") -> DeepSpeedConfigError:
+        listed = list(problems)
+        count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
+        text = "\n".join(f"  {problem}" for problem in listed)
+        return cls(f"{count} in DeepSpeed {source}:\n{text}", problems=listed)
+
+
+def shown(value: Any) -> str:
+    """A value as it would stand in JSON, shortened."""
+    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ------------------------------------------------------------------------------------------------- spelling
+
+
+def distance(a: str, b: str, limit: int) -> int:
+    """Damerau-Levenshtein distance (optimal string alignment: insert, delete, replace, swap neighbours).
+
+    Anything above `limit` is returned as `limit + 1`.
+    """
+    if abs(len(a) - len(b)) > limit:
+        return limit + 1
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, previous, row = row, before, [i]
+        for j, other in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, previous[j - 2] + 1)
+            row.append(cost)
+        if min(row) > limit:
+            return limit + 1
+    return min(row[-1], limit + 1)
+
+
+def _plain(key: str) -> str:
+    return key.casefold().replace("-", "_")
+
+
+def misspelt(key: str, known: Iterable[str]) -> str | None:
+    """The known key that `key` is a misspelling of: distance 1, or 2 when both have six letters or more."""
+    best: tuple[int, str] | None = None
+    for candidate in known:
+        limit = 2 if min(len(key), len(candidate)) >= 6 else 1
+        found = distance(_plain(key), _plain(candidate), limit)
+        if found <= limit and (best is None or found < best[0]):
+            best = (found, candidate)
+    return best[1] if best else None
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key or value that was probably meant, also when it is farther away than a misspelling."""
+    candidates = list(known)
+    close = misspelt(key, candidates)
+    if close is None:
+        plain = {_plain(candidate): candidate for candidate in candidates}
+        matches = difflib.get_close_matches(_plain(key), list(plain), n=1, cutoff=0.7)
+        close = plain[matches[0]] if matches else None
+    return close

@@ -1,0 +1,310 @@
+"""What every section of a config is made of: the pydantic base class, the value types, and small dict helpers.
+
+A *section model* says which keys a user may write, with their documented defaults and bounds. It decides nothing:
+`runtime/plan.py` reads the finished models. Each field's `description` is the text of `docs/config.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_serializer
+from pydantic.fields import FieldInfo
+
+from deepspeed.utils.logging import logger
+
+AUTO = "auto"
+
+_notes: ContextVar[list[str] | None] = ContextVar("deepspeed_config_notes", default=None)
+
+
+@contextmanager
+def collect_notes() -> Iterator[list[str]]:
+    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list and not to the log."""
+    notes: list[str] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(message: str) -> None:
+    """Remark on a setting that is accepted: collected inside `collect_notes`, else logged as a warning."""
+    notes = _notes.get()
+    if notes is None:
+        logger.warning(message)
+    elif message not in notes:
+        notes.append(message)
+
+
+# ------------------------------------------------------------------------------------------------- value types
+
+
+class Says:
+    """Annotation of a field whose type alone does not tell a user what is allowed."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _not_bool(value: Any) -> Any:
+    """Python counts True as 1; in a config it is a mistake where a number is meant."""
+    if isinstance(value, bool):
+        raise ValueError("a boolean stands where a number is expected")
+    return value
+
+
+def finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be finite")
+    return value
+
+
+def _int_or_auto(value: Any) -> int | str:
+    if value == AUTO:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer():
+        return int(value)
+    raise ValueError("must be a whole number or 'auto'")
+
+
+def _float_or_auto(value: Any) -> float | str:
+    if value == AUTO:
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise ValueError("must be a number or 'auto'")
+
+
+# Whole floats such as 5e8 are accepted for both (JSON has no other way to write a large round number).
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
+FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
+
+_DTYPES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "bfloat": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "int8": torch.int8,
+}
+
+
+def parse_dtype(value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -> torch.dtype | None:
+    """The torch dtype that a config word means ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, None).
+
+    Raises ValueError for anything that is not one of the `allowed` types (given by their short words).
+    """
+    if value is None:
+        return None
+    words = list(allowed)
+    dtype = value if isinstance(value, torch.dtype) else None
+    if isinstance(value, str):
+        dtype = _DTYPES.get(value.lower().removeprefix("torch."))
+    if dtype is None or dtype not in {_DTYPES[word] for word in words}:
+        raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
+    return dtype
+
+
+Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
+
+
+# ------------------------------------------------------------------------------------------------- the base class
+
+
+def required(description: str) -> Any:
+    """A field that must be written as soon as its section says `enabled: true`."""
+    return Field(None, description=description, json_schema_extra={"required_when_enabled": True})
+
+
+def deprecated(
+    default: Any,
+    description: str,
+    *,
+    new_param: str | None = None,
+    new_param_fn: Callable[[Any], Any] | None = None,
+    message: str = "",
+) -> Any:
+    """An old spelling: accepted with one note and, when `new_param` is given, carried over to that field."""
+    extra: dict[str, Any] = {"deprecated": True, "deprecated_msg": message}
+    if new_param is not None:
+        extra |= {"new_param": new_param, "set_new_param": True, "new_param_fn": new_param_fn or _same}
+    return Field(default, description=description, json_schema_extra=extra)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def extra_facts(field: FieldInfo) -> dict[str, Any]:
+    """The `json_schema_extra` of a field as a dict (empty when there is none)."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+@lru_cache(maxsize=None)
+def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+    """(deprecated fields, fields that `enabled: true` requires) of a model class."""
+    facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
+    return (
+        frozenset(name for name, fact in facts.items() if fact.get("deprecated")),
+        frozenset(name for name, fact in facts.items() if fact.get("required_when_enabled")),
+    )
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are validated.
+
+    Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that replaces
+    it, relative to the model), `set_new_param` (copy the value there, default True), `new_param_fn` (converts the value) and
+    `deprecated_msg` (added to the note). `strict=True` keeps "auto" values, so that they are validated like any other.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    # True where the documented system ignores unknown keys: a far-away one is a note instead of an error.
+    unknown_keys_are_notes: ClassVar[bool] = False
+
+    def __init__(self, /, strict: bool = False, **data: Any) -> None:
+        if not strict:
+            data = {key: value for key, value in data.items() if key == "replace_method" or not is_auto(value)}
+        super().__init__(**data)
+        old_spellings, required_fields = _special_fields(type(self))
+        for name in sorted(old_spellings & self.model_fields_set):
+            self._carry_over(name)
+        if required_fields and getattr(self, "enabled", False):
+            missing = [name for name in type(self).model_fields if name in required_fields - self.model_fields_set]
+            if missing:
+                raise ValueError(f"enabled, but without {', '.join(missing)}")
+
+    def _carry_over(self, name: str) -> None:
+        facts = extra_facts(type(self).model_fields[name])
+        target = facts.get("new_param") or ""
+        text = f"config key '{name}' is deprecated"
+        text += f", use '{target}'" if target else ""
+        text += f" ({facts['deprecated_msg']})" if facts.get("deprecated_msg") else ""
+        note(text)
+        default = type(self).model_fields[name].get_default()
+        if not target or not facts.get("set_new_param", True) or (getattr(self, name) or default) == default:
+            return  # nothing to carry over, or the old switch stands where it stands anyway
+        owner: Any = self
+        *parents, leaf = target.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        if leaf in owner.model_fields_set:
+            raise ValueError(f"both '{target}' and its deprecated spelling '{name}' are given: keep '{target}'")
+        setattr(owner, leaf, facts.get("new_param_fn", _same)(getattr(self, name)))
+
+    @field_serializer("dtype", check_fields=False)
+    def serialize_torch_dtype(dtype: torch.dtype) -> str:  # noqa: N805 - pydantic passes the value alone
+        return str(dtype)
+
+
+class LenientConfigModel(DeepSpeedConfigModel):
+    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys one note."""
+
+    model_config = ConfigDict(extra="ignore")
+    unknown_keys_are_notes: ClassVar[bool] = True
+
+
+def is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Default of a field of a section model; raises when the field is unknown or required."""
+    if field_name not in config.model_fields:
+        raise ValueError(f"'{field_name}' is not a field of {config.__name__}")
+    field = config.model_fields[field_name]
+    if field.is_required():
+        raise ValueError(f"'{field_name}' is a required field of {config.__name__} and has no default")
+    return field.get_default()
+
+
+# ------------------------------------------------------------------------------------------------- dict helpers
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_list_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def get_dict_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    return param_dict.get(param_name, param_default_value)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook` of a JSON or HJSON reader that refuses an object with the same key twice (ValueError)."""
+    pairs = list(ordered_pairs)
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return result
+
+
+class pp_int(int):  # noqa: N801 - documented name
+    """An int that prints with thousands separators, or as `custom_print_str`."""
+
+    custom_print_str: str | None
+
+    def __new__(cls, val: float, custom_print_str: str | None = None) -> pp_int:
+        number = super().__new__(cls, val)
+        number.custom_print_str = custom_print_str
+        return number
+
+    def __repr__(self) -> str:
+        return self.custom_print_str or f"{int(self):,}"
+
+
+class ScientificNotationEncoder(json.JSONEncoder):
+    """Writes large numbers (>= 1000) as 1.000000e+03 and everything unknown as text."""
+
+    def iterencode(self, o: Any, _one_shot: bool = False, level: int = 0) -> Iterator[str]:
+        pad = "    " * (level + 1)
+        if isinstance(o, bool):
+            yield "true" if o else "false"
+        elif isinstance(o, (int, float)):
+            yield f"{o:e}" if o > 1e3 else str(o)
+        elif isinstance(o, Mapping):
+            items = [f"\n{pad}{json.dumps(str(k))}: {''.join(self.iterencode(v, level=level + 1))}" for k, v in o.items()]
+            yield "{" + ", ".join(items) + "\n" + "    " * level + "}"
+        elif isinstance(o, (list, tuple)):
+            yield "[" + ", ".join("".join(self.iterencode(v, level=level)) for v in o) + "]"
+        else:
+            yield json.dumps(o, default=str)
+
+
+class DeepSpeedConfigObject:
+    """Plain object whose attributes print as JSON."""
+
+    def repr(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=str)

@@ -1,0 +1,1 @@
+"""Which data a step sees."""

@@ -1,0 +1,23 @@
+"""The `pipeline` section."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field
+
+from deepspeed.runtime.config_utils import Int, LenientConfigModel
+
+
+class PipelineConfig(LenientConfigModel):
+    """Pipeline engine. Keys that are not listed are handed to it as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    stages: Any = Field("auto", description="Kept for old files; the pipeline module knows its stages.")
+    partition: str = Field("best", description="Kept for old files; the pipeline module knows its partition.")
+    seed_layers: bool = Field(False, description="Seed the random state per layer.")
+    activation_checkpoint_interval: Int = Field(0, ge=0, description="Layers per checkpointed region; 0: none.")
+    pipe_partitioned: bool = Field(True, description="Cut activations over the model-parallel ranks while they travel.")
+    grad_partitioned: bool = Field(True, description="Cut their gradients likewise.")
+    use_reentrant: bool = Field(True, description="Which variant of activation checkpointing is used.")

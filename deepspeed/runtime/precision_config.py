@@ -1,0 +1,131 @@
+"""The sections that choose number formats: `fp16`, `bf16`, `torch_autocast`, `amp`, `data_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+
+from deepspeed.runtime.config_utils import (
+    DeepSpeedConfigModel,
+    Dtype,
+    Float,
+    Int,
+    LenientConfigModel,
+    Says,
+    finite,
+    is_auto,
+    parse_dtype,
+)
+
+# DeepSpeed-Chat and old scripts write the long name.
+BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    """16-bit floats with loss scaling (Micikevicius et al. 2018)."""
+
+    enabled: bool = Field(False, description="Train in fp16.")
+    auto_cast: bool = Field(False, description="Cast floating-point inputs of forward to fp16.")
+    loss_scale: Annotated[Float, AfterValidator(finite)] = Field(
+        0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
+    )
+    initial_scale_power: Int = Field(16, description="The dynamic scale starts at 2 to this power.")
+    loss_scale_window: Int = Field(1000, description="Clean steps before the dynamic scale doubles; above 0 when dynamic.")
+    hysteresis: Int = Field(2, description="Overflows tolerated before the scale is halved.")
+    consecutive_hysteresis: bool = Field(False, description="Every clean step restores the tolerated overflows.")
+    min_loss_scale: Int = Field(1, description="The dynamic scale never falls below; above 0 when dynamic.")
+    fp16_master_weights_and_grads: bool = Field(
+        False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
+    )
+
+    @field_validator("loss_scale_window", "min_loss_scale")
+    @classmethod
+    def positive_when_dynamic(cls, value: int, info: ValidationInfo) -> int:
+        if value <= 0 and info.data.get("enabled") and info.data.get("loss_scale") == 0:
+            raise ValueError("must be above 0 when the loss scale is dynamic (loss_scale 0)")
+        return value
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0**self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Arguments of the dynamic scaler: `init_scale`, `scale_window`, `delayed_shift`, ..., `min_scale`."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    """bfloat16, with fp32 master weights unless said otherwise; needs no loss scale."""
+
+    enabled: bool = Field(False, description="Train in bf16.")
+    immediate_grad_update: bool = Field(False, description="Add each gradient to the fp32 sum as soon as it is there.")
+    check_grad_overflow: bool = Field(True, description="Skip steps whose gradients are not finite.")
+    bf16_master_weights_and_grads: bool = Field(False, description="Master weights and gradients in bf16 too (ZeRO 1 to 3).")
+    bf16_optimizer_states: bool = Field(
+        False, description="Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3."
+    )
+
+
+def _autocast_dtype(value: Any) -> torch.dtype | None:
+    return parse_dtype(value, ("bfloat16", "float16", "float32"))
+
+
+class TorchAutocastConfig(LenientConfigModel):
+    """`torch.autocast` around forward, run by the engine."""
+
+    enabled: bool = Field(False, description="Turn it on.")
+    dtype: Annotated[
+        torch.dtype | None,
+        PlainValidator(_autocast_dtype),
+        Says("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
+    ] = Field(None, description="Dtype of the products; null: bfloat16.")
+    lower_precision_safe_modules: list[str] | None = Field(
+        None,
+        description="Full class names of modules whose gradients may travel in that dtype; "
+        "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
+    )
+
+
+class AmpConfig(LenientConfigModel):
+    """The `amp` section of former times; here it means torch's own mixed precision."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = Field(False, description="Turn it on.")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Every other key of the section, such as `opt_level`."""
+        return dict(self.model_extra or {})
+
+
+class DataTypesConfig(LenientConfigModel):
+    """Dtypes that differ from what the precision section implies."""
+
+    grad_accum_dtype: Dtype = Field(None, description="Dtype in which the gradients of micro-batches are added up.")
+    param_dtype: Dtype = Field(None, description="Dtype that the module's parameters are cast to.")
+    buffer_dtype: Dtype = Field(None, description="Dtype that floating-point buffers are cast to; null: as they are.")
+
+
+def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What stands under `bf16`, or under the old spelling `bfloat16` when that is missing."""
+    for spelling in BFLOAT16_SPELLINGS:
+        if spelling in param_dict and not is_auto(param_dict[spelling]):
+            return param_dict[spelling]
+    return {}
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    return DeepSpeedBF16Config(**bf16_section(param_dict))
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))

@@ -1,0 +1,27 @@
+"""The `sparse_attention` section: block-sparse attention patterns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from deepspeed.runtime.config_utils import Int, LenientConfigModel
+
+
+class SparseAttentionConfig(LenientConfigModel):
+    """Which blocks of the attention matrix are computed; kept for models that read it from the engine."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field("fixed", description="The pattern.")
+    block: Int = Field(16, ge=1, description="Rows and columns of a block.")
+    different_layout_per_head: bool = Field(False, description="Every head has a pattern of its own.")
+    num_local_blocks: Int = Field(4, ge=0, description="Blocks in a local window (fixed).")
+    num_global_blocks: Int = Field(1, ge=0, description="Blocks that see everything (fixed, bigbird).")
+    attention: Literal["unidirectional", "bidirectional"] = Field("bidirectional", description="Whether tokens see later ones.")
+    horizontal_global_attention: bool = Field(False, description="Global blocks also look at everything (bidirectional).")
+    num_different_global_patterns: Int = Field(1, ge=1, description="Different choices of global blocks over the heads (fixed).")
+    num_random_blocks: Int = Field(0, ge=0, description="Random blocks per row (variable, bigbird).")
+    local_window_blocks: list[Int] = Field([4], description="Sizes of the local windows (variable).")
+    global_block_indices: list[Int] = Field([0], description="First blocks of the global ranges (variable, bslongformer).")
+    global_block_end_indices: list[Int] | None = Field(None, description="Ends of the global ranges (variable, bslongformer).")
+    num_sliding_window_blocks: Int = Field(3, ge=0, description="Blocks in the sliding window (bigbird, bslongformer).")

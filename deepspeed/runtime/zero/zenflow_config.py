@@ -1,0 +1,24 @@
+"""`zero_optimization.zenflow`: important gradient columns at once on the device, the rest later on the host."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, IntOrAuto
+
+
+class ZenFlowConfig(DeepSpeedConfigModel):
+    """Asynchronous offloaded updates (ZenFlow)."""
+
+    topk_ratio: Float = Field(0.1, ge=0.0, le=1.0, description="Share of the gradient columns that are updated on the device.")
+    select_strategy: Literal["auto", "step", "epoch"] = Field("auto", description="When the columns are chosen anew.")
+    select_interval: IntOrAuto = Field("auto", description="Steps or epochs between two choices.")
+    update_interval: IntOrAuto = Field("auto", description="Steps between two host updates.")
+    overlap_step: bool = Field(False, description="Run the host update in a process of its own, beside the next step.")
+    offload: bool = Field(False, description="Keep the state of the chosen columns in host memory.")
+    auto_ratio: Float = Field(0.99, ge=0.0, le=1.0, description="Threshold that `update_interval: auto` aims at.")
+    full_warm_up_rounds: Int = Field(0, ge=0, description="First rounds in which everything is updated.")
+    pt_reserved_cores_perc: Float = Field(0.5, ge=0.0, le=1.0, description="Share of the cores left to PyTorch.")
+    steps_per_epoch: Int | None = Field(None, description="Filled in by the engine; not for users.")
