@@ -1,1 +1,153 @@
-"""Communication."""
+"""Communication: `from deepspeed import comm as dist` reads like torch.distributed.
+
+Public functions are in `functions.py` (made from `TorchBackend` in `torch.py`) and `init.py`. The training core
+uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+
+from .backend import Backend
+from .functions import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    allgather_fn,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    enable_symm_mem_for_group,
+    gather,
+    get_all_ranks_from_group,
+    get_comm_operation_count,
+    get_global_rank,
+    get_local_rank,
+    get_logged_comm_ops,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    has_all_gather_into_tensor,
+    has_all_reduce_coalesced,
+    has_coalescing_manager,
+    has_comm_data,
+    has_reduce_scatter_tensor,
+    inference_all_reduce,
+    init_deepspeed_backend,
+    initialize_mesh_device,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    log_summary,
+    monitored_barrier,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_fn,
+    reduce_scatter_tensor,
+    reset_log,
+    scatter,
+    send,
+    set_backend,
+)
+from .init import (
+    in_aml,
+    in_aws_sm,
+    in_dlts,
+    init_distributed,
+    mpi_discovery,
+    patch_aml_env_for_torch_nccl_backend,
+    patch_aws_sm_env_for_torch_nccl_backend,
+)
+from .logging import comms_logger, configure, timed_op
+from .pending import CommunicationError
+from .reduce_op import ReduceOp
+from .torch import TorchBackend
+
+__all__ = [
+    "Backend",
+    "CommunicationError",
+    "ProcessGroup",
+    "ReduceOp",
+    "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "TorchBackend",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "comms_logger",
+    "configure",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "enable_symm_mem_for_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_comm_operation_count",
+    "get_global_rank",
+    "get_local_rank",
+    "get_logged_comm_ops",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_comm_data",
+    "has_reduce_scatter_tensor",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
+    "inference_all_reduce",
+    "init_deepspeed_backend",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "mpi_discovery",
+    "new_group",
+    "patch_aml_env_for_torch_nccl_backend",
+    "patch_aws_sm_env_for_torch_nccl_backend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+    "set_backend",
+    "timed_op",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "cdb":  # the backend object, None before the process group exists
+        return set_backend()
+    if name == "timer":
+        return importlib.import_module("deepspeed.utils.timer")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import gloo, native
+from .logging import measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
 
@@ -84,54 +85,75 @@ class Communicator:
         slice (nothing is copied then)."""
         if self.size == 1 or input.numel() == 0:
             if output.data_ptr() != input.data_ptr():
-                output.copy_(input)
+                output.detach().view(-1).copy_(input.detach().view(-1))
             return DONE
-        self._count("all_gather", input.numel() * input.element_size() * (self.size - 1))
-        return self._transport(output).all_gather(output, input)
+        operation = self._transport(output).all_gather
+        output, input = output.detach().view(-1), input.detach().view(-1)
+        self._count("all_gather", input.nbytes * (self.size - 1))
+        if recording("all_gather_into_tensor"):
+            return measured("all_gather_into_tensor", input, self.size, lambda: operation(output, input))
+        return operation(output, input)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """`output [n]` = slice `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
         a wider dtype, or be input's own slice; `input` is left as it is otherwise."""
         if self.size == 1 or output.numel() == 0:
             return _single(output, input, scale)
-        self._count("reduce_scatter", output.numel() * input.element_size() * (self.size - 1))
-        return self._transport(input).reduce_scatter(output, input, scale=scale)
+        operation = self._transport(input).reduce_scatter
+        output, input = output.detach().view(-1), input.detach().view(-1)
+        self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
+        if recording("reduce_scatter_tensor"):
+            return measured(
+                "reduce_scatter_tensor", output, self.size, lambda: operation(output, input, scale=scale)
+            )
+        return operation(output, input, scale=scale)
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         """In place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
         if self.size == 1 or tensor.numel() == 0:
             return _single(tensor, tensor, scale)
-        self._count("all_reduce", self._all_reduce_bytes(tensor))
-        return self._transport(tensor).all_reduce(tensor.view(-1), scale=scale)
+        operation, flat = self._transport(tensor).all_reduce, tensor.detach().view(-1)
+        self._count("all_reduce", 2 * flat.nbytes * (self.size - 1) // self.size)
+        if recording("all_reduce"):
+            return measured("all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
+        return operation(flat, scale=scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """In place elementwise maximum over ranks."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        self._count("all_reduce_max", self._all_reduce_bytes(tensor))
-        return self._transport(tensor).all_reduce_max(tensor.view(-1))
+        operation, flat = self._transport(tensor).all_reduce_max, tensor.detach().view(-1)
+        self._count("all_reduce_max", 2 * flat.nbytes * (self.size - 1) // self.size)
+        if recording("all_reduce"):
+            return measured("all_reduce", flat, self.size, lambda: operation(flat))
+        return operation(flat)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
         """In place copy from rank `src` of this group (counted inside the group)."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        sent = tensor.numel() * tensor.element_size() * (self.size - 1) if self.rank == src else 0
-        self._count("broadcast", sent)
-        return self._transport(tensor).broadcast(tensor.view(-1), src)
+        operation, flat = self._transport(tensor).broadcast, tensor.detach().view(-1)
+        self._count("broadcast", flat.nbytes * (self.size - 1) if self.rank == src else 0)
+        if recording("broadcast"):
+            return measured("broadcast", flat, self.size, lambda: operation(flat, src))
+        return operation(flat, src)
 
     def reset_counters(self) -> None:
         self.bytes_sent = 0
         self.collectives.clear()
 
-    def _all_reduce_bytes(self, tensor: Tensor) -> int:
-        return 2 * tensor.numel() * tensor.element_size() * (self.size - 1) // self.size
-
     def _count(self, operation: str, sent_bytes: int) -> None:
         self.collectives[operation] += 1
         self.bytes_sent += sent_bytes
 
+    def transport_name(self, device_type: str) -> str:
+        """Which transport moves tensors of this device: "gloo", "shared_memory" or "native"."""
+        return self._transport_for(device_type).name
+
     def _transport(self, tensor: Tensor) -> Transport:
-        device_type = tensor.device.type
+        return self._transport_for(tensor.device.type)
+
+    def _transport_for(self, device_type: str) -> Transport:
         transport = self._transports.get(device_type)
         if transport is None:
             transport = self._transports[device_type] = _select_transport(self, device_type)
@@ -143,9 +165,9 @@ class Communicator:
 
 def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
     if scale != 1.0:
-        sum_in_order(output.view(-1), [input.view(-1)], scale)
+        sum_in_order(output.detach().view(-1), [input.detach().view(-1)], scale)
     elif output.data_ptr() != input.data_ptr() or output.dtype != input.dtype:
-        output.copy_(input)
+        output.detach().view(-1).copy_(input.detach().view(-1))
     return DONE
 
 
@@ -174,7 +196,10 @@ def _select_transport(owner: Communicator, device_type: str) -> Transport:
 
 
 def _is_gloo(group: ProcessGroup) -> bool:
-    return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
+    try:
+        return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
+    except RuntimeError:  # the group has no backend for CPU tensors
+        return False
 
 
 _communicators: dict[ProcessGroup, Communicator] = {}
@@ -190,8 +215,18 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
         assert group is not None
     found = _communicators.get(group)
     if found is None:
+        for stale in [known for known in _communicators if not _is_registered(known)]:
+            del _communicators[stale]  # destroyed behind our back
         found = _communicators[group] = Communicator(group)
     return found
+
+
+def _is_registered(group: ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def forget_communicators(group: ProcessGroup | None = None) -> None:

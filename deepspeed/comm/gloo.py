@@ -59,16 +59,8 @@ class GlooChannel:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.failure(operation, peer, error) from error
-
-    def failure(self, operation: str, peer: int | None, error: Exception) -> CommunicationError:
-        silent = "" if peer is None else f" while waiting for rank {self.ranks[peer]}"
-        return CommunicationError(
-            f"{operation} among ranks {list(self.ranks)} failed on rank {self.ranks[self.rank]}{silent}: "
-            f"{error}. Either that rank ended (its own message comes first in the log) or it did not reach "
-            "this collective in time; if it only is slow, raise the timeout (DEEPSPEED_TIMEOUT in minutes, "
-            "or init_distributed(timeout=...))."
-        )
+            silent = None if peer is None else self.ranks[peer]
+            raise CommunicationError.of(operation, self.ranks, error, silent=silent) from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_DEFAULT_MINUTES = 10
-
-_job_timeout: timedelta | None = None  # what init_distributed was given; every later group gets it too
+from deepspeed.constants import default_pg_timeout
 
 
 def default_timeout() -> timedelta:
-    """The timeout of every process group: the one given to `init_distributed`, else DEEPSPEED_TIMEOUT
-    minutes (10)."""
-    if _job_timeout is not None:
-        return _job_timeout
-    text = os.environ.get("DEEPSPEED_TIMEOUT", "")
-    try:
-        minutes = float(text) if text else _DEFAULT_MINUTES
-    except ValueError:
-        minutes = 0.0
-    if minutes <= 0:
-        raise ValueError(f"DEEPSPEED_TIMEOUT={text!r}: expected a positive number of minutes, such as 30")
-    return timedelta(minutes=minutes)
-
-
-def set_job_timeout(timeout: timedelta | None) -> None:
-    """Remember the timeout of the default group (None: back to the environment's)."""
-    global _job_timeout
-    _job_timeout = timeout
+    """The timeout that every group gets: that of the default group, which `init_distributed(timeout=...)` or
+    DEEPSPEED_TIMEOUT set."""
+    world = dist.group.WORLD
+    if world is not None:
+        for device in ("cpu", "cuda"):
+            try:
+                return world._get_backend(torch.device(device)).options._timeout
+            except (RuntimeError, AttributeError):  # no backend for the device, or one without a timeout
+                continue
+    return default_pg_timeout
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None) -> ProcessGroup:

@@ -26,7 +26,7 @@ class _NativeOperation:
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            raise CommunicationError(f"{operation} among ranks {list(self.ranks)} failed: {error}") from error
+            raise CommunicationError.of(operation, self.ranks, error) from error
 
 
 class NativeAllGather(_NativeOperation):

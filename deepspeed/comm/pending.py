@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+_PEER_FAILURE = re.compile(
+    r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
+)
 
 
 class CommunicationError(RuntimeError):
     """A collective failed: names the operation, the ranks of the group and, where known, the silent rank."""
+
+    @classmethod
+    def of(
+        cls, operation: str, ranks: Sequence[int], error: Exception, *, silent: int | None = None
+    ) -> CommunicationError:
+        """The error of `operation` among these global ranks; `silent` is the one that was waited for."""
+        waiting = "" if silent is None else f" while waiting for rank {silent}"
+        return cls(
+            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. Either a rank ended (then its "
+            "own message is in its log) or it did not reach this collective in time; if it only is slow, raise "
+            "the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+        )
+
+
+def is_peer_failure(error: Exception) -> bool:
+    """Whether an error of torch.distributed says that another rank ended or did not answer."""
+    return isinstance(error, RuntimeError) and _PEER_FAILURE.search(str(error)) is not None
 
 
 class Pending:
@@ -20,10 +43,12 @@ class Pending:
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Finish. `timeout` is there for those who expect a torch `Work`: the group's timeout holds."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
+        return True
 
     def is_completed(self) -> bool:
         """True once nothing is left to wait for (never blocks; may say False for finished traffic)."""
@@ -52,13 +77,14 @@ class OrderedPending(Pending):
         with self._lock:
             self._queue.append(self)
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if self._finish is not None:
             with self._lock:
                 while self._finish is not None:
                     self._queue.popleft()._run()
         if self._error is not None:
             raise self._error
+        return True
 
     def _run(self) -> None:
         finish, self._finish = self._finish, None
@@ -72,4 +98,5 @@ class OrderedPending(Pending):
     def forget_all(cls) -> None:
         """Drop what was never waited for (the process groups are being destroyed)."""
         with cls._lock:
-            cls._queue.clear()
+            while cls._queue:
+                cls._queue.popleft()._finish = None

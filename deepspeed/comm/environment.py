@@ -1,0 +1,166 @@
+"""Who am I? The rank of this process, as launchers and clouds tell it through environment variables.
+
+Pure functions of a mapping: nothing here touches torch.distributed, and only `apply` writes the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """This process in its job. `master_addr` None: nobody said where rank 0 is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    source: str
+
+    def apply(self, env: MutableMapping[str, str]) -> None:
+        """Write it where torch.distributed and everyone else look for it."""
+        env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.world_size)
+        env["LOCAL_RANK"] = str(self.local_rank)
+        if self.local_size is not None:
+            env.setdefault("LOCAL_SIZE", str(self.local_size))
+        if self.master_addr is not None:
+            env["MASTER_ADDR"] = self.master_addr
+        if self.master_port is not None:
+            env["MASTER_PORT"] = str(self.master_port)
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variables by which one kind of launcher tells a process its place."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# SLURM_STEP_NUM_TASKS exists only inside srun; SLURM_NTASKS also in a batch script, which is one process.
+SLURM = Launcher(
+    "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
+)
+MPI = (
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = True) -> Identity | None:
+    """This process' identity, or None when nothing speaks of a job.
+
+    RANK and WORLD_SIZE win; with `schedulers`, MPI launchers and Slurm come next. A cloud (AzureML) may add
+    the address of rank 0.
+    """
+    launchers = (TORCHRUN, *MPI, SLURM) if schedulers else (TORCHRUN,)
+    launcher = next((one for one in launchers if one.rank in env and one.size in env), None)
+    if launcher is None:
+        if "RANK" in env or "WORLD_SIZE" in env:
+            missing = "WORLD_SIZE" if "RANK" in env else "RANK"
+            raise ValueError(
+                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or none"
+            )
+        return None
+    rank, world_size = _number(env, launcher.rank), _number(env, launcher.size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{launcher.rank}={rank} with {launcher.size}={world_size}: a rank is in [0, size)")
+    local_size = _optional(env, launcher.local_size)
+    if launcher is SLURM:
+        local_size = _optional({"": env.get(SLURM.local_size, "").partition("(")[0]}, "")  # "4(x2)"
+    if local_size is None and launcher is TORCHRUN:
+        local_size = _optional(env, "LOCAL_SIZE")
+    local_rank = _optional(env, launcher.local_rank)
+    if local_rank is None:
+        local_rank = rank % local_size if local_size else rank
+    address, port = _master(env, launcher, world_size, local_size)
+    return Identity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        master_addr=address,
+        master_port=port or default_port,
+        source=launcher.name,
+    )
+
+
+def _master(
+    env: Mapping[str, str], launcher: Launcher, world_size: int, local_size: int | None
+) -> tuple[str | None, int | None]:
+    port = _optional(env, "MASTER_PORT")
+    if port is not None and not 0 < port < 65536:
+        raise ValueError(f"MASTER_PORT={port}: a port is in [1, 65535]")
+    if address := env.get("MASTER_ADDR"):
+        return address, port
+    if world_size == 1 or local_size == world_size:
+        return LOOPBACK, port
+    if in_aml(env):
+        node, _, node_port = env.get("AZ_BATCH_MASTER_NODE", "").partition(":")
+        if node:
+            return node, port or (int(node_port) if node_port.isdigit() else None)
+        if node := env.get("AZ_BATCHAI_MPI_MASTER_NODE"):
+            return node, port
+    if launcher is SLURM:
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
+        return first_host(hosts) or None, port
+    return None, port
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm host list: "gpu[007-010,12],x1" -> "gpu007"."""
+    match = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodelist.strip())
+    assert match is not None  # every part may be empty
+    prefix, numbers, suffix = match.groups()
+    first = re.split(r"[-,]", numbers)[0] if numbers else ""
+    return f"{prefix}{first}{suffix}"
+
+
+def in_aml(env: Mapping[str, str]) -> bool:
+    """Inside an Azure Machine Learning job."""
+    return "AZUREML_EXPERIMENT_ID" in env
+
+
+def in_aws_sm(env: Mapping[str, str]) -> bool:
+    """Inside an AWS SageMaker job."""
+    return "SM_TRAINING_ENV" in env
+
+
+def in_dlts(env: Mapping[str, str]) -> bool:
+    """Inside a DLTS (Azure DLWorkspace) job."""
+    return "DLTS_JOB_ID" in env
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r}: expected an integer") from None
+
+
+def _optional(env: Mapping[str, str], name: str) -> int | None:
+    return _number(env, name) if env.get(name) else None

@@ -1,0 +1,221 @@
+"""`init_distributed`: finds out who this process is and makes torch's default process group."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.utils.logging import logger
+
+from . import environment
+from .environment import Identity
+from .logging import configure
+from .pending import CommunicationError
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+
+class NotInitializedError(ValueError, AssertionError):
+    """torch.distributed has to be initialised first."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: DeepSpeedConfig | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make torch.distributed's default process group; nothing but `config` is looked at if it exists.
+
+    The rank comes from the arguments, from RANK/WORLD_SIZE (torchrun, the `deepspeed` command), or with
+    `auto_mpi_discovery` from an MPI launcher or Slurm. Where nothing speaks of a job, this process is rank 0
+    of 1 and no network is used. `timeout` holds for this and every later group. With
+    `dist_init_required=False` the group must exist already.
+    """
+    if config is not None:
+        configure(config)
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise NotInitializedError(
+            "dist_init_required=False, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group first, or leave dist_init_required out"
+        )
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    if "gloo" in backend:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect pairs on first use: new groups cost 1/5
+    if init_method is None and rank < 0 and world_size < 0:
+        identity = _identify(auto_mpi_discovery, distributed_port)
+        rank, world_size = identity.rank, identity.world_size
+    elif init_method is None:
+        rank, world_size = _explicit(rank, world_size, distributed_port)
+    if verbose and rank <= 0:
+        logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
+    _make_default_group(backend, timeout, init_method, rank, world_size)
+
+
+def _identify(schedulers: bool, port: int) -> Identity:
+    """Who this process is; written to the environment where a launcher other than torchrun told it."""
+    identity = environment.discover(os.environ, port, schedulers=schedulers)
+    if identity is None:
+        return Identity(rank=0, world_size=1, local_rank=0, source="alone")
+    if identity.master_addr is None:
+        identity = _ask_mpi(identity)
+    identity.apply(os.environ)
+    return identity
+
+
+def _ask_mpi(identity: Identity) -> Identity:
+    """Learn rank 0's address over MPI itself, the last resort."""
+    if importlib.util.find_spec("mpi4py") is None:
+        raise ValueError(
+            f"rank {identity.rank} of {identity.world_size} ({identity.source}) does not know where rank 0 is: "
+            "set MASTER_ADDR to the host name of rank 0 on every rank (mpirun -x MASTER_ADDR=...), or install "
+            "mpi4py"
+        )
+    mpi = importlib.import_module("mpi4py.MPI")
+    address = mpi.COMM_WORLD.bcast(_own_address() if identity.rank == 0 else None, root=0)
+    return Identity(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        master_addr=address,
+        master_port=identity.master_port,
+        source=identity.source,
+    )
+
+
+def _own_address() -> str:
+    """The address of this host that others reach; a UDP socket names it without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostname()
+
+
+def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
+    """Arguments first, the environment for what they leave out."""
+    known = environment.discover(os.environ, port, schedulers=False) if rank < 0 or world_size < 0 else None
+    if known is not None:
+        rank, world_size = (
+            (rank if rank >= 0 else known.rank),
+            (world_size if world_size > 0 else known.world_size),
+        )
+    if rank < 0 or world_size <= rank:
+        raise ValueError(f"rank={rank}, world_size={world_size}: give both, with 0 <= rank < world_size")
+    if world_size > 1:
+        os.environ.setdefault("MASTER_ADDR", environment.LOOPBACK)
+        os.environ.setdefault("MASTER_PORT", str(port))
+    return rank, world_size
+
+
+def _make_default_group(
+    backend: str, timeout: timedelta, init_method: str | None, rank: int, world_size: int
+) -> None:
+    if init_method is None and world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    try:
+        dist.init_process_group(
+            backend, init_method=init_method or "env://", rank=rank, world_size=world_size, timeout=timeout
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _rendezvous_error(error, rank, world_size, init_method) from error
+
+
+def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method: str | None) -> Exception:
+    """Says which address failed and what to do; other errors are returned as they are."""
+    text = str(error)
+    address = (
+        init_method
+        or f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    )
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return CommunicationError(
+            f"rank {rank} cannot open the rendezvous port ({address}): another program has it, perhaps an older "
+            f"job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now (deepspeed "
+            "--master_port, torchrun --master-port, or init_distributed(distributed_port=...))."
+        )
+    if "EACCES" in text or "ermission denied" in text:
+        return CommunicationError(
+            f"rank {rank} may not open the rendezvous port ({address}): choose a MASTER_PORT above 1023."
+        )
+    if "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, dist.DistNetworkError):
+        return CommunicationError(
+            f"rank {rank} of {world_size} could not meet the others ({address}): {text}. Check that all "
+            f"{world_size} ranks were started, that MASTER_ADDR is the host of rank 0 and that MASTER_PORT is "
+            "open there."
+        )
+    return error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Fill RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT from the MPI launcher (or Slurm)."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    identity = environment.discover(env, distributed_port)
+    if identity is None:
+        raise ValueError(
+            "mpi_discovery: this process was not started by mpirun or srun (no OMPI_*, MV2_*, PMI_*)"
+        )
+    if identity.master_addr is None:
+        identity = _ask_mpi(identity)
+    identity.apply(os.environ)
+    if verbose:
+        logger.info(
+            f"{identity.source}: world_rank={identity.rank}, local_rank={identity.local_rank}, "
+            f"world_size={identity.world_size}, master_addr={identity.master_addr}, "
+            f"master_port={identity.master_port}"
+        )
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
+    """AzureML starts jobs with Open MPI: the environment as torch wants it."""
+    mpi_discovery(master_port, verbose)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """SageMaker starts jobs with Open MPI: the environment as torch wants it."""
+    mpi_discovery(verbose=verbose)
+
+
+def in_aml() -> bool:
+    return environment.in_aml(os.environ)
+
+
+def in_aws_sm() -> bool:
+    return environment.in_aws_sm(os.environ)
+
+
+def in_dlts() -> bool:
+    return environment.in_dlts(os.environ)
+
+
+def require_initialized(name: str) -> Any:
+    """Raise unless the default group exists."""
+    if not dist.is_initialized():
+        raise NotInitializedError(f"deepspeed.comm.{name}: call deepspeed.init_distributed() first")

@@ -1,0 +1,200 @@
+"""Times communication calls for the communication log."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.comms_logging import CommsLogger, get_caller_func
+
+from .pending import CommunicationError, Pending, is_peer_failure
+
+comms_logger = CommsLogger()
+
+_paused = False  # while one recorded call runs inside another, or the log itself communicates
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Set the communication log up from a config (a DeepSpeedConfig, or its `comms_logger` section), then
+    from the single values that are given."""
+    section = getattr(deepspeed_config, "comms_config", deepspeed_config)
+    if section is not None:
+        comms_logger.configure(section)
+    single = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
+    for name, value in single.items():
+        if value is not None:
+            setattr(comms_logger, name, value)
+
+
+@contextlib.contextmanager
+def paused_log() -> Iterator[None]:
+    """Nothing is recorded inside."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def recording(op_name: str) -> bool:
+    """Whether a call of this operation is to be recorded now."""
+    return comms_logger.enabled and not _paused and comms_logger.wants(op_name)
+
+
+class Measurement:
+    """One call being timed: from before it is issued until it has finished (`wait()` for an asynchronous one:
+    what the caller computes in between is included)."""
+
+    __slots__ = ("group_size", "message_bytes", "on_device", "op_name", "record_name", "start")
+
+    def __init__(
+        self, op_name: str, record_name: str, message_bytes: int, group_size: int, on_device: bool
+    ) -> None:
+        self.op_name, self.record_name = op_name, record_name
+        self.message_bytes, self.group_size, self.on_device = message_bytes, group_size, on_device
+        self._synchronize()
+        self.start = time.perf_counter()
+
+    def finish(self) -> None:
+        self._synchronize()
+        latency_ms = (time.perf_counter() - self.start) * 1e3
+        comms_logger.append(self.op_name, self.record_name, latency_ms, self.message_bytes, self.group_size)
+
+    def _synchronize(self) -> None:
+        if self.on_device:
+            get_accelerator().synchronize()
+
+
+class MeasuredWork:
+    """A handle that records its measurement at the first `wait()`; otherwise the handle it wraps."""
+
+    def __init__(self, work: Any, measurement: Measurement) -> None:
+        self._work = work
+        self._measurement: Measurement | None = measurement
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._work.wait(*args, **kwargs)
+        measurement, self._measurement = self._measurement, None
+        if measurement is not None:
+            measurement.finish()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def measured(op_name: str, message: Tensor, group_size: int, issue: Callable[[], Pending]) -> Pending:
+    """Issue a collective of a communicator as a recorded one."""
+    record_name = op_name
+    if comms_logger.debug:
+        record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=4)}]"
+    measurement = Measurement(op_name, record_name, message.nbytes, group_size, message.device.type != "cpu")
+    pending = issue()
+
+    def finish() -> None:
+        pending.wait()
+        measurement.finish()
+
+    return Pending(finish)
+
+
+def timed_op(
+    func: Callable[..., Any], message: str = "tensor", renamed: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """Give a communication function the arguments `prof`, `log_name` and `debug`, and record its calls.
+
+    `message` names the argument whose bytes count as the message, `renamed` those arguments that are called
+    otherwise in public. `prof=True` records this call also where the logger's configuration would not;
+    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures that stem
+    from another rank are raised as CommunicationError.
+    """
+    op_name = func.__name__
+    signature = inspect.signature(func)
+    public_to_own = {public: own for own, public in (renamed or {}).items()}
+    extra = {"prof": False, "log_name": op_name, "debug": get_caller_func()}
+    positional = len(signature.parameters)
+
+    @functools.wraps(func)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        options = {name: kwargs.pop(name) for name in extra if name in kwargs}
+        if len(args) > positional:
+            options.update(zip(extra, args[positional:], strict=False))
+            args = args[:positional]
+        for public, own in public_to_own.items():
+            if public in kwargs:
+                kwargs[own] = kwargs.pop(public)
+        try:
+            if _paused or not (options.get("prof") or recording(op_name)):
+                return func(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
+            caller = options.get("debug") or get_caller_func(frame=2)
+            return _record(func, op_name, bound, message, options.get("log_name", op_name), caller)
+        except RuntimeError as error:
+            if isinstance(error, CommunicationError) or not is_peer_failure(error):
+                raise
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            raise CommunicationError.of(op_name, dist.get_process_group_ranks(group), error) from error
+
+    own_to_public = renamed or {}
+    parameters = [
+        *(one.replace(name=own_to_public.get(one.name, one.name)) for one in signature.parameters.values()),
+        *(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
+            for name, value in extra.items()
+        ),
+    ]
+    operation.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return operation
+
+
+def _record(
+    func: Callable[..., Any], op_name: str, bound: dict[str, Any], message: str, log_name: str, caller: str
+) -> Any:
+    record_name = f"{log_name} | [Caller Func: {caller}]" if comms_logger.debug else log_name
+    tensors = _tensors(bound.get(message))
+    measurement = Measurement(
+        op_name,
+        record_name,
+        sum(tensor.nbytes for tensor in tensors),
+        dist.get_world_size(bound.get("group")),
+        any(tensor.device.type != "cpu" for tensor in tensors),
+    )
+    with paused_log():
+        result = func(**bound)
+    if bound.get("async_op") and result is not None:
+        return MeasuredWork(result, measurement)
+    if isinstance(result, dist.Work):  # isend, irecv
+        return MeasuredWork(result, measurement)
+    measurement.finish()
+    return result
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, (list, tuple)):
+        return [item for item in argument if isinstance(item, torch.Tensor)]
+    return []

@@ -1,0 +1,360 @@
+"""`TorchBackend`: the operations of `deepspeed.comm` on torch.distributed.
+
+What a `Communicator` does faster than the process group (flat CPU tensors over gloo) goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed import ProcessGroup
+
+from deepspeed.accelerator import get_accelerator
+
+from .backend import Backend
+from .collectives import Communicator, communicator, forget_communicators
+from .groups import default_timeout
+from .native import all_gather_single, reduce_scatter_single
+from .pending import Pending
+from .reduce_op import ReduceOp, to_torch
+
+
+class TorchBackend(Backend):
+    """torch.distributed with the documented argument names. Reductions take our ReduceOp or torch's."""
+
+    def __init__(
+        self,
+        backend: str | None,
+        timeout: timedelta | None,
+        init_method: str | None,
+        rank: int = -1,
+        world_size: int = -1,
+        name: str = "torch",
+    ) -> None:
+        """Makes the default process group, unless it exists or `backend` is None."""
+        super().__init__(name=name)
+        if backend is not None and not dist.is_initialized():
+            self.init_process_group(backend, timeout, init_method, rank, world_size)
+
+    @classmethod
+    def get_all_gather_function(cls) -> Any:
+        return all_gather_single
+
+    @classmethod
+    def get_reduce_scatter_function(cls) -> Any:
+        return reduce_scatter_single
+
+    def has_all_gather_into_tensor(self) -> bool:
+        return True
+
+    def has_reduce_scatter_tensor(self) -> bool:
+        return True
+
+    # ---- process groups
+
+    def init_process_group(
+        self,
+        backend: str,
+        timeout: timedelta | None,
+        init_method: str | None,
+        rank: int = -1,
+        world_size: int = -1,
+    ) -> None:
+        dist.init_process_group(
+            backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size
+        )
+
+    def is_initialized(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
+        forget_communicators(None if group is dist.group.WORLD else group)
+        dist.destroy_process_group(group)
+
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """Called by all ranks; those outside get GroupMember.NON_GROUP_MEMBER. Has the job's timeout."""
+        return dist.new_group(list(ranks), timeout=default_timeout())
+
+    def get_rank(self, group: ProcessGroup | None = None) -> int:
+        return dist.get_rank(group)
+
+    def get_world_size(self, group: ProcessGroup | None = None) -> int:
+        return dist.get_world_size(group)
+
+    def get_backend(self, group: ProcessGroup | None = None) -> str:
+        return dist.get_backend(group)
+
+    def get_world_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_global_rank(self, group: ProcessGroup | None = None, group_rank: int = 0) -> int:
+        return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+    def get_all_ranks_from_group(self, group: ProcessGroup | None = None) -> list[int]:
+        return dist.get_process_group_ranks(group)
+
+    def init_device_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+        device = get_accelerator().device_name()
+        return dist.init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+    # ---- reductions
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        ours = None if async_op else _communicator_for(group, tensor)
+        kind = to_torch(op)
+        if ours is not None and kind == dist.ReduceOp.MAX:
+            return _finished(ours.all_reduce_max(tensor))
+        scale = None if ours is None else _scale(kind, tensor, ours)
+        if ours is not None and scale is not None:
+            return _finished(ours.all_reduce(tensor, scale=scale))
+        return dist.all_reduce(tensor, kind, group, async_op)
+
+    def inference_all_reduce(
+        self,
+        tensor: Tensor,
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return self.all_reduce(tensor, op, group, async_op)
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """One collective per dtype and device, whatever the number of tensors."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        batches = list(kinds.values())
+        flats = [_flatten_dense_tensors([tensor.detach() for tensor in batch]) for batch in batches]
+        handles = [self.all_reduce(flat, op, group, async_op) for flat in flats]
+
+        def finish() -> None:
+            for batch, flat, handle in zip(batches, flats, handles, strict=True):
+                if handle is not None:
+                    handle.wait()
+                for tensor, reduced in zip(batch, _unflatten_dense_tensors(flat, batch), strict=True):
+                    tensor.detach().copy_(reduced)
+
+        return _result(Pending(finish), async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int,
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.reduce(tensor, dst, to_torch(op), group, async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: list[Tensor],
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.reduce_scatter(output, input_list, to_torch(op), group, async_op)
+
+    def reduce_scatter_tensor(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        op: Any = ReduceOp.SUM,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        kind = to_torch(op)
+        ours = None if async_op else _communicator_for(group, output_tensor, input_tensor)
+        scale = None if ours is None else _scale(kind, input_tensor, ours)
+        if ours is not None and scale is not None:
+            return _finished(ours.reduce_scatter(output_tensor, input_tensor, scale=scale))
+        return reduce_scatter_single(output_tensor, input_tensor, kind, group, async_op)
+
+    # ---- copies and exchanges
+
+    def broadcast(
+        self, tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
+    ) -> Any:
+        ours = None if async_op else _communicator_for(group, tensor)
+        if ours is not None and src in ours.ranks:
+            return _finished(ours.broadcast(tensor, ours.ranks.index(src)))
+        return dist.broadcast(tensor, src, group, async_op)
+
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int, group: ProcessGroup | None = None, device: Any = None
+    ) -> None:
+        dist.broadcast_object_list(object_list, src=src, group=group, device=device)
+
+    def all_gather(
+        self,
+        tensor_list: list[Tensor],
+        tensor: Tensor,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.all_gather(tensor_list, tensor, group, async_op)
+
+    def all_gather_into_tensor(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        ours = _communicator_for(group, output_tensor, input_tensor)
+        if ours is not None and output_tensor.dtype == input_tensor.dtype:
+            return _result(ours.all_gather(output_tensor, input_tensor), async_op)
+        return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+    def all_gather_base(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return self.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+    def all_gather_coalesced(
+        self,
+        output_tensors: Sequence[Tensor],
+        input_tensors: Sequence[Tensor],
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """All are under way before the first is waited for."""
+        handles = [
+            self.all_gather_into_tensor(output, input, group, async_op=True)
+            for output, input in zip(output_tensors, input_tensors, strict=True)
+        ]
+
+        def finish() -> None:
+            for handle in handles:
+                handle.wait()
+
+        return _result(Pending(finish), async_op)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+        dist.all_gather_object(object_list, obj, group=group)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+    def all_to_all(
+        self,
+        output_tensor_list: list[Tensor],
+        input_tensor_list: list[Tensor],
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: int = 0,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.gather(tensor, gather_list, dst, group, async_op)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: list[Tensor] | None = None,
+        src: int = 0,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        return dist.scatter(tensor, scatter_list, src, group, async_op)
+
+    # ---- pairs of ranks, and barriers
+
+    def send(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+        dist.send(tensor, dst, group, tag)
+
+    def recv(
+        self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
+    ) -> int:
+        """The global rank that sent it (`src=None`: whoever comes first)."""
+        return dist.recv(tensor, src, group, tag)
+
+    def isend(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
+        return dist.isend(tensor, dst, group, tag)
+
+    def irecv(
+        self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
+    ) -> Any:
+        return dist.irecv(tensor, src, group, tag)
+
+    def barrier(
+        self, group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
+    ) -> Any:
+        return dist.barrier(group, async_op, device_ids)
+
+    def monitored_barrier(
+        self,
+        group: ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,
+    ) -> None:
+        """Names the ranks that did not come (gloo groups only)."""
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+def _communicator_for(group: ProcessGroup | None, *tensors: Tensor) -> Communicator | None:
+    """The communicator that moves these tensors faster than the process group itself, if one does."""
+    if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
+        return None
+    if group is not None and not isinstance(group, ProcessGroup):  # not a member
+        return None
+    found = communicator(group)
+    return found if found.size == 1 or found.transport_name("cpu") != "native" else None
+
+
+def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
+    """The factor that makes a sum out of this reduction; None if it is another kind."""
+    if op == dist.ReduceOp.SUM and tensor.dtype != torch.bool and not tensor.is_complex():
+        return 1.0
+    if op == dist.ReduceOp.AVG and tensor.is_floating_point():
+        return 1.0 / ours.size
+    return None
+
+
+def _finished(pending: Pending) -> None:
+    pending.wait()
+
+
+def _result(pending: Pending, async_op: bool) -> Pending | None:
+    if async_op:
+        return pending
+    pending.wait()
+    return None
