@@ -7,7 +7,6 @@ other errors.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +19,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, nearest
+from deepspeed.runtime.optim.elementwise import is_elementwise
+
+__all__ = ["available_names", "build_optimizer", "check_optimizer", "is_elementwise"]
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
@@ -54,18 +57,19 @@ def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any)
     """The optimizer that `{"type": name, "params": params}` asks for, on `param_groups` (as for torch.optim).
 
     Raises:
-        ValueError: unknown or unavailable name, unknown parameter, or a value out of range; all problems at
+        DeepSpeedConfigError: unknown or unavailable name, unknown parameter, or a value out of range; all
+            problems at
             once.
     """
     problems = check_optimizer(name, params)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise DeepSpeedConfigError("; ".join(problems))
     settings = _settings(params)
     cls = _resolve(name, settings)
     try:
         return cls(param_groups, **settings)
-    except TypeError as error:
-        raise ValueError(f"optimizer.params do not fit optimizer.type={name!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise DeepSpeedConfigError(f"optimizer.params do not fit optimizer.type={name!r}: {error}") from error
 
 
 def check_optimizer(name: Any, params: Any = None) -> list[str]:
@@ -195,6 +199,5 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _nearest(name: str, choices: Iterable[str]) -> str:
-    spelling = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(name.lower(), list(spelling), n=2)
-    return f" (did you mean {' or '.join(spelling[m] for m in matches)}?)" if matches else ""
+    match = nearest(name, choices)
+    return f" (did you mean {match}?)" if match else ""

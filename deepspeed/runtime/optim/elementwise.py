@@ -1,0 +1,92 @@
+"""Whether an optimizer treats every element by itself, so that ZeRO may cut its tensors anywhere.
+
+Decided by trying, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
+Optimizers that look at norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), that need a closure or
+sparse gradients, give different results or fail.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.utils.logging import logger
+
+_SHAPE, _CUT, _STEPS = (8, 8), 23, 4
+_verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # of each class, found once
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True if cutting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
+
+    The optimizer itself, its hooks and the global random states are not touched. One verdict per class.
+    """
+    cls = type(optimizer)
+    if cls not in _verdicts:
+        _verdicts[cls] = _probe(optimizer)
+    return _verdicts[cls]
+
+
+@torch.no_grad()
+def _probe(optimizer: Optimizer) -> bool:
+    device = next(
+        (p.device for g in optimizer.param_groups for p in g["params"] if not p.is_meta), torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator).to(device)
+    # Gradients of different size in the two pieces, so that a norm over either is not that over both.
+    scale = torch.linspace(0.1, 3.0, start.numel()).view(_SHAPE)
+    grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(device) for _ in range(_STEPS)]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            whole = _train(optimizer, [start], [[grad] for grad in grads])
+            pieces = _train(optimizer, _cut(start), [_cut(grad) for grad in grads])
+    except Exception as error:  # whatever a foreign optimizer raises: it cannot be used in pieces
+        logger.debug(f"{type(optimizer).__name__} does not update flat pieces of tensors: {error}")
+        return False
+    moved = whole[0].flatten()
+    return bool(torch.allclose(torch.cat(pieces), moved, rtol=1e-5, atol=1e-6)) and not torch.equal(
+        moved, start.flatten()
+    )
+
+
+def _cut(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.flatten()
+    return [flat[:_CUT].clone(), flat[_CUT:].clone()]
+
+
+def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    """Steps of a stand-in for `optimizer` with its settings but other parameters; returns the final
+    values."""
+    params = [torch.nn.Parameter(value.clone()) for value in values]
+    stand_in = _stand_in(optimizer, params)
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.clone()
+        type(optimizer).step(stand_in)
+    return [param.detach() for param in params]
+
+
+def _stand_in(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> Optimizer:
+    """The same class and attributes without calling its constructor, whose arguments are not known here."""
+    stand_in = object.__new__(type(optimizer))
+    attributes: dict[str, Any] = dict(optimizer.__dict__)
+    attributes.pop("step", None)  # schedulers replace it on the instance, bound to the original
+    for name, value in attributes.items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            attributes[name] = OrderedDict()
+    group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+    if "lr" in group:
+        group["lr"] = 0.05  # a warm-up may stand at 0, where nothing would move
+    attributes.update(param_groups=[{**group, "params": params}], state=defaultdict(dict))
+    stand_in.__dict__.update(attributes)
+    if "_tables" in attributes:
+        stand_in.__dict__["_tables"] = {}
+    return stand_in

@@ -1,0 +1,18 @@
+"""Marks on parameters that an optimizer chosen by name reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_NOT_MATRICES = ("embed", "lm_head")
+
+
+def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
+    """For `optimizer.type` "muon": `param.use_muon`, true for hidden matrices (two or more dimensions, and
+    neither `embed` nor `lm_head` in the name). Nothing for other optimizers."""
+    if (config_class.optimizer_name or "").lower() != "muon":
+        return
+    for name, param in model.named_parameters():
+        param.use_muon = param.ndim >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)  # type: ignore[attr-defined]
