@@ -1,7 +1,7 @@
 """Communication: `from deepspeed import comm as dist` reads like torch.distributed.
 
-Public functions are in `functions.py` (made from `TorchBackend` in `torch.py`) and `init.py`. The training core
-uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead.
+Public functions are in `functions.py` (made from `TorchBackend` in `torch.py`) and `init.py`. The training
+core uses `collectives.py` (Communicator) and `mesh.py` (ProcessMesh) instead.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print on rank 0, per operation and message size: count, latency, algorithm and bus bandwidth.
 
-    With `show_straggler` (all ranks call it) also how long ranks waited for the slowest. `return_dict`: return
-    the numbers.
+    With `show_straggler` (all ranks call it) also how long ranks waited for the slowest.
+    `return_dict`: return the numbers.
     """
     first = not is_initialized() or dist.get_rank() == 0
     with paused_log():

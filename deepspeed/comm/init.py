@@ -84,8 +84,8 @@ def _ask_mpi(identity: Identity) -> Identity:
     """Learn rank 0's address over MPI itself, the last resort."""
     if importlib.util.find_spec("mpi4py") is None:
         raise ValueError(
-            f"rank {identity.rank} of {identity.world_size} ({identity.source}) does not know where rank 0 is: "
-            "set MASTER_ADDR to the host name of rank 0 on every rank (mpirun -x MASTER_ADDR=...), or install "
+            f"rank {identity.rank} of {identity.world_size} ({identity.source}) does not know where rank 0 "
+            "is: set MASTER_ADDR to rank 0's host name on every rank (mpirun -x MASTER_ADDR=...), or install "
             "mpi4py"
         )
     mpi = importlib.import_module("mpi4py.MPI")
@@ -150,9 +150,9 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
     )
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return CommunicationError(
-            f"rank {rank} cannot open the rendezvous port ({address}): another program has it, perhaps an older "
-            f"job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now (deepspeed "
-            "--master_port, torchrun --master-port, or init_distributed(distributed_port=...))."
+            f"rank {rank} cannot open the rendezvous port ({address}): another program has it, perhaps an "
+            f"older job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now "
+            "(deepspeed --master_port, torchrun --master-port, init_distributed(distributed_port=...))."
         )
     if "EACCES" in text or "ermission denied" in text:
         return CommunicationError(
@@ -160,9 +160,9 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
         )
     if "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, dist.DistNetworkError):
         return CommunicationError(
-            f"rank {rank} of {world_size} could not meet the others ({address}): {text}. Check that all "
-            f"{world_size} ranks were started, that MASTER_ADDR is the host of rank 0 and that MASTER_PORT is "
-            "open there."
+            f"rank {rank} of {world_size} could not meet the others ({address}): {text}. Check that "
+            f"all {world_size} ranks were started, that MASTER_ADDR is the host of rank 0 and that MASTER_PORT "
+            "is open there."
         )
     return error
 

@@ -128,13 +128,13 @@ def timed_op(
 
     `message` names the argument whose bytes count as the message, `renamed` those arguments that are called
     otherwise in public. `prof=True` records this call also where the logger's configuration would not;
-    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures that stem
-    from another rank are raised as CommunicationError.
+    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures that
+    stem from another rank are raised as CommunicationError.
     """
     op_name = func.__name__
     signature = inspect.signature(func)
     public_to_own = {public: own for own, public in (renamed or {}).items()}
-    extra = {"prof": False, "log_name": op_name, "debug": get_caller_func()}
+    extra = {"prof": False, "log_name": op_name, "debug": None}
     positional = len(signature.parameters)
 
     @functools.wraps(func)

@@ -23,9 +23,9 @@ class CommunicationError(RuntimeError):
         """The error of `operation` among these global ranks; `silent` is the one that was waited for."""
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
-            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. Either a rank ended (then its "
-            "own message is in its log) or it did not reach this collective in time; if it only is slow, raise "
-            "the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. Either a rank ended (then "
+            "its own message is in its log) or it did not reach this collective in time; if it only is slow, "
+            "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
         )
 
 

@@ -185,10 +185,10 @@ class CommsLogger:
         }
 
     def _straggler_analysis(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Of the i-th call of an operation and size, the rank that came last waited least: the smallest latency
-        over ranks is the communication, what the longest-waiting rank spent more is the straggler's doing.
-        Calls that not every rank recorded equally often (send, subgroups) are compared among those ranks that
-        did as many as this one."""
+        """Of the i-th call of an operation and size, the rank that came last waited least: the smallest
+        latency over ranks is the communication, what the longest-waiting rank spent more is the straggler's
+        doing. Calls that not every rank recorded equally often (send, subgroups) are compared among those
+        ranks that did as many as this one."""
         mine = {
             name: {size: record[1] for size, record in sizes.items()}
             for name, sizes in self.comms_dict.items()
