@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch import nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.accumulation import AccumulationClock
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.optim.registry import build_optimizer, is_elementwise
+from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.precision import wire_dtypes
 from deepspeed.runtime.zero.access import StateAccess
@@ -28,6 +29,9 @@ from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_paramet
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
 from deepspeed.runtime.zero.units import assign_units
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
 
 MERGE_NUMEL = 4 * 1024 * 1024
 """Consecutive small blocks share a bucket up to this size: fewer collectives, and still some to overlap."""
@@ -103,25 +107,29 @@ def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[A
     return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
 
 
-def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer | None, trained: TrainedParams | None) -> None:
-    stage = plan.zero.stage
-    if not plan.zero.shard_state:
-        return
-    if optimizer is None:
+def require_optimizer(plan: Plan, given: bool) -> None:
+    if plan.zero.shard_state and not given:
         raise DeepSpeedConfigError(
-            f"zero_optimization.stage={stage} requires an optimizer: pass optimizer= or model_parameters= to "
+            f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
             "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
         )
-    if trained is not None and not trained.params:
+
+
+def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams) -> None:
+    if not plan.zero.shard_state:
+        return
+    if not trained.params:
         raise DeepSpeedConfigError(
-            f"zero_optimization.stage={stage} shards the state of trainable parameters, but the optimizer holds none "
-            "with requires_grad=True; unfreeze some, or use stage 0."
+            f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
+            "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
-    if not plan.zero.allow_untested_optimizer and not is_elementwise(optimizer):
-        raise DeepSpeedConfigError(
-            f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage={stage} "
-            "cannot cut its tensors over ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
-        )
+    if plan.zero.allow_untested_optimizer or hasattr(optimizer, "segment_sum") or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
+        f"{plan.zero.stage} cannot cut its tensors over ranks; use stage 0, or set zero_allow_untested_optimizer: "
+        "true to try."
+    )
 
 
 def build_core(

@@ -19,8 +19,8 @@ from deepspeed.runtime.assembly import (
     TrainingCore,
     broadcast_weights,
     build_core,
-    check_optimizer,
     check_ranks_agree,
+    require_optimizer,
     resolve_optimizer,
 )
 from deepspeed.runtime.backward import PlainBackward
@@ -89,7 +89,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.events = Events()
 
         client_optimizer = optimizer
-        check_optimizer(self.plan, _placeholder(optimizer, self._config), None)
+        require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         if not dont_change_device:
             model.to(self.device)
         cast_module(model, self.plan.precision)
@@ -99,7 +99,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
         self.client_optimizer = client_optimizer
         self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, model)
-        check_optimizer(self.plan, self.basic_optimizer, None)
+        require_optimizer(self.plan, self.basic_optimizer is not None)
         self.core: TrainingCore | None = None
         self.optimizer: Any = None
         if self.basic_optimizer is not None:
@@ -514,11 +514,6 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.accelerator.device_name() != "cpu":
             self.accelerator.set_device(self.local_rank)
         return torch.device(self.accelerator.device_name(self.local_rank))
-
-
-def _placeholder(optimizer: Any, config: DeepSpeedConfig) -> Any:
-    """Something that says "there will be an optimizer", so that its lack is refused before any allocation."""
-    return optimizer if optimizer is not None else config.optimizer_name
 
 
 def _check_loss(loss: Any) -> None:

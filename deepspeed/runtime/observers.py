@@ -23,7 +23,7 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
     config = engine._config
     engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
     engine.tput_timer = ThroughputTimer(
-        config.timers_config.throughput,
+        config.timers_config,
         batch_size=engine.train_batch_size(),
         steps_per_output=_print_interval(engine),
         monitor_memory=False,

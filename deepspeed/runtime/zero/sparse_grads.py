@@ -66,6 +66,8 @@ class SparseGradBucket(GradBucket):
         )
 
         def add_up() -> None:
+            for pending in pendings:
+                pending.wait()
             self.views[0].zero_()
             received = all_values.view(size, most, self.width)
             for rank, count in enumerate(counts):
@@ -74,21 +76,5 @@ class SparseGradBucket(GradBucket):
             table.mul_(post)
 
         out = self.local[self.start : self.stop]
-        return InFlight(_Both(pendings, add_up), out, self.local, True)
+        return InFlight(Pending(add_up), out, self.local, True)
 
-
-class _Both(Pending):
-    """Waits for several exchanges, then combines what they brought, once."""
-
-    def __init__(self, parts: tuple[Pending, ...], then: Any) -> None:
-        self.parts = parts
-        self.then = then
-        self.done = False
-
-    def wait(self) -> None:
-        if self.done:
-            return
-        self.done = True
-        for part in self.parts:
-            part.wait()
-        self.then()

@@ -73,6 +73,8 @@ class StepExecutor:
         )
         self._grad_key: tuple[int, ...] = ()
         self._lists: list[GroupTensors] = []
+        if self.sharded and hasattr(store.optimizer, "segment_sum"):
+            store.optimizer.segment_sum = self._segment_sum
 
     def step(self) -> StepResult:
         self.reducer.finish()
@@ -171,11 +173,21 @@ class StepExecutor:
         optimizer = self.store.optimizer
         if hasattr(optimizer, "multi_tensor_step"):
             for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
-                if masters:
+                if masters or hasattr(optimizer, "segment_sum"):
                     optimizer.multi_tensor_step(group, masters, grads, grad_scale=grad_scale, low_precision=lows)
             optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
         else:
             self._update_with_torch(lists, grad_scale)
+
+    def _segment_sum(self, masters: list[Tensor], sums: Tensor) -> Tensor:
+        """``sums`` [n, 2] fp64 over fragments -> the same over whole parameters, for LAMB. Collective."""
+        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
+        whole = torch.zeros(len(self.names), 2, dtype=torch.float64)
+        whole.index_add_(0, indices, sums.cpu())
+        whole = whole.to(self.reducer.device)
+        self.communicator.all_reduce(whole.view(-1)).wait()
+        return whole[indices.to(whole.device)].to(sums.device)
 
     def _update_with_torch(self, lists: Sequence[GroupTensors], scale: float) -> None:
         for _, masters, grads, _ in lists:

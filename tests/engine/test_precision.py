@@ -1,0 +1,179 @@
+"""Precision modes: dtypes of the actual tensors, loss scaling, skipped steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
+from deepspeed.runtime.plan import LossScalePlan
+from deepspeed.runtime.start_report import precision_rows
+from tests.pool import distributed
+
+WIDTH = 16
+
+
+def build(config: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    base = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config={**base, **config})
+    return engine
+
+
+def train(engine: Any, steps: int = 3, poison: int | None = None) -> list[float]:
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step + 100 * engine.global_rank)
+        x = torch.randn(4, WIDTH, generator=generator)
+        loss = engine(x).float().square().mean()
+        if step == poison:
+            loss = loss * float("nan")
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+MODES = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16, fp32 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16 master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "fp32, bf16 wire": {"communication_data_type": "bf16"},
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@distributed(world_size=2)
+def test_stages_agree_bit_for_bit(mode: str) -> None:
+    """One micro-batch per step: the stage changes where things are kept, not one bit of the result."""
+    runs = {}
+    for stage in (0, 1, 2):
+        engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
+        losses = train(engine, steps=4)
+        runs[stage] = (losses, [p.detach().clone() for p in engine.module.parameters()])
+        engine.destroy()
+    for stage in (1, 2):
+        assert runs[stage][0] == runs[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(runs[stage][1], runs[0][1], strict=True))
+    assert runs[0][0][-1] != runs[0][0][0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("fp32", ("float32", "float32", "float32", "float32", "float32")),
+        ("bf16", ("bfloat16", "float32", "bfloat16", "bfloat16", "float32")),
+        ("bf16, fp32 accumulation", ("bfloat16", "float32", "float32", "bfloat16", "float32")),
+        ("fp16", ("float16", "float32", "float16", "float16", "float32")),
+        ("fp32, bf16 wire", ("float32", "float32", "float32", "bfloat16", "float32")),
+    ],
+)
+@distributed(world_size=2)
+def test_table_equals_tensors(stage: int, mode: str, expected: tuple[str, ...]) -> None:
+    engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
+    before = precision_rows(engine)
+    train(engine, steps=1)
+    after = precision_rows(engine)
+    assert before == after
+    assert tuple(str(next(iter(dtypes))).removeprefix("torch.") for _, dtypes in after) == expected
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@distributed(world_size=2)
+def test_non_finite_step_is_skipped(stage: int, mode: str) -> None:
+    engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
+    train(engine, steps=1)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    loss = engine(torch.ones(4, WIDTH)).sum() * float("inf")
+    engine.backward(loss)
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert not engine.was_step_applied()
+    assert engine.global_steps == 2
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    train(engine, steps=1)
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_fp32_gives_up_after_fifty_bad_steps() -> None:
+    engine = build({"zero_optimization": {"stage": 1}})
+    with pytest.raises(LossScaleError, match=r"50 steps.*parameter 0\.weight"):
+        for _ in range(60):
+            engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
+            engine.step()
+    assert engine.skipped_steps == 49
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_fp16_gives_up_at_the_minimum_scale() -> None:
+    engine = build({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
+    with pytest.raises(LossScaleError, match="minimum"):
+        for _ in range(10):
+            engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
+            engine.step()
+    assert engine.optimizer.cur_scale == 1.0
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_plain_backward_under_fp16_needs_the_scale() -> None:
+    engine = build({"fp16": {"enabled": True, "initial_scale_power": 8}})
+    loss = engine(torch.ones(4, WIDTH)).float().square().mean()
+    with pytest.raises(RuntimeError, match=r"engine\.scale"):
+        loss.backward()
+    loss = engine(torch.ones(4, WIDTH)).float().square().mean()
+    engine.scale(loss).backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_static_scale_changes_nothing_but_rounding() -> None:
+    plain, scaled = build({}), build({"fp16": {"enabled": False}})
+    assert train(plain) == train(scaled)
+    one, other = build(MODES["fp16 static"]), build({"fp16": {"enabled": True, "loss_scale": 256}})
+    assert train(one) == pytest.approx(train(other), rel=1e-3)
+    for engine in (plain, scaled, one, other):
+        engine.destroy()
+
+
+def test_dynamic_scale_follows_the_documented_rules() -> None:
+    scaler = LossScaler(LossScalePlan(static=None, initial=16.0, window=3, hysteresis=2))
+    scaler.update(overflow=True)
+    assert scaler.scale == 16.0  # one overflow is tolerated
+    scaler.update(overflow=True)
+    assert scaler.scale == 8.0
+    for _ in range(3):
+        scaler.update(overflow=False)
+    assert scaler.scale == 16.0
+    restored = LossScaler(scaler.plan)
+    restored.load_state_dict(scaler.state_dict())
+    assert (restored.scale, restored.good_steps) == (16.0, 3)
+
+
+def test_consecutive_hysteresis_refills_after_a_good_step() -> None:
+    plan = LossScalePlan(static=None, initial=16.0, window=100, hysteresis=2, consecutive_hysteresis=True)
+    scaler = LossScaler(plan)
+    for _ in range(3):
+        scaler.update(overflow=True)
+        scaler.update(overflow=False)
+    assert scaler.scale == 16.0
