@@ -1,0 +1,315 @@
+"""Activation checkpointing: keep a region's inputs, not what it computed, and run it again in backward.
+
+(Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.)
+
+``configure`` sets how inputs are kept for all regions of the process: that is the documented contract of
+this module, and the only state it has, in one object. Recomputation, random states of the default
+generators, autocast and detached inputs are torch's work (``torch.utils.checkpoint``). Added here:
+structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs of
+``kept_inputs.py``, and timing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, KeptInputs
+from deepspeed.runtime.activation_checkpointing.rng import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    reseed_tensor_parallel,
+    seed_model_parallel,
+)
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.config_reader import read_config
+from deepspeed.utils.logging import print_dist
+from deepspeed.utils.memory import GIB
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+SECTION = "activation_checkpointing"
+
+
+@dataclass
+class _Settings:
+    """What ``configure`` was told last."""
+
+    configured: bool = False
+    mpu: Any = None
+    section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
+    arena: Arena | None = None
+
+    def group(self) -> Communicator:
+        """The ranks over which inputs are cut: one alone unless partitioning is on and there is a group."""
+        if self.section.partition_activations and self.mpu is not None:
+            for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+                if hasattr(self.mpu, getter):
+                    group = getattr(self.mpu, getter)()
+                    return Communicator(None) if group is None else communicator(group)
+        return Communicator(None)
+
+    def keeper(self) -> KeptInputs:
+        section = self.section
+        if section.contiguous_memory_optimization and self.arena is None:
+            self.arena = Arena(section.number_checkpoints or 1)
+        arena = self.arena if section.contiguous_memory_optimization else None
+        return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena)
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how checkpointed regions keep their inputs. Arguments that are given override the config.
+
+    Args:
+        mpu_: Model-parallel unit; its tensor-parallel group is the one that inputs are cut over. None:
+        nobody. deepspeed_config: Path, dict or object with a section ``activation_checkpointing``.
+        partition_activations: Cut inputs over the tensor-parallel ranks, which all hold the same ones.
+        contiguous_checkpointing: Keep inputs in buffers made once, for ``num_checkpoints`` regions. Needs
+            ``partition_activations``.
+        checkpoint_in_cpu: Keep inputs in host memory.
+        synchronize: Wait for the device at the edges of each region.
+        profile: Print time and memory of each region.
+    """
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = _section_of(deepspeed_config).model_dump()
+    section.update({key: value for key, value in given.items() if value is not None})
+    checked = DeepSpeedActivationCheckpointingConfig.model_validate(section)
+    if checked.contiguous_memory_optimization:
+        if not checked.partition_activations:
+            raise DeepSpeedConfigError(
+                f"{SECTION}.contiguous_memory_optimization is true and partition_activations is false: "
+                f"contiguous buffers are for partitioned inputs; set partition_activations to true too."
+            )
+        if checked.number_checkpoints is None:
+            raise DeepSpeedConfigError(
+                f"{SECTION}.contiguous_memory_optimization is true and number_checkpoints is not given: set "
+                f"it to the number of checkpointed regions in a forward pass, whose inputs the buffers hold."
+            )
+    _settings.mpu, _settings.section, _settings.configured = mpu_, checked, True
+    _settings.arena = None
+
+
+def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
+    validated = DeepSpeedActivationCheckpointingConfig.model_validate
+    if config is None:
+        return validated({})
+    if isinstance(config, (str, os.PathLike, Mapping)):
+        return validated(read_config(config).data.get(SECTION, {}))
+    for name in (f"{SECTION}_config", SECTION):
+        section = getattr(config, name, None)
+        if section is not None:
+            return validated(section if isinstance(section, Mapping) else section.model_dump())
+    raise DeepSpeedConfigError(
+        f"deepspeed_config={config!r} holds no section {SECTION}; give a path, a dict or a DeepSpeedConfig."
+    )
+
+
+_settings = _Settings()
+
+
+def is_configured() -> bool:
+    """Whether ``configure`` has been called."""
+    return _settings.configured
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Number of checkpointed regions in a forward pass: how many inputs a contiguous buffer holds."""
+    _settings.section.number_checkpoints = nlayers
+    _settings.arena = None
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Switches the partitioning of inputs on or off."""
+    _settings.section.partition_activations = partition_activation
+
+
+def reset() -> None:
+    """Gives the contiguous buffers back, for steps with another number or size of regions."""
+    if _settings.arena is not None:
+        _settings.arena.clear()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds what tensor-parallel ranks draw together with ``seed``, and what they draw apart each
+    differently.
+    """
+    seed_model_parallel(seed, _settings.mpu)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Reseeds what tensor-parallel ranks draw apart."""
+    reseed_tensor_parallel(seed, _settings.mpu)
+
+
+# --- Regions --------------------------------------------------------------------------------------
+
+
+class _Region:
+    """One call of a checkpointed function, in the form torch's checkpoint takes: flat in, flat out, run
+    twice.
+
+    It holds no tensor: what becomes of the inputs until backward is for ``KeptInputs`` to say.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._input_spec: Any = None
+        self._output_spec: Any = None
+        self._rng_states: dict[str, Tensor] | None = None
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, self._input_spec = tree_flatten((args, kwargs))
+        return leaves
+
+    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = tree_unflatten(leaves, self._input_spec)
+        tracker = get_cuda_rng_tracker()
+        if self._rng_states is None:
+            self._rng_states = tracker.get_states()
+            outputs = self._function(*args, **kwargs)
+        else:
+            with tracker.replay(self._rng_states):
+                outputs = self._function(*args, **kwargs)
+        flat, self._output_spec = tree_flatten(outputs)
+        return tuple(flat)
+
+    def result(self, leaves: tuple[Any, ...]) -> Any:
+        """What the function returned, except that a list or tuple of one thing is that thing (as
+        documented).
+        """
+        outputs = tree_unflatten(leaves, self._output_spec)
+        return outputs[0] if type(outputs) in (tuple, list) and len(outputs) == 1 else outputs
+
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__qualname__", type(self._function).__name__)
+
+
+class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
+    """The reentrant form: one autograd node for the region; its backward runs the region and backward
+    through it.
+
+    ``apply(run_function, all_outputs, *args)``: results of ``run_function(*args)``, tensors among the
+    arguments passed flat, are returned and added to the list ``all_outputs``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        preserve_rng_state = True
+        outputs = torch.utils.checkpoint.CheckpointFunction.forward(
+            ctx, run_function, preserve_rng_state, *args
+        )
+        all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with _boundary("backward", ctx.run_function):
+            return torch.utils.checkpoint.CheckpointFunction.backward(ctx, *grads)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``, computed again in backward instead of kept.
+
+    Arguments and results may hold tensors in dicts, lists and tuples, and anything else. The function
+    must not depend on what changes between forward and backward, and works with ``.backward()`` but not
+    ``torch.autograd.grad``. Where no argument requires a gradient, ``non_reentrant_checkpoint`` is used,
+    as parameters could get none otherwise.
+    """
+    region = _Region(function)
+    leaves = region.flatten(args, kwargs)
+    if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return _without_reentry(region, leaves)
+    with _boundary("forward", region), _keeping_inputs():
+        outputs = CheckpointFunction.apply(region, [], *leaves)
+    return region.result(outputs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint`` by hooks on saved tensors: also for ``torch.autograd.grad`` and frozen inputs, and stops
+    computing again as soon as backward has what it needs."""
+    region = _Region(function)
+    return _without_reentry(region, region.flatten(args, kwargs))
+
+
+def _without_reentry(region: _Region, leaves: list[Any]) -> Any:
+    with _boundary("forward", region), _keeping_inputs():
+        outputs = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+    return region.result(outputs)
+
+
+@contextlib.contextmanager
+def _keeping_inputs() -> Iterator[None]:
+    """Inside, what autograd saves (a region's inputs) is kept as configured."""
+    section = _settings.section
+    if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
+        yield
+        return
+    keeper = _settings.keeper()
+    with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+        yield
+
+
+@contextlib.contextmanager
+def _boundary(phase: str, region: Any) -> Iterator[None]:
+    """The edges of a region's forward or backward: waits for the device and measures, as configured."""
+    section = _settings.section
+    if section.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    timer = SynchronizedWallClockTimer.Timer(phase) if section.profile else None
+    if timer is not None:
+        timer.start()
+    yield
+    if section.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    if timer is not None:
+        timer.stop()
+        name = region.name if isinstance(region, _Region) else getattr(region, "__qualname__", str(region))
+        allocated = get_accelerator().memory_allocated() / GIB
+        print_dist(
+            f"checkpoint {phase} {name}: {timer.elapsed():.2f} ms, {allocated:.4f} GB allocated", ranks=[0]
+        )

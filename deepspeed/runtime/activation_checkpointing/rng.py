@@ -1,0 +1,106 @@
+"""Random states with names, so that ranks draw together where they must and apart where they must.
+
+Ranks of one tensor-parallel group hold pieces of the same layer. What they compute in whole (a dropout on
+the layer's output) has to draw the same numbers on each; what they compute in pieces (a dropout inside
+the layer) different ones. The device's own generator serves the first, a named state of the tracker the
+second (Shoeybi et al., *Megatron-LM*, 2019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps the tensor-parallel seeds away from the data-parallel ones
+
+
+class CudaRNGStatesTracker:
+    """Named states of the accelerator's random generator (the CPU's where that is the accelerator)."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """A copy of the table; the states in it are never written to."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Adds a state that starts at ``seed``. ValueError if the name or the seed is in use."""
+        if name in self.states_:
+            raise ValueError(f"The random state {name!r} exists already; reset() the tracker to start over.")
+        if seed in self.seeds_:
+            raise ValueError(f"Seed {seed} is in use already: two random states would draw the same numbers.")
+        accelerator = get_accelerator()
+        outside = accelerator.get_rng_state()
+        accelerator.manual_seed(seed)
+        self.states_[name] = accelerator.get_rng_state()
+        self.seeds_.add(seed)
+        accelerator.set_rng_state(outside)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside, random numbers come from the named state, which moves on; outside, nothing is drawn."""
+        if name not in self.states_:
+            raise ValueError(f"There is no random state {name!r}; add({name!r}, seed) comes first.")
+        accelerator = get_accelerator()
+        outside = accelerator.get_rng_state()
+        accelerator.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(outside)
+
+    @contextlib.contextmanager
+    def replay(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the table is ``states``; afterwards it is again what it was."""
+        now = self.get_states()
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(now)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker that checkpointed regions restore when they are run again."""
+    return _tracker
+
+
+def _tensor_parallel_rank(mpu: Any) -> int:
+    for getter in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
+        if hasattr(mpu, getter):
+            return getattr(mpu, getter)()
+    return 0
+
+
+def seed_model_parallel(seed: int, mpu: Any) -> None:
+    """Seeds the accelerator with ``seed`` and the named state with one that differs per tensor-parallel
+    rank.
+    """
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    _tracker.add(MODEL_PARALLEL_RNG, seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
+
+
+def reseed_tensor_parallel(seed: int, mpu: Any) -> None:
+    """Restarts the named state alone, from ``seed``."""
+    with _tracker.fork():
+        get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
