@@ -138,7 +138,8 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
     zero = config.zero_config
     stage = int(zero.stage)
     cadence = Cadence.EVERY_MICRO_BATCH if stage >= 2 else Cadence.AT_BOUNDARY
-    overlap = zero.overlap_comm if zero.overlap_comm is not None else True
+    # The documented default is off below stage 3; here overlap cannot change a result, so it is on unless refused.
+    overlap = zero.overlap_comm if "overlap_comm" in zero.model_fields_set else True
     return ZeroPlan(
         stage=stage,
         shard_params=stage >= 3,

@@ -59,15 +59,17 @@ MODES = {
 def test_stages_agree_bit_for_bit(mode: str) -> None:
     """One micro-batch per step: the stage changes where things are kept, not one bit of the result."""
     runs = {}
-    for stage in (0, 1, 2):
+    stages = (1, 2) if mode == "bf16 master" else (0, 1, 2)  # stage 0 refuses to do without fp32 masters
+    for stage in stages:
         engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
         losses = train(engine, steps=4)
         runs[stage] = (losses, [p.detach().clone() for p in engine.module.parameters()])
         engine.destroy()
-    for stage in (1, 2):
-        assert runs[stage][0] == runs[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(runs[stage][1], runs[0][1], strict=True))
-    assert runs[0][0][-1] != runs[0][0][0]
+    first = runs[stages[0]]
+    for stage in stages[1:]:
+        assert runs[stage][0] == first[0]
+        assert all(torch.equal(a, b) for a, b in zip(runs[stage][1], first[1], strict=True))
+    assert first[0][-1] != first[0][0]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -141,15 +141,14 @@ class GradBucket:
         return wire.copy_(local)
 
     def _output(self, wire: Tensor) -> tuple[Tensor, bool]:
-        """Where the slice goes, and whether that memory is borrowed for this round only."""
-        assert self.local is not None
-        if self.keep_local:
-            return self.local[self.start : self.stop], True
-        if self.reduced is not None and self.dtype == wire.dtype:
-            return wire[self.start : self.stop], True
-        if self.reduced is not None:
-            return torch.empty_like(self.reduced), True
-        return self._kept_slice(), False
+        """Where the slice goes, and whether that memory is borrowed for this round only.
+
+        The sum is rounded to the wire dtype also where wider memory would be at hand: stage 0 has to send it on in
+        that dtype, and every stage gives the same bits.
+        """
+        if not self.keep_local and self.reduced is None and self.dtype == wire.dtype:
+            return self._kept_slice(), False
+        return wire[self.start : self.stop], True
 
     def _kept_slice(self) -> Tensor:
         if self._slice is None:

@@ -30,7 +30,7 @@ class GradReducer:
         buckets: their gradient buckets, in registration order.
         communicator: of all ranks that must agree on launch order and unused parameters.
         at_boundary: asks the accumulation clock.
-        overlap: launch during backward; otherwise everything is launched by ``flush``.
+        overlap: leave sums in flight while backward goes on; otherwise each is waited for at once.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
     """
 
@@ -133,7 +133,7 @@ class GradReducer:
             self._missing[b] -= 1
             if self._missing[b] == 0:
                 self._completed.append(b)
-                if self._sync and self.overlap:
+                if self._sync and (self.overlap or not self.buckets[b].keep_local):
                     self._launch_full()
 
     def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
@@ -164,15 +164,15 @@ class GradReducer:
             self._launch(b)
 
     def _launch(self, b: int) -> None:
-        if self._next > 0 and not self.buckets[b].keep_local:
-            self._collect_all_but(1)  # a borrowed buffer each: at most two are in flight
-        self.buckets[b].launch(*self.factors)
+        bucket = self.buckets[b]
+        if not bucket.keep_local and self._next > 0:
+            # Borrowed buffers go back early: besides the ones being filled, one is in flight.
+            self.buckets[self._order[self._next - 1]].collect()
+        bucket.launch(*self.factors)
         self._launched[b] = True
         self._next += 1
-
-    def _collect_all_but(self, newest: int) -> None:
-        for b in self._order[: max(0, self._next - newest)]:
-            self.buckets[b].collect()
+        if not self.overlap:
+            bucket.collect()
 
     def flush(self) -> None:
         """End of a backward: launch what is left, wait for all, expose or drop the results."""
@@ -212,7 +212,8 @@ class GradReducer:
         for index, param in enumerate(self.params):
             if self.used[index]:
                 b, position = self._place[index]
-                param.grad = self.buckets[b].views[position].view(param.shape)
+                if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
+                    param.grad = self.buckets[b].views[position].view(param.shape)
         self._exposed = True
 
     # The step ----------------------------------------------------------------------------------------------------
