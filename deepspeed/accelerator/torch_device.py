@@ -25,7 +25,7 @@ VISIBLE_DEVICES = {
 def _backend_for(name: str) -> str:
     try:
         return torch.distributed.get_default_backend_for_device(name)
-    except ValueError:  # its extension registered none
+    except (ValueError, RuntimeError):  # torch does not know the device, or no backend for it
         return "gloo"
 
 
