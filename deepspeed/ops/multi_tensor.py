@@ -396,10 +396,10 @@ def _write_back(tensor: Tensor, wide: Tensor) -> None:
 
 
 def foreach_sqrt(tensors: list[Tensor]) -> list[Tensor]:
-    """Correctly rounded square roots of fp32 tensors. torch.sqrt on CPUs is MKL's, which is not; through fp64
-    it is."""
-    if tensors and tensors[0].dtype is torch.float32 and tensors[0].device.type == "cpu":
-        return [t.double().sqrt_().float() for t in tensors]
+    """Correctly rounded square roots. torch.sqrt of fp32 on CPUs is MKL's, which is not; through fp64 it
+    is."""
+    if any(t.device.type == "cpu" for t in tensors):
+        return [t.double().sqrt_().float() if t.dtype is torch.float32 else t.sqrt() for t in tensors]
     return list(torch._foreach_sqrt(tensors))
 
 

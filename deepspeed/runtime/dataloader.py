@@ -1,0 +1,399 @@
+"""The data loader of an engine: each rank's share of a data set, in an order that a resumed run continues.
+
+The order of an epoch is one permutation of the whole data set, which depends on (seed, epoch) alone. Step k
+of all ranks together takes the next `batch_size * world_size` entries of it, so that the position is one
+number, the samples taken so far, and holds for any other number of ranks. Nothing here draws from the global
+random generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import logger
+
+__all__ = ["DeepSpeedDataLoader", "EpochSampler", "RepeatingLoader"]
+
+
+class RepeatingLoader:
+    """Iterates over `loader` again and again; `next()` never ends unless the loader is empty."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self.data_iter = iter(self.loader)
+
+
+class EpochSampler(Sampler[int]):
+    """A rank's indices of one epoch, in the order of torch's DistributedSampler, from any position on.
+
+    The epoch is a permutation (seeded with `seed + epoch`), repeated from its start until its length is a
+    multiple of `num_replicas`; rank r takes entries r, r + num_replicas, ... `skip` entries at its start,
+    counted over all ranks, are left out.
+    """
+
+    def __init__(
+        self, num_samples: int, num_replicas: int = 1, rank: int = 0, *, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank} must be from 0 to {num_replicas - 1} (num_replicas - 1)")
+        self.num_samples, self.num_replicas, self.rank = num_samples, num_replicas, rank
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = 0
+        self.skip = 0
+
+    def __len__(self) -> int:
+        """Indices per rank in a whole epoch."""
+        return -(-self.num_samples // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.num_samples == 0:
+            return iter(())
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        else:
+            order = torch.arange(self.num_samples)
+        remaining = max(0, self.num_samples - self.skip)
+        padded = -(-remaining // self.num_replicas) * self.num_replicas
+        positions = torch.arange(self.rank, padded, self.num_replicas) + self.skip
+        return iter(order[positions % self.num_samples].tolist())
+
+
+class DeepSpeedDataLoader:
+    """Batches of this rank; one pass is one epoch, `len()` the number of steps in it.
+
+    Args:
+        dataset: map-style, or an IterableDataset (which then splits itself over ranks).
+        batch_size: samples per rank and step.
+        pin_memory: page-locked batches, where there is a device to copy them to.
+        local_rank: accepted for the documented signature.
+        tput_timer: its `start()` is called before each batch, if not None.
+        collate_fn: makes a batch of a list of samples.
+        num_local_io_workers: worker processes; None and 0: this process reads. The random generators of
+            workers are
+            seeded from the position of each batch, so that a resumed run draws the same augmentations.
+        data_sampler: this rank's indices, or lists of them (a BatchSampler, which then decides the batch
+            size); None: a
+            shuffled `EpochSampler`.
+        data_parallel_world_size, data_parallel_rank: None: those of `deepspeed.comm`.
+        dataloader_drop_last: leave out a last batch that is not full.
+        deepspeed_dataloader_config: `seed`, `shuffle` of the EpochSampler.
+
+    `state_dict()` names the next batch exactly; it is the same on all ranks unless the sampler or data set
+    has a state of its own. With another world size or batch size the samples go on in the same order. A
+    sampler of the client's cannot be asked for another rank's indices: at another world size it is advanced
+    by the same share of the epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Any = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: dict[str, Any] | None = None,
+    ) -> None:
+        config = deepspeed_dataloader_config or {}
+        self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
+        self.local_rank, self.tput_timer = local_rank, tput_timer
+        self.num_local_io_workers = num_local_io_workers or 0
+        self.pin_memory = pin_memory and get_accelerator().device_name() != "cpu"
+        self.dataloader_drop_last = dataloader_drop_last
+        self.data_parallel_world_size, self.data_parallel_rank = _group_position(
+            data_parallel_world_size, data_parallel_rank
+        )
+        self.seed = int(config.get("seed", 0))
+        self.iterable = isinstance(dataset, IterableDataset)
+        self.data_sampler = data_sampler
+        if data_sampler is None and not self.iterable:
+            self.data_sampler = EpochSampler(
+                len(dataset),
+                self.data_parallel_world_size,
+                self.data_parallel_rank,
+                shuffle=bool(config.get("shuffle", True)),
+                seed=self.seed,
+            )
+        self._generator = torch.Generator()
+        if isinstance(data_sampler, RandomSampler) and data_sampler.generator is None:
+            data_sampler.generator = self._generator  # else it draws from the global one
+        self._sampler_start: Any = None  # state of the client's sampler at the start of the epoch
+        self.epoch = 0
+        self.samples = 0  # taken in this epoch, by all ranks together
+        self._finished = False
+        self._resuming = False
+        self.data: Iterator[Any] | None = None
+        self._skip = _Skip(self)
+        self.dataloader = self._make_dataloader()
+        if self.iterable and self.data_parallel_world_size > 1:
+            logger.debug(
+                "An IterableDataset is read by every rank: it has to leave out what is not for its rank."
+            )
+
+    # ---- batches -------------------------------------------------------------------------------------------
+
+    def _make_dataloader(self) -> DataLoader[Any]:
+        common: dict[str, Any] = {
+            "pin_memory": self.pin_memory,
+            "num_workers": self.num_local_io_workers,
+            "generator": self._generator,
+            "collate_fn": self.collate_fn,
+        }
+        if self.iterable:
+            return DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
+        batches: Iterable[list[int]] = self.data_sampler
+        if not _yields_batches(self.data_sampler):
+            batches = BatchSampler(self._skip, self.batch_size, self.dataloader_drop_last)
+        else:
+            batches = self._skip
+        if self.num_local_io_workers == 0:
+            return DataLoader(self.dataset, batch_sampler=batches, **common)  # type: ignore[arg-type]
+        return DataLoader(_SeededDataset(self.dataset), batch_sampler=_SeededBatches(self, batches), **common)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return len(self.dataloader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass (each pass advances it by itself); a position to resume in it is
+        kept."""
+        if self._resuming and epoch == self.epoch:
+            return
+        self._start_epoch(epoch)
+        if hasattr(self.data_sampler, "set_epoch"):
+            self.data_sampler.set_epoch(epoch)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch, self.samples = epoch, 0
+        self._finished = self._resuming = False
+        self._sampler_start = None
+        self.data = None
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        if self._finished or (self.samples > 0 and not self._resuming):
+            self._start_epoch(self.epoch + 1)
+        return self
+
+    def __next__(self) -> Any:
+        if self._finished:
+            raise StopIteration
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        if self.data is None:
+            self.data = self._open()
+        try:
+            batch = next(self.data)
+        except StopIteration:
+            self._finished, self._resuming, self.data = True, False, None
+            raise
+        self._resuming = False
+        self.samples += self._samples_per_step
+        return batch
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self._samples_per_batch * self.data_parallel_world_size
+
+    @property
+    def _samples_per_batch(self) -> int:
+        if _yields_batches(self.data_sampler):
+            return int(getattr(self.data_sampler, "batch_size", None) or self.batch_size)
+        return self.batch_size
+
+    def _open(self) -> Iterator[Any]:
+        """The batches of this epoch from the present position on."""
+        self._generator.manual_seed(_hash(self.seed, self.epoch))
+        done = self.samples // self._samples_per_step  # steps
+        if isinstance(self.data_sampler, EpochSampler):
+            self.data_sampler.epoch, self.data_sampler.skip = self.epoch, self.samples
+        elif self.iterable:
+            if self._dataset_has_state and self._sampler_start is not None:
+                self.dataset.load_state_dict(self._sampler_start)
+                done = 0
+        elif self._sampler_start is None:
+            self._sampler_start = _epoch_start(self.data_sampler)
+        else:
+            _restore_epoch_start(self.data_sampler, self._sampler_start)
+        batches = iter(self.dataloader)
+        return islice(batches, done, None) if self.iterable and done else batches
+
+    # ---- position ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch is; plain numbers, and what the client's sampler or data set adds."""
+        start = self._sampler_start
+        if self._dataset_has_state:
+            start = self.dataset.state_dict()
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "finished": self._finished,
+            "seed": self.seed,
+            "num_samples": None if self.iterable else len(self.dataset),
+            "sampler": start,
+        }
+
+    @property
+    def _dataset_has_state(self) -> bool:
+        """An iterable data set that knows its position; in worker processes it is out of reach."""
+        return self.iterable and hasattr(self.dataset, "load_state_dict") and self.num_local_io_workers == 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. A data set of another size is read from its start, with a
+        warning."""
+        num_samples = None if self.iterable else len(self.dataset)
+        if num_samples != state["num_samples"]:
+            logger.warning(
+                f"The position in the data is not resumed: it was taken in a data set of "
+                f"{state['num_samples']} samples, this one has {num_samples}. Reading starts anew."
+            )
+            self._start_epoch(state["epoch"])
+            return
+        self._start_epoch(state["epoch"])
+        self.samples, self._finished = state["samples"], state["finished"]
+        self._resuming = not self._finished
+        self._sampler_start = state["sampler"]
+        self.seed = state["seed"]
+        if isinstance(self.data_sampler, EpochSampler):
+            self.data_sampler.seed = self.seed
+
+
+def _group_position(world_size: int | None, rank: int | None) -> tuple[int, int]:
+    from deepspeed import comm  # heavy, and not needed where both are given
+
+    ready = (world_size is None or rank is None) and comm.is_initialized()
+    return (
+        world_size if world_size is not None else comm.get_world_size() if ready else 1,
+        rank if rank is not None else comm.get_rank() if ready else 0,
+    )
+
+
+def _hash(*numbers: int) -> int:
+    """63 bits that depend on all the numbers."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
+
+
+# ---- samplers of the client's ------------------------------------------------------------------------------
+
+
+def _yields_batches(sampler: Any) -> bool:
+    return isinstance(sampler, BatchSampler) or (
+        hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last")
+    )
+
+
+def _epoch_start(sampler: Any) -> dict[str, Any]:
+    """What has to be put back for the sampler to give the same epoch again."""
+    start: dict[str, Any] = {}
+    if hasattr(sampler, "state_dict"):
+        start["state"] = sampler.state_dict()
+    elif isinstance(getattr(sampler, "epoch", None), int):
+        start["epoch"] = sampler.epoch
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        start["generator"] = generator.get_state()
+    return start
+
+
+def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
+    if "state" in start:
+        sampler.load_state_dict(start["state"])
+    if "epoch" in start:
+        sampler.set_epoch(start["epoch"]) if hasattr(sampler, "set_epoch") else setattr(
+            sampler, "epoch", start["epoch"]
+        )
+    if "generator" in start and isinstance(getattr(sampler, "generator", None), torch.Generator):
+        sampler.generator.set_state(start["generator"])
+
+
+class _Skip(Sampler[Any]):
+    """The loader's sampler without what was taken before; an EpochSampler leaves it out by itself."""
+
+    def __init__(self, loader: DeepSpeedDataLoader) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader.data_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, sampler = self.loader, self.loader.data_sampler
+        if isinstance(sampler, EpochSampler):
+            return iter(sampler)
+        skip = loader.samples // loader.data_parallel_world_size
+        if _yields_batches(sampler):
+            skip //= loader._samples_per_batch
+        return islice(iter(sampler), skip, None)
+
+
+# ---- worker processes --------------------------------------------------------------------------------------
+
+
+class _SeededBatches(Sampler[list[int]]):
+    """Batches with a seed in front, made of epoch, position and rank."""
+
+    def __init__(self, loader: DeepSpeedDataLoader, batches: Any) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader = self.loader
+        position, step = loader.samples, loader._samples_per_step
+        for batch in self.batches:
+            yield [_hash(loader.seed, loader.epoch, position, loader.data_parallel_rank), *batch]
+            position += step
+
+
+class _SeededDataset(Dataset[Any]):
+    """Reads batches in a worker process, whose random generators it seeds for each."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, batch: list[int]) -> list[Any]:
+        seed, *indices = batch
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        if hasattr(self.dataset, "__getitems__"):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]

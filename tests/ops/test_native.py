@@ -1,0 +1,198 @@
+"""The native library itself: conversions, sums, reductions, and how it is found."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from deepspeed.ops import native
+from deepspeed.ops.adam import FusedAdam
+from tests.ops.cases import DTYPES, same_bits
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+def _interesting_floats() -> torch.Tensor:
+    """All sign and exponent values with mantissas at and around the rounding points of both 16-bit types."""
+    mantissas = torch.tensor(
+        [0, 1, 2, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FFFFF]
+    )
+    upper = torch.arange(512, dtype=torch.int64) << 23
+    patterns = (upper[:, None] + mantissas[None, :]).reshape(-1)
+    return torch.where(patterns >= 2**31, patterns - 2**32, patterns).to(torch.int32).view(torch.float32)
+
+
+def _equal_but_for_nan(left: torch.Tensor, right: torch.Tensor) -> bool:
+    both_nan = left.isnan() & right.isnan()
+    return same_bits(left.masked_fill(both_nan, 0), right.masked_fill(both_nan, 0))
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_rounding_is_to_nearest_even(dtype: torch.dtype, isa: str) -> None:
+    values = _interesting_floats()
+    out = torch.empty_like(values, dtype=dtype)
+    native.scale_copy([out], [values])
+    assert _equal_but_for_nan(out, values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_widening_is_exact_for_every_value(dtype: torch.dtype, isa: str) -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    out = torch.empty(values.shape)
+    native.scale_copy([out], [values])
+    assert _equal_but_for_nan(out, values.float())
+    native.scale_copy([back := torch.empty_like(values)], [out])
+    assert _equal_but_for_nan(back, values)
+
+
+@pytest.mark.parametrize("use_library", [True, False])
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_scale_copy(
+    source: torch.dtype, target: torch.dtype, use_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not use_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    inputs = [torch.randn(n).to(source) for n in (1, 0, 1025, 100_003)]
+    outputs = [torch.zeros_like(t, dtype=target) for t in inputs]
+    native.scale_copy(outputs, inputs, 0.3)
+    for out, value in zip(outputs, inputs, strict=True):
+        assert same_bits(out, (value.float() * 0.3).to(target))
+    own = inputs[2].clone()
+    native.scale_copy([own], [own], 0.3)
+    assert same_bits(own, (inputs[2].float() * 0.3).to(source))
+
+
+@pytest.mark.parametrize("use_library", [True, False])
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_reduce_chunks(
+    source: torch.dtype, target: torch.dtype, count: int, use_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not use_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    for numel in (0, 1, 1023, 70_001):
+        inputs = [torch.randn(numel).to(source) for _ in range(count)]
+        expected = inputs[0].float()
+        for chunk in inputs[1:]:
+            expected = expected + chunk.float()
+        expected = (expected * 0.25).to(target)
+        out = torch.empty(numel, dtype=target)
+        native.reduce_chunks(out, inputs, 0.25)
+        assert same_bits(out, expected)
+        if source is target:  # in place, into each of the inputs
+            for k in range(count):
+                copies = [c.clone() for c in inputs]
+                native.reduce_chunks(copies[k], copies, 0.25)
+                assert same_bits(copies[k], expected)
+
+
+def test_reduce_chunks_keeps_doubles_and_integers() -> None:
+    doubles = [torch.tensor([1.0, 2.0**-60], dtype=torch.float64) for _ in range(3)]
+    native.reduce_chunks(out := torch.empty(2, dtype=torch.float64), doubles)
+    assert out.tolist() == [3.0, 3 * 2.0**-60]
+    native.reduce_chunks(ints := torch.empty(2, dtype=torch.int64), [torch.tensor([2**53 + 1, 1])] * 2)
+    assert ints.tolist() == [2**54 + 2, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_of_squares_is_exact_enough_for_fp32(dtype: torch.dtype, isa: str) -> None:
+    values = (torch.randn(300_007) * 10 ** torch.empty(300_007).uniform_(-3, 3)).to(dtype)
+    exact = math.fsum((values.double() ** 2).tolist())
+    rounded = torch.tensor(exact).sqrt()
+    for cuts in ([300_007], [1, 300_006], [7, 100_000, 200_000], [16] * 100 + [298_407]):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            total = native.sum_of_squares(list(values.split(cuts)))
+            assert abs(total - exact) < 1e-13 * exact
+            assert torch.tensor(total).sqrt() == rounded
+    assert native.sum_of_squares([]) == 0.0
+
+
+def test_sum_of_squares_has_the_same_bits_on_every_path() -> None:
+    lib = native.library()
+    if lib is None:
+        pytest.skip("built without native kernels")
+    values = [torch.randn(n) for n in (1, 15, 1024, 5003, 400_001)]
+    before, totals = lib.ds_isa(), set()
+    for isa in range(before + 1):
+        for threads in (1, 2):
+            lib.ds_set_isa(isa)
+            torch.set_num_threads(threads)
+            totals.add(tuple(native.sums_of_squares(values)))
+    lib.ds_set_isa(before)
+    assert len(totals) == 1
+
+
+@pytest.mark.parametrize("use_library", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_sum_of_squares_shows_what_is_not_finite(
+    bad: float, use_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not use_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    for dtype in DTYPES:
+        largest = torch.full((4096,), torch.finfo(dtype).max, dtype=dtype)
+        assert math.isfinite(native.sum_of_squares([largest]))
+        largest[4095] = bad
+        sums = native.sums_of_squares([torch.ones(3), largest])
+        assert sums[0] == 3.0 and not math.isfinite(sums[1])
+
+
+def test_missing_library_is_noted_once_and_everything_runs(without_library: None) -> None:
+    assert native.isa() is None and native.path_of_ops() == "torch"
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    FusedAdam([p], lr=0.5).step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("name", native.ISA_NAMES)
+def test_environment_chooses_the_instruction_set(name: str) -> None:
+    lib = native.library()
+    if lib is None:
+        pytest.skip("built without native kernels")
+    best = native.isa()
+    code = "from deepspeed.ops import native; print(native.isa())"
+    environment = {**os.environ, "DS_NATIVE_ISA": name}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    expected = min(native.ISA_NAMES.index(name), native.ISA_NAMES.index(best or "plain"))
+    assert out.stdout.strip() == native.ISA_NAMES[expected], out.stderr
+
+
+def test_table_of_a_step_is_reused() -> None:
+    """Counted, not timed: an unchanged list of tensors keeps its table, new gradients only move addresses."""
+    params = [torch.randn(64) for _ in range(6)]
+    grads = [torch.randn(64) for _ in params]
+    optimizer = FusedAdam(params)
+    group = optimizer.param_groups[0]
+    optimizer.multi_tensor_step(group, params, grads)
+    (table,) = optimizer._tables.values()
+    for new in (list(grads), [g.clone() for g in grads]):
+        optimizer.multi_tensor_step(group, params, new)
+        assert list(optimizer._tables.values()) == [table]
+    optimizer.multi_tensor_step(group, params, [g.double().bfloat16() for g in grads])
+    assert list(optimizer._tables.values()) != [table]
+
+
+def test_step_of_small_tensors_is_quick() -> None:
+    if native.library() is None:
+        pytest.skip("built without native kernels")
+    params, grads = [torch.randn(64, 64) for _ in range(6)], [torch.randn(64, 64) for _ in range(6)]
+    optimizer = FusedAdam(params)
+    group = optimizer.param_groups[0]
+    best = float("inf")
+    for _ in range(300):
+        start = time.perf_counter()
+        optimizer.multi_tensor_step(group, params, grads)
+        best = min(best, time.perf_counter() - start)
+    assert best < 100e-6  # about 8 us of calls and 4 us of arithmetic; the margin is for loaded machines
