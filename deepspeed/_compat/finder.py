@@ -10,6 +10,7 @@ It answers for the module paths in their tables and for nothing else:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -35,7 +36,7 @@ def install() -> None:
 def our_path(documented: str) -> str | None:
     """Where a documented module path leads if it, or a package above it, is a row of `MODULES`."""
     head, tail = documented, ""
-    while head != "deepspeed":
+    while "." in head:
         if head in MODULES:
             return MODULES[head] + tail
         head, _, last = head.rpartition(".")
@@ -60,6 +61,8 @@ class DocumentedPaths(MetaPathFinder):
         if not fullname.startswith("deepspeed."):
             return None
         if ours := our_path(fullname):
+            if importlib.util.find_spec(ours) is None:
+                return None
             return ModuleSpec(fullname, _SameModule(ours), is_package=True)
         if fullname not in _TABLED and fullname not in _PACKAGES:
             return None

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 from deepspeed._compat.later_table import INSTEAD, LATER
 from deepspeed.version import __version__
 
+DOC = "Documented; not implemented in this release."
+
 
 class FeatureNotAvailableError(NotImplementedError):
     """A documented feature was called that this release does not have."""
@@ -113,7 +115,7 @@ def _function(module: str, name: str, text: str, path: str | None = None) -> Cal
         refuse(path)
 
     later.__module__, later.__name__, later.__qualname__ = module, name, path.removeprefix(f"{module}.")
-    later.__doc__ = "Documented; not implemented in this release."
+    later.__doc__ = DOC
     later.__signature__ = signature(text)  # type: ignore[attr-defined]
     return later
 
@@ -134,7 +136,7 @@ def _class(module: str, name: str, text: str, methods: list[str]) -> type:
     }
     body.update(
         __module__=module,
-        __doc__="Documented; not implemented in this release.",
+        __doc__=DOC,
         __signature__=signature(text),
         _later_path=path,
     )

@@ -19,6 +19,7 @@ INSTEAD = {
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
+    "deepspeed.runtime.optim": "Until then name the optimizer in the config; Muon is not there yet.",
     "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
     "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.runtime.zero": "Until then use ZeRO stage 0, 1 or 2.",

@@ -1,0 +1,60 @@
+# `make demo` and `make test` do all of their own set-up in .venv; they need Python 3.10 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types architecture docs format clean
+
+help:
+	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
+	@echo "make test    run the test suite, without the tests marked slow"
+	@echo "make lint | types | architecture | docs | format | clean"
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/pretrain_gpt/demo.py
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright
+
+architecture: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python tools/gen_config_docs.py
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build $(VENV) deepspeed/lib
+
+# ---- set-up -----------------------------------------------------------------------------------------------------------
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "deepspeed needs Python 3.10 or newer: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch is asked for by exact version before anything that depends on it; then what the build needs, so that the
+# package is built against this environment and not in one of its own.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) scikit-build-core cmake ninja
+	touch $@
+
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
+
+$(VENV)/.installed-%: $(VENV)/.torch $(SOURCES)
+	$(PIP) --no-build-isolation -e ".[$*]"
+	touch $@

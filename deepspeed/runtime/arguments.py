@@ -1,0 +1,23 @@
+"""Command-line arguments that training scripts share."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group `DeepSpeed` to a script's parser and return the parser.
+
+    `--deepspeed_config` is what `initialize(args=...)` reads; `--deepspeed` is a flag for the script's own
+    use. The two `--deepscale` spellings are what early scripts pass.
+    """
+    group = parser.add_argument_group("DeepSpeed", "what to train with")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="train with deepspeed (for the script to read)"
+    )
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    group.add_argument("--deepscale", action="store_true", help="old spelling of --deepspeed")
+    group.add_argument(
+        "--deepscale_config", type=str, default=None, help="old spelling of --deepspeed_config"
+    )
+    return parser
