@@ -7,6 +7,10 @@ from typing import Any
 
 from .logging import log_dist, log_dist_once, logger, set_log_level_from_string, warning_once
 
+# Not lazily: the function has its module's name, and importing the module later would put the module in its
+# place.
+from .z3_leaf_module import z3_leaf_module
+
 # module below deepspeed -> documented names that it defines
 _HOMES = {
     "runtime.dataloader": ("RepeatingLoader",),
@@ -57,7 +61,6 @@ _HOMES = {
         "set_z3_leaf_modules_by_name",
         "set_z3_leaf_modules_by_suffix",
         "unset_z3_leaf_modules",
-        "z3_leaf_module",
         "z3_leaf_parameter",
     ),
 }
@@ -65,6 +68,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBMODULES = ("debug", "groups", "memory", "numa", "nvtx", "tensor_fragment", "timer", "zero_to_fp32")
 
 __all__ = ["log_dist", "log_dist_once", "logger", "set_log_level_from_string", "warning_once"]
+__all__ += ["z3_leaf_module"]
 __all__ += [*_HOME_OF, *_SUBMODULES]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .logging import _my_rank
+from .logging import this_rank
 
 
 class _Names:
@@ -21,7 +22,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.params: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+        self.params = WeakTensorKeyDictionary()  # by identity: tensors compare by element
 
 
 _names = _Names()
@@ -36,7 +37,8 @@ def debug_extract_module_and_param_names(model: nn.Module) -> None:
     """Registers the names of ``model`` for the functions below."""
     debug_clear_module_and_param_names()
     _names.modules.update({module: name for name, module in model.named_modules()})
-    _names.params.update({param: name for name, param in model.named_parameters()})
+    for name, param in model.named_parameters():
+        _names.params[param] = name
 
 
 def debug_module2name(module: nn.Module) -> str:
@@ -52,7 +54,7 @@ def debug_module2name_class(module: nn.Module) -> str:
 
 
 def debug_param2name(param: nn.Parameter) -> str:
-    return _names.params.get(param, "unknown")
+    return str(_names.params.get(param, "unknown"))
 
 
 def ds_id(param: nn.Parameter) -> Any:
@@ -132,9 +134,9 @@ def print_backward_tensors(tensor: torch.Tensor) -> None:
 def print_rank(*msg: Any, force: bool = False) -> None:
     """With ``force``, prints with the rank in front, one rank of the machine at a time."""
     if force:
-        printflock(f"[{_my_rank()}]", *msg)
+        printflock(f"[{this_rank()}]", *msg)
 
 
 def print_rank0(*msg: Any, force: bool = False) -> None:
-    if force and _my_rank() == 0:
-        printflock(f"[{_my_rank()}]", *msg)
+    if force and this_rank() == 0:
+        printflock(f"[{this_rank()}]", *msg)

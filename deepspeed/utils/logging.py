@@ -7,10 +7,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TextIO
 
-import torch
 import torch.distributed
 
 log_levels = {
@@ -26,7 +25,7 @@ ALL_RANKS = -1
 
 QUIET_WHEN_COMPILING = "DISABLE_LOGS_WHILE_COMPILING"
 STILL_LOUD_WHEN_COMPILING = "LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE"
-LOGGER_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+LOGGER_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 class _StdoutHandler(logging.StreamHandler):
@@ -47,9 +46,9 @@ class LoggerFactory:
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
         """A logger of that name with one handler on standard output, apart from the root logger.
 
-        With ``DISABLE_LOGS_WHILE_COMPILING=1`` its methods do nothing while ``torch.compile`` traces, so
-        that they do not break the graph, except those listed in
-        ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` (comma-separated).
+        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` leaves calls of its methods out of what it
+        compiles, where they would break the graph, except those that
+        ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` lists (separated by commas).
         """
         if not name:
             raise ValueError("A logger needs a name.")
@@ -61,27 +60,22 @@ class LoggerFactory:
             handler.setFormatter(logging.Formatter(LINE_FORMAT))
             created.addHandler(handler)
         if os.environ.get(QUIET_WHEN_COMPILING, "0") == "1":
-            loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
-            for method in LOGGER_METHODS:
-                if method not in loud:
-                    setattr(created, method, _unless_compiling(getattr(created, method)))
+            _be_quiet_while_compiling(created)
         return created
 
 
-def _unless_compiling(method: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(method)
-    def quiet(*args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            # One frame up, so that the line names the caller.
-            method(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+def _be_quiet_while_compiling(created: logging.Logger) -> None:
+    import torch._dynamo.config as dynamo  # slow, and only for those who asked
 
-    return quiet
+    loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
+    quiet = {getattr(created, method) for method in LOGGER_METHODS if method not in loud}
+    dynamo.ignore_logger_methods = dynamo.ignore_logger_methods | quiet
 
 
 logger = LoggerFactory.create_logger(name="DeepSpeed", level=logging.WARNING)
 
 
-def _my_rank() -> int:
+def this_rank() -> int:
     """Rank in the default process group, before that the launcher's ``RANK``, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
@@ -90,17 +84,17 @@ def _my_rank() -> int:
 
 
 def is_rank_zero() -> bool:
-    return _my_rank() == 0
+    return this_rank() == 0
 
 
 def _speaks_here(ranks: Iterable[int] | None) -> bool:
     wanted = (ALL_RANKS,) if ranks is None else tuple(ranks)
-    return ALL_RANKS in wanted or _my_rank() in wanted
+    return ALL_RANKS in wanted or this_rank() in wanted
 
 
 def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
     """The message with this rank's number, None if this rank is not among ``ranks`` (None or [-1]: all)."""
-    return f"[Rank {_my_rank()}] {message}" if _speaks_here(ranks) else None
+    return f"[Rank {this_rank()}] {message}" if _speaks_here(ranks) else None
 
 
 def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -149,7 +143,7 @@ def print_json_dist(
     """
     if not _speaks_here(ranks):
         return
-    text = json.dumps({**message, "rank": _my_rank()})
+    text = json.dumps({**message, "rank": this_rank()})
     if path is None:
         print(text, flush=True)
         return

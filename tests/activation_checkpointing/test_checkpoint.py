@@ -101,7 +101,7 @@ def test_nested_regions(run: Any) -> None:
 
 @BOTH
 def test_structured_arguments_and_results(run: Any) -> None:
-    layer = nn.Linear(WIDTH, WIDTH)
+    layer: Any = nn.Linear(WIDTH, WIDTH)
     Result = collections.namedtuple("Result", "hidden note")
 
     def region(first: dict[str, Any], *, other: tuple[Tensor, str], flag: bool) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def test_structured_arguments_and_results(run: Any) -> None:
         h = layer(first["x"]) * other[0]
         return {"h": h, "list": [h + 1, None], "named": Result(h * 2, 7), "mask": h.detach() > 0}
 
-    x = batch().requires_grad_()
-    factor = torch.full((WIDTH,), 2.0, requires_grad=True)
+    x: Any = batch().requires_grad_()
+    factor: Any = torch.full((WIDTH,), 2.0, requires_grad=True)
     seen = []
     for how in (plain, run):
         layer.zero_grad()
@@ -206,7 +206,7 @@ def test_contiguous_buffers_are_used_again_and_grow() -> None:
 def test_forward_after_reset_does_not_touch_kept_inputs() -> None:
     ds.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
     block = Block(dropout=0.0)
-    x = batch().requires_grad_()
+    x: Any = batch().requires_grad_()
     block(x * 3).sum().backward()
     expected, x.grad = x.grad, None
     first = ds.checkpoint(block, x * 3)
@@ -218,7 +218,7 @@ def test_forward_after_reset_does_not_touch_kept_inputs() -> None:
 
 
 def test_checkpoint_function_itself() -> None:
-    x = batch().requires_grad_()
+    x: Any = batch().requires_grad_()
     everything: list[Any] = []
     out = ds.CheckpointFunction.apply(lambda t: (t * 2, "note"), everything, x)
     assert everything[1] == out[1] == "note"

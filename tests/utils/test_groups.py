@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.utils import groups
+from deepspeed.utils.exceptions import DeprecatedException
+from tests.pool import distributed
+
+
+def test_without_anything() -> None:
+    assert groups.get_mesh() is None
+    assert groups._get_sequence_parallel_group() is None
+    assert (groups._get_sequence_parallel_world_size(), groups._get_sequence_parallel_rank()) == (1, 0)
+    assert groups.get_data_parallel_group() is None and groups.get_data_parallel_world_size() == 1
+    assert groups.get_tensor_model_parallel_src_rank() == 0 and groups._get_data_parallel_group_ranks() == [0]
+    with pytest.raises(DeprecatedException, match="ep_size"):
+        groups.initialize(ep_size=2)
+
+
+@distributed(world_size=2)
+def test_without_a_mesh_all_ranks_are_data_parallel() -> None:
+    assert groups.get_data_parallel_group() is dist.group.WORLD
+    assert groups._get_sequence_data_parallel_group() is dist.group.WORLD
+    assert groups.get_data_parallel_rank() == dist.get_rank() and groups._get_data_parallel_world_size() == 2
+    assert groups.get_model_parallel_world_size() == 1 and groups.get_model_parallel_group() is None
+    assert groups.get_tensor_model_parallel_src_rank() == dist.get_rank()
+    assert groups._get_sequence_parallel_group() is None
+
+
+@distributed(world_size=4)
+def test_views_of_a_mesh() -> None:
+    rank = dist.get_rank()
+    try:
+        groups.set_mesh(ProcessMesh.build(dp=2, tp=2))
+        assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
+        assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+        assert groups._get_broadcast_src_rank() == rank % 2
+        assert (groups.get_tensor_model_parallel_rank(), groups.get_model_parallel_world_size()) == (
+            rank % 2,
+            2,
+        )
+        assert groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2
+        assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group())[0] == rank // 2 * 2
+        assert groups._get_sequence_parallel_group() is None
+
+        groups.set_mesh(ProcessMesh.build(dp=2, sp=2, ep=2))
+        assert dist.get_process_group_ranks(groups._get_sequence_parallel_group())[0] == rank // 2 * 2
+        assert (groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()) == (
+            rank % 2,
+            2,
+        )
+        assert groups._get_sequence_data_parallel_world_size() == 4
+        assert groups._get_sequence_data_parallel_rank() == rank
+        assert groups._get_expert_parallel_world_size("ep_size_2") == 2
+        assert groups._get_expert_data_parallel_rank("ep_size_2") == rank // 2
+    finally:
+        groups.set_mesh(None)
+
+
+def test_tensor_parallel_size_by_hand() -> None:
+    groups.set_tensor_model_parallel_world_size(4)
+    groups.set_tensor_model_parallel_rank(3)
+    assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (4, 3)
+    groups.set_mesh(None)
+    assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (1, 0)

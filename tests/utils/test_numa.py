@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deepspeed.utils import numa
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [("0-3,5,7-8", [0, 1, 2, 3, 5, 7, 8]), ("4", [4]), ("2-2", [2]), (" 1 - 2 , 4", [1, 2, 4])],
+)
+def test_core_lists(text: str, cores: list[int]) -> None:
+    assert numa.parse_range_list(text) == cores
+    assert numa.parse_range_list(numa.format_range_list(cores)) == cores
+
+
+@pytest.mark.parametrize("text", ["3-1", "a-b", "1,1", "5,1-2", "0-3,2", "", "1-", "-1", "1,,2"])
+def test_bad_core_lists(text: str) -> None:
+    with pytest.raises(ValueError, match="Core list"):
+        numa.parse_range_list(text)
+
+
+def test_format() -> None:
+    assert numa.format_range_list([5, 0, 1, 2, 7, 8]) == "0-2,5,7-8" and numa.format_range_list([]) == ""
+
+
+def test_shares_of_ranks() -> None:
+    assert [numa.cores_of_rank("0-3,8-11", 2, rank) for rank in (0, 1)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert numa.cores_of_rank("0-6", 3, 2) == [4, 5]  # what is left over belongs to nobody
+    everything = numa.available_cores()
+    assert numa.cores_of_rank(None, 1, 0) == everything
+    with pytest.raises(ValueError, match=r"--bind_core_list: 4 ranks do not fit on the 3 cores '0-2'"):
+        numa.cores_of_rank("0-2", 4, 0)
+
+
+def nodes(tmp_path: Path, *cpulists: str) -> Path:
+    for index, cpulist in enumerate(cpulists):
+        (tmp_path / f"node{index}").mkdir()
+        (tmp_path / f"node{index}" / "cpulist").write_text(cpulist + "\n")
+    return tmp_path
+
+
+def test_command_binds_memory_inside_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "NODES", nodes(tmp_path, "0-3,8-11", "4-7,12-15", ""))
+    assert numa.get_numa_cores() == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert numa.get_numactl_cmd("0-7", 2, 0) == (4, ["numactl", "-C", "0-3", "-m", "0"])
+    assert numa.get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-C", "4-7", "-m", "1"])
+    assert numa.get_numactl_cmd("0-7", 1, 0) == (8, ["numactl", "-C", "0-7"])  # over both nodes
+
+
+def test_command_on_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "NODES", nodes(tmp_path, "0-7"))
+    assert numa.get_numactl_cmd("0-7", 2, 1) == (4, ["numactl", "-C", "4-7"])
+    monkeypatch.setattr(numa, "NODES", tmp_path / "absent")
+    assert numa.get_numa_cores() == [] and numa.get_numactl_cmd("0-3", 2, 0)[0] == 2
+
+
+def test_numactl_is_looked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(numa.shutil, "which", lambda name: None)
+    assert not numa.check_for_numactl_pkg() and "install the package" in capsys.readouterr().out
+    monkeypatch.setattr(numa.shutil, "which", lambda name: f"/bin/{name}")
+    assert numa.check_for_numactl_pkg()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be bound on this system")
+def test_binding() -> None:
+    before = numa.available_cores()
+    try:
+        assert numa.bind_cores(before[:1]) and numa.available_cores() == before[:1]
+    finally:
+        numa.bind_cores(before)
+
+
+def test_binding_where_the_system_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sched_setaffinity", "sched_getaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    assert not numa.bind_cores([0]) and numa.available_cores()[0] == 0
