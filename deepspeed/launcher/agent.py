@@ -1,0 +1,241 @@
+"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for the end.
+
+The agent starts the ranks, each in a session of its own, watches them, and stops the others when one fails.
+Added here: who failed first and why, a bound on the time it takes to stop, and no process left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from deepspeed.launcher.processes import ExitWatch, grace_seconds, kill_descendants, run_dir_prefix
+from deepspeed.launcher.shim import ERROR_FILE
+
+logger = logging.getLogger("deepspeed.launcher")
+
+MESSAGE_LENGTH = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJob:
+    """What one machine runs."""
+
+    command: tuple[str, ...]  # program and arguments of every rank; ranks differ by their environment only
+    ranks: int  # on this machine
+    node_rank: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    log_dir: Path | None  # one file per rank in here, instead of this process's output
+    script: str  # for messages
+
+
+class OneMachine(RendezvousHandler):
+    """A rendezvous with nobody: the agent needs no server, and rank 0 finds its port free to listen at."""
+
+    def __init__(self, master_addr: str, master_port: int) -> None:
+        self._store_info = RendezvousStoreInfo(master_addr, master_port)
+        self._run_id = uuid.uuid4().hex
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, self._store_info)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could come."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class RankFiles(LogsSpecs):
+    """Where each rank writes: its error report always, its output only if a log folder is given."""
+
+    def __init__(self, run_dir: Path, log_dir: Path | None) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+        self._log_dir = log_dir
+        self._started = time.strftime("%Y%m%d%H%M%S")
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._run_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        error_files, stdouts = {}, dict.fromkeys(envs, "")
+        for local_rank, env in envs.items():
+            folder = self._run_dir / str(local_rank)
+            folder.mkdir(exist_ok=True)
+            error_files[local_rank] = env[ERROR_FILE] = str(folder / "error.json")
+            if self._log_dir is not None:
+                stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}.log")
+        # Standard error stays inherited here: the shim lets it join standard output, in one file, in order.
+        return LogsDest(stdouts=stdouts, stderrs=dict.fromkeys(envs, ""), error_files=error_files)
+
+
+class Supervisor(LocalElasticAgent):
+    """torch's agent with a bound on how long stopping takes and a note of when each rank ended."""
+
+    def __init__(self, job: NodeJob, run_dir: Path) -> None:
+        if job.nodes == 1:
+            rendezvous: RendezvousHandler = OneMachine(job.master_addr, job.master_port)
+        else:
+            where = (job.master_addr, job.master_port, job.node_rank, job.nodes)
+            rendezvous = StaticTCPRendezvous(*where, run_id="deepspeed", timeout=600)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.ranks,
+            rdzv_handler=rendezvous,
+            entrypoint=job.command[0],
+            args=tuple(
+                argument.replace("$", "$$") for argument in job.command[1:]
+            ),  # the agent expands macros
+            max_restarts=0,
+        )
+        super().__init__(spec, RankFiles(run_dir, job.log_dir))
+        self.watch = ExitWatch({})
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        context = self._pcontext
+        assert context is not None
+        # Wherever the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
+        object.__setattr__(context, "close", functools.partial(_close_within, context.close, grace_seconds()))
+        self.watch = ExitWatch(context.pids())
+        return workers
+
+
+def _close_within(close: Any, limit_s: float, death_sig: Any = None, timeout: float = 30) -> None:
+    close(death_sig, min(timeout, limit_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended badly."""
+
+    rank: int
+    at: float  # seconds since the epoch
+    exit_code: int  # negative: minus the signal that ended it
+    message: str  # the exception in one line; empty if it left none
+    traceback: str
+    on_screen: bool  # the rank printed its traceback itself
+
+    @classmethod
+    def of(cls, rank: int, process: ProcessFailure, ended_at: float | None) -> Failure:
+        """Read from the rank's error file, where an exception was the cause, else from its exit."""
+        report: dict[str, Any] = {}
+        try:
+            report = json.loads(Path(process.error_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            pass
+        inner: Any = report.get("message", {})
+        inner = inner if isinstance(inner, dict) else {"message": str(inner)}
+        lines = str(inner.get("message", "")).strip().splitlines()
+        # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
+        exit_code = 1 if report and process.exitcode < 0 else process.exitcode
+        return cls(
+            rank=rank,
+            at=report.get("time") or ended_at or float(process.timestamp),
+            exit_code=exit_code,
+            message=lines[0][:MESSAGE_LENGTH] if lines else "",
+            traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
+            on_screen=report.get("on_screen", False),
+        )
+
+    @property
+    def command_exit_code(self) -> int:
+        """What a shell would say: 128 + N for signal N."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    @property
+    def how(self) -> str:
+        if self.exit_code >= 0:
+            code = f"exit code {self.exit_code}"
+            return f"{self.message} ({code})" if self.message else code
+        hint = ", perhaps for want of memory" if self.exit_code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
+
+
+def supervise(job: NodeJob) -> int:
+    """Runs the ranks to their end; returns the exit code of the first that failed, 128 + signal, or 0."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    run_dir = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid())))
+    supervisor = Supervisor(job, run_dir)
+    exit_code = 1
+    try:
+        result: Any = supervisor.run()
+        exit_code = _report(job, result, supervisor) if result.is_failed() else 0
+    except SignalException as stop:
+        exit_code = 128 + stop.sigval
+        logger.warning("stopped by %s", stop.sigval.name)
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be cut short
+        if exit_code:
+            kill_descendants()
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return exit_code
+
+
+def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
+    """Says which rank failed first and why, the others in a line each; returns the exit code."""
+    ended_at = supervisor.watch.ended_at
+    failures = [
+        Failure.of(rank, process, ended_at.get(process.local_rank))
+        for rank, process in result.failures.items()
+    ]
+    first, *others = sorted(failures, key=lambda failure: failure.at)
+    lines = [f"rank {first.rank} of {job.script} failed first: {first.how}"]
+    ends: dict[str, list[str]] = {}
+    for failure in others:
+        if failure.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
+            end = "stopped by the launcher"
+        elif failure.message and failure.message == first.message:
+            end = "the same"
+        else:
+            end = f"{failure.message or failure.how}, {failure.at - first.at:.1f} s later"
+        ends.setdefault(end, []).append(str(failure.rank))
+    for end, ranks in ends.items():
+        lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {end}")
+    if job.log_dir is not None:
+        lines.append(f"  everything that the ranks wrote is in {job.log_dir}{os.sep}*_rank*.log")
+    if first.traceback and not first.on_screen:
+        sys.stderr.write(first.traceback)
+    for failure in others:
+        if failure.traceback and not failure.on_screen:
+            logger.debug("rank %d:\n%s", failure.rank, failure.traceback)
+    logger.error("\n".join(lines))
+    return first.command_exit_code

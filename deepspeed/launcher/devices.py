@@ -1,0 +1,124 @@
+"""Which devices a job runs on: command line, hostfile, CUDA_VISIBLE_DEVICES and hardware together."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+from deepspeed.launcher import cores
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.hostfile import fetch_hostfile, parse_inclusion_exclusion
+
+logger = logging.getLogger("deepspeed.launcher")
+
+DLTS_HOSTFILE = "/job/hostfile"
+THIS_MACHINE = "localhost"
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# One of these is there wherever torch could find an accelerator on Linux; else torch need not be asked.
+ACCELERATOR_FILES = (
+    "nvidia[0-9]*",
+    "kfd",
+    "dxg",
+    "dri/renderD*",
+    "accel*",
+    "davinci[0-9]*",
+    "cambricon*",
+    "hl[0-9]*",
+)
+
+
+def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
+    """Host -> slots to use: from the hostfile if there is one, else of this machine. Raises ValueError."""
+    filtered = bool(args.include or args.exclude)
+    if filtered and (args.num_gpus >= 0 or args.num_nodes >= 0):
+        raise LaunchError(
+            "--num_gpus and --num_nodes cannot be combined with --include or --exclude: use one or the other"
+        )
+    hosts = fetch_hostfile(args.hostfile)
+    if hosts is None and args.hostfile != DLTS_HOSTFILE:
+        raise LaunchError(f"--hostfile={args.hostfile}: no such file")
+    if hosts is None:
+        active = choose_local_devices(args)
+    else:
+        active = parse_inclusion_exclusion(hosts, args.include, args.exclude)
+        if args.num_nodes > 0:
+            active = OrderedDict(list(active.items())[: args.num_nodes])
+        if args.num_gpus > 0:
+            active = OrderedDict((host, slots[: args.num_gpus]) for host, slots in active.items())
+    if not active:
+        raise LaunchError("--include and --exclude leave no device")
+    if len(active) > 1 or not is_this_machine(next(iter(active))):
+        raise LaunchError(
+            f"the job would run on {', '.join(active)}; this release starts ranks on this machine only: "
+            "choose it with --include, or start 'python -m deepspeed.launcher.launch' or 'torchrun' on each machine"
+        )
+    return active
+
+
+def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
+    """The slots of this machine that are asked for."""
+    if args.num_gpus == 0 or args.num_gpus < -1:
+        raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
+    accelerators = accelerator_count()
+    if accelerators is None:  # ranks share the cores: any number of them will do
+        if args.num_gpus > 0:
+            return OrderedDict({THIS_MACHINE: list(range(args.num_gpus))})
+        count = max(cores.core_budget(), cores.numa_node_count()) if args.include else cores.numa_node_count()
+        return parse_inclusion_exclusion({THIS_MACHINE: count}, args.include, args.exclude)
+    if args.num_gpus > accelerators:
+        raise LaunchError(f"--num_gpus={args.num_gpus}: this machine has {accelerators} devices")
+    visible = os.environ.get(VISIBLE_DEVICES, "")
+    chosen_here = bool(args.include or args.exclude or args.num_gpus > 0)
+    if visible and not chosen_here:
+        if not all(device.strip().isdigit() for device in visible.split(",")):
+            raise LaunchError(
+                f"{VISIBLE_DEVICES}={visible} does not list numbers; choose devices with --include"
+            )
+        return OrderedDict({THIS_MACHINE: [int(device) for device in visible.split(",")]})
+    if visible:
+        logger.warning("%s=%s is ignored: the command line chooses devices", VISIBLE_DEVICES, visible)
+    count = args.num_gpus if args.num_gpus > 0 else accelerators
+    return parse_inclusion_exclusion({THIS_MACHINE: count}, args.include, args.exclude)
+
+
+def accelerator_count() -> int | None:
+    """Devices of this machine, whatever CUDA_VISIBLE_DEVICES says; None if its processors are the device.
+
+    torch is asked only where a device file is found, in a process of its own: it takes seconds and memory.
+    """
+    named = os.environ.get("DS_ACCELERATOR", "")
+    found = any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATOR_FILES)
+    hidden_by_user = os.environ.get(VISIBLE_DEVICES) == ""
+    if named == "cpu" or hidden_by_user or (not named and not found and sys.platform.startswith("linux")):
+        return None
+    code = (
+        "from deepspeed.accelerator import get_accelerator as a; print(a().device_name(), a().device_count())"
+    )
+    hidden = (VISIBLE_DEVICES, "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    if answer.returncode != 0:
+        raise LaunchError(
+            "the accelerator of this machine cannot be asked (see above); DS_ACCELERATOR=cpu does without"
+        )
+    device, count = answer.stdout.split()[-2:]
+    return None if device == "cpu" else int(count)
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` is a name or address of the machine we are on."""
+    if host in (THIS_MACHINE, socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)  # only an address of our own can be bound
+        return True
+    except OSError:
+        return False

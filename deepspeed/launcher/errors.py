@@ -1,0 +1,7 @@
+"""The one exception that the launcher's users see."""
+
+from __future__ import annotations
+
+
+class LaunchError(ValueError):
+    """A request that cannot be carried out; the message names the option, its value and the remedy."""

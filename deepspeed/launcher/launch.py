@@ -1,0 +1,240 @@
+"""Starts the ranks of this machine: ``python -m deepspeed.launcher.launch --world_info=... script.py``.
+
+The `deepspeed` command runs it on every machine of a job. It sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE,
+CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT and the accelerator's list of visible devices for each rank,
+and watches them. torch is imported only once all arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.launcher import cores, ports, shim
+from deepspeed.launcher.devices import VISIBLE_DEVICES
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.processes import adopt_orphans
+
+logger = logging.getLogger("deepspeed.launcher")
+
+RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process is to end with it
+USAGE_ERROR = 2
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `deepspeed` hands down unchanged."""
+    parser.add_argument(
+        "--module", action="store_true", help="run the script as a module, as 'python -m' would"
+    )
+    parser.add_argument(
+        "--no_python", action="store_true", help="run the script as a program, without Python"
+    )
+    parser.add_argument(
+        "--no_local_rank", action="store_true", help="do not add --local_rank=N to its arguments"
+    )
+    parser.add_argument(
+        "--enable_each_rank_log",
+        metavar="DIR",
+        help="write what each rank prints to a file of its own in DIR instead of here",
+    )
+    parser.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="give each rank CPU cores of its own"
+    )
+    parser.add_argument(
+        "--bind_core_list",
+        metavar="CORES",
+        help="the cores to bind to, such as 0,2-5; all by default (with --bind_cores_to_rank)",
+    )
+    parser.add_argument(
+        "--log_level",
+        choices=["debug", "info", "warning", "error", "critical"],
+        default="info",
+        help="how much the launcher itself says (default: info)",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
+
+
+def parse_args(args: list[str] | None = None) -> argparse.Namespace:
+    # Abbreviations off: they would also be looked for among the arguments of the user's script.
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.launcher.launch", description="Start the ranks of one machine.", allow_abbrev=False
+    )
+    parser.add_argument("--node_rank", type=int, default=0, help="number of this machine (default: 0)")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0 (default: 127.0.0.1)")
+    parser.add_argument(
+        "--master_port", type=int, default=TORCH_DISTRIBUTED_DEFAULT_PORT, help="a free port there"
+    )
+    parser.add_argument(
+        "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
+    )
+    parser.add_argument("--enable_elastic_training", action="store_true", help="not in this release")
+    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="not in this release")
+    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="not in this release")
+    parser.add_argument(
+        "--save_pid", type=int, default=0, metavar="PID", help="write this pid to /tmp/PID.ds"
+    )
+    add_common_arguments(parser)
+    parser.add_argument("training_script", help="script, module or program to start")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def configure_logging(args: argparse.Namespace) -> None:
+    """The launcher's own lines go to standard error, marked, so that they never mix into what a script
+    prints.
+    """
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[deepspeed] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.ERROR if args.quiet else args.log_level.upper())
+
+
+def decode_world_info(encoded: str) -> dict[str, list[int]]:
+    """Host -> its slots, in order of node rank."""
+    if encoded == "None":
+        raise LaunchError(
+            '--world_info is required: base64 of a JSON dictionary such as {"localhost": [0, 1]}'
+        )
+    try:
+        world = json.loads(base64.urlsafe_b64decode(encoded))
+        return {str(host): [int(slot) for slot in slots] for host, slots in world.items()}
+    except (binascii.Error, ValueError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"--world_info={encoded!r} is not base64 of a JSON dictionary host -> slots: {error}"
+        ) from None
+
+
+def pid_file(main_pid: int) -> Path:
+    """Where ``--save_pid`` writes the process id of this launcher; ``main_pid`` is that of the `deepspeed`
+    command.
+    """
+    folder = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
+    return Path(folder, f"{main_pid}.ds")
+
+
+def shim_command(args: argparse.Namespace, bound: list[list[int]] | None) -> tuple[str, ...]:
+    """The command line that starts any rank of this machine."""
+    kind = "module" if args.module else "program" if args.no_python else "script"
+    own_log = args.enable_each_rank_log is not None
+    options = shim.Options(local_rank_argument=not args.no_local_rank, own_log=own_log, cores=bound)
+    start = (sys.executable, "-u", shim.__file__, str(os.getpid()), kind, json.dumps(options._asdict()))
+    return (*start, args.training_script, *args.training_script_args)
+
+
+def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: int, threads: int) -> None:
+    """Sets what all ranks of this machine share; the agent adds what differs between them."""
+    from deepspeed.accelerator import get_accelerator
+
+    environment = dict(os.environ)
+    environment |= {
+        "LOCAL_SIZE": str(len(local_slots)),
+        "CROSS_RANK": str(args.node_rank),
+        "CROSS_SIZE": str(nodes),
+    }
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # empty: he hides his GPUs
+        accelerator.set_visible_devices_envs(environment, local_slots)
+    os.environ.update(environment)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Starts the ranks and returns the command's exit code."""
+    if args.enable_elastic_training or max(args.min_elastic_nodes, args.max_elastic_nodes) > 0:
+        raise LaunchError(
+            "--enable_elastic_training is not in this release; leave it and its node limits out"
+        )
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
+    world = decode_world_info(args.world_info)
+    if not 0 <= args.node_rank < len(world):
+        raise LaunchError(
+            f"--node_rank={args.node_rank}: --world_info names {len(world)} nodes, counted from 0"
+        )
+    host, slots = list(world.items())[args.node_rank]
+    if not slots:
+        raise LaunchError(f"--world_info: host {host!r} has no slots")
+    if args.node_rank == 0 and not ports.is_free(args.master_addr, args.master_port):
+        raise LaunchError(port_in_use(args.master_addr, args.master_port))
+    bound = cores.binding(args.bind_core_list, len(slots)) if args.bind_cores_to_rank else None
+    threads = len(bound[0]) if bound else max(1, cores.core_budget() // len(slots))
+    log_dir = None
+    if args.enable_each_rank_log is not None:
+        log_dir = Path(args.enable_each_rank_log)
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"--enable_each_rank_log={log_dir}: cannot make this folder: {error.strerror}"
+            ) from None
+
+    adopt_orphans()
+    from deepspeed.launcher.agent import NodeJob, supervise  # torch comes in here
+
+    export_environment(slots, args, len(world), threads)
+    per_rank = os.environ["OMP_NUM_THREADS"]
+    plural = "" if len(slots) == 1 else "s", "" if per_rank == "1" else "s"
+    where = f"{args.master_addr}:{args.master_port}"
+    line = f"{len(slots)} rank{plural[0]}, {per_rank} thread{plural[1]} each, rendezvous at {where}"
+    logger.info("%s", line)
+    return supervise(
+        NodeJob(
+            command=shim_command(args, bound),
+            ranks=len(slots),
+            node_rank=args.node_rank,
+            nodes=len(world),
+            master_addr=args.master_addr,
+            master_port=args.master_port,
+            log_dir=log_dir,
+            script=args.training_script,
+        )
+    )
+
+
+def port_in_use(address: str, port: int) -> str:
+    return (
+        f"--master_port={port} is in use at {address}, perhaps by another run. Choose another, such as "
+        f"{ports.find_free(address)}, which is free now, or leave the option out to have one chosen"
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    runner_pid = os.environ.pop(RUNNER_PID, None)
+    if runner_pid is not None:
+        shim.die_with_parent(int(runner_pid), signal.SIGTERM)
+    parsed = parse_args(args)
+    configure_logging(parsed)
+    saved_pid = pid_file(parsed.save_pid) if parsed.save_pid else None
+    if saved_pid is not None:
+        saved_pid.write_text(str(os.getpid()))
+    try:
+        sys.exit(run(parsed))
+    except LaunchError as error:
+        logger.error("error: %s", error)
+        sys.exit(USAGE_ERROR)
+    except KeyboardInterrupt:  # before the ranks ran: afterwards the agent turns it into its own exception
+        sys.exit(shim.INTERRUPTED)
+    finally:
+        if saved_pid is not None:
+            saved_pid.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as end:
+        # Nothing is left to do, and taking torch down in order costs what importing a third of it costs.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)

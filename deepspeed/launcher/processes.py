@@ -1,0 +1,120 @@
+"""Watching ranks and leaving none behind. What needs the Linux kernel does nothing elsewhere."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from deepspeed.launcher.shim import LINUX
+
+PR_SET_CHILD_SUBREAPER = 36
+DEFAULT_GRACE_S = 2.5
+
+
+def grace_seconds() -> float:
+    """Time that ranks get between being asked to stop and SIGKILL.
+
+    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it: raise it for scripts that save a checkpoint on SIGTERM.
+    """
+    return float(os.environ.get("DEEPSPEED_STOP_GRACE", DEFAULT_GRACE_S))
+
+
+def run_dir_prefix(launcher_pid: int) -> str:
+    """How the name of a launcher's folder for its ranks' error reports begins, in the folder for temporary
+    files."""
+    return f"deepspeed_launch_{launcher_pid}_"
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends: it can still be found then."""
+    if LINUX:
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_children() -> frozenset[int]:
+    """Process ids of the children that this process has now."""
+    import psutil
+
+    return frozenset(child.pid for child in psutil.Process().children())
+
+
+def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0) -> None:
+    """SIGKILL to all below this process but ``spared`` children, until none is left or the time is up."""
+    import psutil
+
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        # A descendant may fork while it is being killed, and its children come to us: look again.
+        children = [child for child in psutil.Process().children() if child.pid not in spared]
+        family = [process for child in children for process in (child, *_below(child)) if _is_alive(process)]
+        if not family:
+            _collect(child.pid for child in children)
+            return
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(family, timeout=0.2)
+
+
+def _collect(pids: Iterable[int]) -> None:
+    """Takes the exit status of dead children that came to this process as orphans."""
+    for pid in pids:
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
+
+
+def _below(process) -> list:
+    import psutil
+
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_alive(process) -> bool:
+    import psutil
+
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class ExitWatch:
+    """Notes when each process ended, to the millisecond, without collecting its exit status.
+
+    The agent polls ten times a second, and by then a killed rank has often taken its neighbours with it; who
+    was first decides whose exit code is the command's.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        """``pids``: local rank -> process id of a child that nobody has waited for yet."""
+        self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
+        if not hasattr(os, "pidfd_open"):
+            return
+        self._selector = selectors.DefaultSelector()
+        for local_rank, pid in pids.items():
+            try:
+                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, local_rank)
+            except OSError:  # an old kernel, or no descriptors left: the agent's own times serve
+                return
+        threading.Thread(target=self._watch, args=(len(pids),), name="exit-watch", daemon=True).start()
+
+    def _watch(self, running: int) -> None:
+        while running:
+            for key, _ in self._selector.select():
+                self.ended_at[key.data] = time.time()
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+                running -= 1
+        self._selector.close()

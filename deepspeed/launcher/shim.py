@@ -1,0 +1,179 @@
+"""What every rank is started through. Run by path, so it may import nothing but the standard library.
+
+    shim.py PARENT_PID KIND OPTIONS TARGET [ARGUMENT ...]
+
+KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
+to the life of the launcher, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
+program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
+that leaves a script is written to the file that torch's elastic agent reads (``TORCHELASTIC_ERROR_FILE``),
+and only the rank that fails first prints its traceback: the others fail because of it, and their tracebacks
+would bury the one that matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import types
+from typing import Any, NamedTuple
+
+PR_SET_PDEATHSIG = 1
+LINUX = sys.platform.startswith("linux")
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+FIRST_FAILURE = "first_failure"
+SIGKILL = 9  # not in `signal` on Windows
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Options(NamedTuple):
+    """How this machine's ranks are started; the same for all of them."""
+
+    local_rank_argument: bool = True
+    own_log: bool = False  # standard output is a file of this rank: standard error joins it
+    cores: list[list[int]] | None = None  # by local rank
+
+
+def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
+    """Has the kernel send ``signum`` to this process when its parent ends, however it ends (Linux only)."""
+    if not LINUX:
+        return
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the request was in place
+        os._exit(128 + signum)
+
+
+def main() -> None:
+    parent_pid, kind, options_json, target, *arguments = sys.argv[1:]
+    die_with_parent(int(parent_pid))
+    options = Options(**json.loads(options_json))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if options.own_log:
+        os.dup2(1, 2)
+    if options.cores is not None:
+        os.sched_setaffinity(0, options.cores[local_rank])
+    if options.local_rank_argument:
+        arguments.insert(0, f"--local_rank={local_rank}")
+
+    if kind == "program":
+        run_program(target, arguments)
+    sys.argv = [target, *arguments]
+    run = run_module if kind == "module" else run_script
+    try:
+        run(target)
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)  # the launcher reports the interrupt once, for all ranks
+    except BaseException as error:
+        report(error, options.own_log)
+        sys.exit(1)
+
+
+def run_program(target: str, arguments: list[str]) -> None:
+    """Replaces this process; returns never."""
+    try:
+        os.execvp(target, [target, *arguments])
+    except OSError as error:
+        print(f"deepspeed: cannot run {target!r}: {error.strerror}", file=sys.stderr)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run_script(path: str) -> None:
+    """Runs a Python file as ``python path`` would: a fresh ``__main__``, the file's folder first on
+    ``sys.path``.
+    """
+    full_path = os.path.abspath(path)
+    if not os.path.isfile(full_path):  # a folder or archive with a __main__.py
+        import runpy
+
+        runpy.run_path(path, run_name="__main__")
+        return
+    main_module = types.ModuleType("__main__")
+    main_module.__file__ = full_path
+    main_module.__dict__["__cached__"] = None
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    # The shim's own module must outlive the swap: its functions are still running.
+    sys.modules["__deepspeed_shim__"] = sys.modules["__main__"]
+    sys.modules["__main__"] = main_module
+    with open(full_path, "rb") as file:
+        source = file.read()
+    exec(compile(source, full_path, "exec", dont_inherit=True), main_module.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Runs a module as ``python -m name`` would."""
+    import runpy
+
+    _set_first_path(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _set_first_path(folder: str) -> None:
+    """Puts ``folder`` where Python had put the shim's own folder."""
+    if not getattr(sys.flags, "safe_path", False):  # -P and PYTHONSAFEPATH, from Python 3.11 on
+        sys.path[0] = folder
+
+
+def report(error: BaseException, own_log: bool) -> None:
+    """Writes the error down for the launcher; prints it if no rank of this machine has failed before."""
+    import traceback
+
+    trace = _without_shim_frames(error.__traceback__)
+    error.__traceback__ = trace
+    first = _is_first_failure()
+    if first or own_log:
+        sys.excepthook(type(error), error, trace)  # the user's own hook, if he set one
+        sys.stderr.flush()
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    record: dict[str, Any] = {
+        # torch's layout: ProcessFailure reads message, call stack and time from here.
+        "message": {
+            "message": message,
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+        },
+        "time": time.time(),
+        "on_screen": first and not own_log,
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(record, file)
+
+
+def _is_first_failure() -> bool:
+    """True in exactly one rank of this machine: the one that makes the marker file beside the ranks'
+    folders."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return True
+    marker = os.path.join(os.path.dirname(os.path.dirname(path)), FIRST_FAILURE)
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # the folder is gone or full: better one traceback too many
+    return True
+
+
+def _without_shim_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The traceback from the user's first line on; None if it never got that far (a missing module, bad
+    syntax).
+    """
+    while trace is not None:
+        names = trace.tb_frame.f_globals
+        if names is not globals() and names.get("__name__") != "runpy":
+            break
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()

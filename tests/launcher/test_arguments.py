@@ -1,0 +1,173 @@
+"""The command line: what is parsed, what is refused before any process starts, and that it costs no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed.launcher import cores, devices, launch, ports, runner
+from tests.launcher.programs import REPOSITORY, deepspeed, environment
+
+DOCUMENTED = {
+    "hostfile": "/job/hostfile", "include": "", "exclude": "", "num_nodes": -1, "min_elastic_nodes": -1,
+    "max_elastic_nodes": -1, "num_gpus": -1, "master_port": 29500, "master_addr": "", "node_rank": -1,
+    "launcher": "pdsh", "launcher_args": "",
+    "module": False, "no_python": False, "no_local_rank": False,
+    "no_ssh": False, "no_ssh_check": False, "force_multi": False, "save_pid": False,
+    "enable_each_rank_log": None,
+    "autotuning": "", "elastic_training": False, "bind_cores_to_rank": False, "bind_core_list": None,
+    "ssh_port": None, "venv_script": None, "log_level": "info", "quiet": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A script in the current folder, on a machine without accelerators."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+def test_documented_defaults():
+    parsed = vars(runner.parse_args(["train.py"]))
+    assert {name: parsed[name] for name in DOCUMENTED} == DOCUMENTED
+
+
+def test_all_after_the_script_is_the_scripts():
+    mine = ["--num_gpus", "8", "-q", "--b", "--", "x", "--module"]
+    parsed = runner.parse_args(["--num_accelerators", "2", "-i", "a", "train.py", *mine])
+    assert (parsed.num_gpus, parsed.user_script, parsed.user_args) == (2, "train.py", mine)
+    assert not parsed.quiet and not parsed.module
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ("--num_gpus 1 --include localhost train.py", "--num_gpus"),
+        ("--num_gpus 1 --exclude localhost train.py", "--exclude"),
+        ("--num_nodes 1 --include localhost train.py", "--num_nodes"),
+        ("--include localhost:0 --exclude localhost:1 train.py", "mutually exclusive"),
+        ("--include localhost:99999 train.py", "no slot 99999"),
+        ("--include elsewhere train.py", "elsewhere"),
+        ("--exclude localhost train.py", "no device"),
+        ("--num_gpus 0 train.py", "--num_gpus=0"),
+        ("--hostfile missing train.py", "--hostfile=missing"),
+        ("--module --no_python train.py", "--no_python"),
+        ("nosuch.py", "nosuch.py"),
+        ("--no_python nosuchprogram", "nosuchprogram"),
+        ("--num_nodes 2 train.py", "--num_nodes"),
+        ("--force_multi train.py", "--force_multi"),
+        ("--no_ssh --node_rank 0 train.py", "--no_ssh"),
+        ("--autotuning run train.py", "--autotuning"),
+        ("--elastic_training train.py", "--elastic_training"),
+    ],
+)
+def test_refusals_name_the_option(script, arguments, named):
+    with pytest.raises(ValueError, match=named):
+        runner.main(arguments.split())
+
+
+def test_hostfile_of_other_machines_is_refused(script, tmp_path):
+    (tmp_path / "hosts").write_text("192.0.2.1 slots=2\n192.0.2.2 slots=2\n")
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1, 192\.0\.2\.2"):
+        runner.main(["--hostfile", "hosts", script])
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1"):
+        runner.main(["--hostfile", "hosts", "--num_nodes", "1", script])
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_hostfile_of_this_machine(script, tmp_path, host):
+    (tmp_path / "hosts").write_text(f"{host} slots=4\n")
+    chosen = devices.choose_devices(runner.parse_args(["--hostfile", "hosts", "--num_gpus", "2", script]))
+    assert chosen == {host: [0, 1]}
+
+
+def test_cpu_host_runs_a_rank_per_numa_node_or_as_many_as_asked(script, monkeypatch):
+    monkeypatch.setattr(cores, "numa_node_count", lambda: 2)
+    monkeypatch.setattr(cores, "core_budget", lambda: 8)
+    assert devices.choose_devices(runner.parse_args([script])) == {"localhost": [0, 1]}
+    assert devices.choose_devices(runner.parse_args(["--num_gpus", "3", script])) == {"localhost": [0, 1, 2]}
+    assert devices.choose_devices(runner.parse_args(["-i", "localhost:5,7", script])) == {"localhost": [5, 7]}
+
+
+@pytest.mark.parametrize(
+    "options, visible, chosen",
+    [
+        ([], None, [0, 1, 2, 3]),
+        ([], "3,1", [3, 1]),
+        (["--num_gpus", "2"], "3,1", [0, 1]),
+        (["--include", "localhost:2"], "3,1", [2]),
+        (["--exclude", "localhost:2"], None, [0, 1, 3]),
+    ],
+)
+def test_devices_of_a_gpu_host(script, monkeypatch, options, visible, chosen):
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.choose_devices(runner.parse_args([*options, script])) == {"localhost": chosen}
+
+
+def test_more_devices_than_there_are(script, monkeypatch):
+    monkeypatch.setattr(devices, "accelerator_count", lambda: 4)
+    with pytest.raises(ValueError, match="has 4 devices"):
+        devices.choose_devices(runner.parse_args(["--num_gpus", "8", script]))
+
+
+def test_cores_are_divided_in_equal_runs():
+    assert cores.divide([0, 1, 2, 3, 4], 2) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="--bind_cores_to_rank"):
+        cores.divide([0], 2)
+    with pytest.raises(ValueError, match="--bind_core_list"):
+        cores.binding("99999", 1)
+    usable = cores.usable_cores()
+    assert usable and cores.core_budget() <= len(usable)
+
+
+def test_taken_port_is_refused_if_chosen_and_replaced_if_not():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        assert not ports.is_free("127.0.0.1", taken)
+        with pytest.raises(ValueError, match=rf"--master_port={taken} is in use.*\d+, which is free"):
+            runner.choose_port(runner.parse_args(["--master_port", str(taken), "x"]), "127.0.0.1")
+        unasked = runner.parse_args(["x"])
+        unasked.master_port = taken
+        other = runner.choose_port(unasked, "127.0.0.1")
+        assert other != taken and ports.is_free("127.0.0.1", other)
+    assert ports.is_free("127.0.0.1", taken)
+
+
+@pytest.mark.parametrize("text", ["None", "?", "bm90IGpzb24=", runner.encode_world_info({"a": 3})])  # type: ignore[dict-item]
+def test_bad_world_info_is_refused(text):
+    with pytest.raises(ValueError, match="--world_info"):
+        launch.decode_world_info(text)
+
+
+def test_usage_errors_exit_with_2_and_one_line(tmp_path):
+    result = deepspeed("--num_gpus", 2, "nosuch.py", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("[deepspeed] error: there is no script 'nosuch.py'")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_command_imports_no_torch():
+    code = "import sys, deepspeed.launcher.runner as r; r.parse_args(['x']); print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_help_names_every_documented_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        runner.parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    missing = [name for name in DOCUMENTED if f"--{name}" not in text]
+    assert not missing
+    assert os.linesep * 4 not in text

@@ -1,0 +1,136 @@
+"""Whatever is killed, no process of the job is alive five seconds later, and the exit code says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launcher.programs import COMMAND, environment
+
+psutil = pytest.importorskip("psutil")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the Linux kernel's help")
+
+LIMIT_S = 5.0
+
+# A rank with a child that ignores polite signals, one in a session of its own, and one whose parent has ended.
+FAMILY = """\
+import os, pathlib, signal, subprocess, sys, time
+deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(120)"
+children = [
+    subprocess.Popen([sys.executable, "-c", deaf]),
+    subprocess.Popen(["sleep", "120"], start_new_session=True),
+]
+orphan = subprocess.check_output("sleep 120 >/dev/null & echo $!", shell=True, text=True)
+if sys.argv[-1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+pids = [os.getpid(), *(child.pid for child in children), int(orphan)]
+part = pathlib.Path("part" + os.environ["RANK"])
+part.write_text(" ".join(map(str, pids)))
+part.rename("pids" + os.environ["RANK"])
+time.sleep(120)
+"""
+
+
+class Job:
+    """A running command, its launcher, and the processes of each rank (the rank itself first)."""
+
+    def __init__(self, folder, manner: str) -> None:
+        (folder / "family.py").write_text(FAMILY)
+        self.command = subprocess.Popen(
+            [*COMMAND, "--num_gpus", "2", "--save_pid", "family.py", manner],
+            cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        files = [folder / f"pids{rank}" for rank in range(2)]
+        deadline = time.monotonic() + 30
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline and self.command.poll() is None, "the ranks did not start"
+            time.sleep(0.02)
+        with open(f"/tmp/{self.command.pid}.ds") as file:
+            self.launcher = int(file.read())
+        self.ranks = [[int(pid) for pid in file.read_text().split()] for file in files]
+
+    def alive(self) -> list[int]:
+        everyone = [self.command.pid, self.launcher, *(pid for rank in self.ranks for pid in rank)]
+        return [pid for pid in everyone if psutil.pid_exists(pid) and _status(pid) != psutil.STATUS_ZOMBIE]
+
+
+def _status(pid: int) -> str:
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    "manner, victim, signum, code",
+    [
+        ("polite", "command", signal.SIGTERM, 143),
+        ("polite", "rank", signal.SIGKILL, 137),
+        ("stubborn", "command", signal.SIGKILL, -9),
+        ("stubborn", "command", signal.SIGTERM, 143),
+        ("stubborn", "command", signal.SIGINT, 130),
+        ("stubborn", "launcher", signal.SIGKILL, 137),
+        ("stubborn", "launcher", signal.SIGTERM, 143),
+        ("stubborn", "rank", signal.SIGKILL, 137),
+    ],
+)
+def test_nothing_outlives_a_kill(tmp_path, manner, victim, signum, code):
+    job = Job(tmp_path, manner)
+    pid = {"command": job.command.pid, "launcher": job.launcher, "rank": job.ranks[1][0]}[victim]
+    start = time.monotonic()
+    os.kill(pid, signum)
+    _, said = job.command.communicate(timeout=30)
+    while job.alive() and time.monotonic() - start < LIMIT_S:
+        time.sleep(0.02)
+    assert job.alive() == []
+    assert job.command.returncode == code
+    assert "Traceback" not in said
+    assert not os.path.exists(f"/tmp/{job.command.pid}.ds")
+    if victim == "rank":
+        assert "rank 1 of family.py failed first: killed by SIGKILL" in said
+
+
+def test_a_daemon_of_a_run_that_succeeds_is_left_alone(tmp_path):
+    (tmp_path / "daemon.py").write_text(
+        "import subprocess\nprint(subprocess.Popen(['sleep', '30'], start_new_session=True, stdout=-3).pid)\n"
+    )
+    result = subprocess.run(
+        [*COMMAND, "--num_gpus", "1", "daemon.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    pid = int(result.stdout)
+    assert result.returncode == 0 and psutil.pid_exists(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_interrupt_handlers_of_the_script_run(tmp_path):
+    (tmp_path / "save.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('ready').touch()\n"
+        "try: time.sleep(60)\n"
+        "except KeyboardInterrupt: pathlib.Path('saved').touch(); raise\n"
+    )
+    job = subprocess.Popen(
+        [*COMMAND, "--num_gpus", "1", "save.py"],
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.send_signal(signal.SIGINT)
+    _, said = job.communicate(timeout=10)
+    assert job.returncode == 130 and (tmp_path / "saved").exists()
+    assert said.splitlines()[1:] == ["[deepspeed] stopped by SIGINT"]

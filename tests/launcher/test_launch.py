@@ -1,0 +1,226 @@
+"""The real command on small scripts: what ranks are given, what comes back, and who is blamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed.launcher.runner import encode_world_info
+from tests.launcher.programs import TIMEOUT_S, deepspeed, environment
+
+SHOW = """\
+import json, os, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+names += " CUDA_VISIBLE_DEVICES"
+shown = {name: os.environ.get(name) for name in names.split()}
+shown |= {"argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": os.path.basename(__file__)}
+shown["main"] = sys.modules["__main__"].__dict__.get("shown") is shown
+shown["cores"] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+print(json.dumps(shown), flush=True)
+"""
+
+FAIL = """\
+import os, sys, time
+def train():
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom")
+    {other}
+train()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    return tmp_path
+
+
+def shown(stdout: str) -> list[dict]:
+    """What each rank showed, by rank."""
+    ranks = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return sorted(ranks, key=lambda rank: int(rank["RANK"]))
+
+
+def test_each_rank_gets_its_environment_and_arguments(folder):
+    result = deepspeed("--num_gpus", 2, "show.py", "a", "--b", "$$ ${local_rank}", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    ranks = shown(result.stdout)
+    assert [rank["argv"] for rank in ranks] == [
+        ["show.py", f"--local_rank={r}", "a", "--b", "$$ ${local_rank}"] for r in range(2)
+    ]
+    for r, rank in enumerate(ranks):
+        assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["LOCAL_SIZE"]) == (
+            str(r),
+            str(r),
+            "2",
+            "2",
+        )
+        assert (rank["CROSS_RANK"], rank["CROSS_SIZE"], rank["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
+        assert (rank["CUDA_VISIBLE_DEVICES"], rank["path0"]) == ("0,1", str(folder))
+        assert (rank["name"], rank["file"], rank["main"]) == ("__main__", "show.py", True)
+        assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, (os.cpu_count() or 1) // 2)
+    assert len([line for line in result.stderr.splitlines() if line]) == 1  # one line at start
+
+
+def test_module_without_local_rank(folder):
+    result = deepspeed("--num_gpus", 1, "--no_local_rank", "-q", "--module", "show", "x", cwd=folder)
+    assert result.returncode == 0 and result.stderr == ""
+    (rank,) = shown(result.stdout)
+    assert rank["argv"] == [str(folder / "show.py"), "x"] and rank["main"] and rank["path0"] == str(folder)
+
+
+def test_program_that_is_not_python(folder):
+    result = deepspeed("--num_gpus", 2, "--no_python", "echo", "hello", cwd=folder)
+    assert sorted(result.stdout.splitlines()) == ["--local_rank=0 hello", "--local_rank=1 hello"]
+
+
+def test_threads_that_the_user_set_stay(folder):
+    result = deepspeed("--num_gpus", 2, "show.py", cwd=folder, OMP_NUM_THREADS="3")
+    assert [rank["OMP_NUM_THREADS"] for rank in shown(result.stdout)] == ["3", "3"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to cores")
+def test_cores_are_bound(folder):
+    core = min(os.sched_getaffinity(0))
+    result = deepspeed(
+        "--num_gpus", 1, "--bind_cores_to_rank", "--bind_core_list", core, "show.py", cwd=folder
+    )
+    (rank,) = shown(result.stdout)
+    assert (rank["cores"], rank["OMP_NUM_THREADS"]) == ([core], "1")
+
+
+def test_log_of_each_rank(folder):
+    (folder / "both.py").write_text("import sys; print('out', flush=True); print('err', file=sys.stderr)")
+    result = deepspeed("--num_gpus", 2, "--enable_each_rank_log", "logs", "both.py", cwd=folder)
+    assert result.returncode == 0 and result.stdout == ""
+    files = sorted((folder / "logs").iterdir())
+    assert [re.sub(r"^\d{14}", "", file.name) for file in files] == ["_rank0.log", "_rank1.log"]
+    assert [file.read_text() for file in files] == ["out\nerr\n"] * 2
+
+
+def test_first_traceback_then_a_summary(folder):
+    (folder / "fail.py").write_text(FAIL.format(other="time.sleep(60)"))
+    result = deepspeed("--num_gpus", 3, "fail.py", cwd=folder)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert "shim.py" not in result.stderr  # the user's frames only
+    report = result.stderr.splitlines()[-2:]
+    assert report[0] == "[deepspeed] rank 1 of fail.py failed first: ValueError: boom (exit code 1)"
+    assert report[1] == "  ranks 0, 2: stopped by the launcher"
+
+
+def test_a_rank_that_fails_because_of_another_is_summarised(folder):
+    (folder / "fail.py").write_text(FAIL.format(other="time.sleep(0.4); raise RuntimeError('lost my peer')"))
+    result = deepspeed(
+        "--num_gpus", 2, "--log_level", "debug", "fail.py", cwd=folder, DEEPSPEED_STOP_GRACE="2"
+    )
+    assert "ValueError: boom" in result.stderr
+    assert result.stderr.index("rank 1 of fail.py failed first") > result.stderr.index("Traceback")
+    assert result.returncode == 1
+
+
+def test_traceback_is_shown_although_ranks_log_to_files(folder):
+    (folder / "fail.py").write_text(FAIL.format(other="time.sleep(60)"))
+    result = deepspeed("--num_gpus", 2, "--enable_each_rank_log", "logs", "fail.py", cwd=folder)
+    assert result.stderr.count("Traceback") == 1 and "ValueError: boom" in result.stderr
+    log = next((folder / "logs").glob("*_rank1.log")).read_text()
+    assert log.count("Traceback") == 1 and "shim.py" not in log
+
+
+@pytest.mark.parametrize("ending, code, said", [
+    ("sys.exit(7)", 7, "exit code 7"),
+    ("os._exit(9)", 9, "exit code 9"),
+    ("os.kill(os.getpid(), 11)", 139, "killed by SIGSEGV (exit code 139)"),
+    ("sys.exit('bad data')", 1, "exit code 1"),
+])  # fmt: skip
+def test_exit_code_is_that_of_the_first_rank_that_failed(folder, ending, code, said):
+    (folder / "end.py").write_text(
+        f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(60)\n"
+    )
+    result = deepspeed("--num_gpus", 2, "end.py", cwd=folder)
+    assert result.returncode == code
+    assert f"rank 1 of end.py failed first: {said}" in result.stderr
+
+
+def test_chosen_port_in_use(folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = deepspeed("--master_port", port, "show.py", cwd=folder)
+    assert result.returncode == 2 and f"--master_port={port} is in use" in result.stderr
+
+
+def test_ranks_meet_under_the_launcher_and_under_torchrun_and_alone(folder):
+    (folder / "meet.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo') if 'RANK' in os.environ else None\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total) if dist.is_initialized() else None\n"
+        "print('total', int(total), flush=True)\n"
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "meet.py",
+    ]
+    assert deepspeed("--num_gpus", 2, "meet.py", cwd=folder).stdout.split() == ["total", "2"] * 2
+    for command, count in ((torchrun, 2), ([sys.executable, "meet.py"], 1)):
+        result = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert result.stdout.split() == ["total", str(count)] * count, result.stderr
+
+
+def test_two_nodes_of_one_machine_through_the_launch_module(folder):
+    from deepspeed.launcher.ports import find_free
+
+    world, port = encode_world_info({"a": [0], "b": [0, 1]}), find_free("127.0.0.1")
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={world}",
+        f"--master_port={port}",
+    ]
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node_rank={node}", "show.py"],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    output = "".join(node.communicate(timeout=TIMEOUT_S)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0]
+    facts = [
+        (rank["RANK"], rank["LOCAL_RANK"], rank["LOCAL_SIZE"], rank["CROSS_RANK"]) for rank in shown(output)
+    ]
+    assert facts == [("0", "0", "1", "0"), ("1", "0", "2", "1"), ("2", "1", "2", "1")]
+    assert {(rank["WORLD_SIZE"], rank["CROSS_SIZE"]) for rank in shown(output)} == {("3", "2")}
+
+
+def test_spawned_children_find_main(folder):
+    (folder / "spawn.py").write_text(
+        "import multiprocessing, sys\n"
+        "def double(x): return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(double, [1, 2]))\n"
+    )
+    result = deepspeed("--num_gpus", 1, "spawn.py", cwd=folder)
+    assert result.stdout.strip() == "[2, 4]", result.stderr
