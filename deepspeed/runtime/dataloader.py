@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -88,6 +89,23 @@ class EpochSampler(Sampler[int]):
         return iter(order[positions % self.num_samples].tolist())
 
 
+@dataclass
+class Position:
+    """What the next batch depends on. The loader's parts share it, not the loader: a reference cycle through
+    worker processes would make their shutdown wait for timeouts."""
+
+    seed: int
+    world_size: int
+    rank: int
+    samples_per_batch: int
+    epoch: int = 0
+    samples: int = 0  # taken in this epoch, by all ranks together
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.samples_per_batch * self.world_size
+
+
 class DeepSpeedDataLoader:
     """Batches of this rank; one pass is one epoch, `len()` the number of steps in it.
 
@@ -135,30 +153,29 @@ class DeepSpeedDataLoader:
         self.num_local_io_workers = num_local_io_workers or 0
         self.pin_memory = pin_memory and get_accelerator().device_name() != "cpu"
         self.dataloader_drop_last = dataloader_drop_last
-        self.data_parallel_world_size, self.data_parallel_rank = _group_position(
-            data_parallel_world_size, data_parallel_rank
-        )
-        self.seed = int(config.get("seed", 0))
+        world_size, rank = _group_position(data_parallel_world_size, data_parallel_rank)
+        self.data_parallel_world_size, self.data_parallel_rank = world_size, rank
         self.iterable = isinstance(dataset, IterableDataset)
         self.data_sampler = data_sampler
         if data_sampler is None and not self.iterable:
             self.data_sampler = EpochSampler(
                 len(dataset),
-                self.data_parallel_world_size,
-                self.data_parallel_rank,
+                world_size,
+                rank,
                 shuffle=bool(config.get("shuffle", True)),
-                seed=self.seed,
+                seed=config.get("seed", 0),
             )
         self._generator = torch.Generator()
-        if isinstance(data_sampler, RandomSampler) and data_sampler.generator is None:
-            data_sampler.generator = self._generator  # else it draws from the global one
+        order = _innermost(data_sampler)
+        if isinstance(order, RandomSampler) and order.generator is None:
+            order.generator = self._generator  # else it draws from the global one
         self._sampler_start: Any = None  # state of the client's sampler at the start of the epoch
-        self.epoch = 0
-        self.samples = 0  # taken in this epoch, by all ranks together
+        if _yields_batches(self.data_sampler):
+            batch_size = getattr(self.data_sampler, "batch_size", None) or batch_size
+        self.position = Position(int(config.get("seed", 0)), world_size, rank, batch_size)
         self._finished = False
         self._resuming = False
         self.data: Iterator[Any] | None = None
-        self._skip = _Skip(self)
         self.dataloader = self._make_dataloader()
         if self.iterable and self.data_parallel_world_size > 1:
             logger.debug(
@@ -176,14 +193,18 @@ class DeepSpeedDataLoader:
         }
         if self.iterable:
             return DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
-        batches: Iterable[list[int]] = self.data_sampler
+        batches: Sampler[Any] = _Rest(self.data_sampler, self.position)
         if not _yields_batches(self.data_sampler):
-            batches = BatchSampler(self._skip, self.batch_size, self.dataloader_drop_last)
-        else:
-            batches = self._skip
+            batches = BatchSampler(batches, self.batch_size, self.dataloader_drop_last)
         if self.num_local_io_workers == 0:
-            return DataLoader(self.dataset, batch_sampler=batches, **common)  # type: ignore[arg-type]
-        return DataLoader(_SeededDataset(self.dataset), batch_sampler=_SeededBatches(self, batches), **common)  # type: ignore[arg-type]
+            return DataLoader(self.dataset, batch_sampler=batches, **common)
+        return DataLoader(
+            _SeededDataset(self.dataset), batch_sampler=_SeededBatches(batches, self.position), **common
+        )
+
+    @property
+    def epoch(self) -> int:
+        return self.position.epoch
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""
@@ -192,21 +213,22 @@ class DeepSpeedDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass (each pass advances it by itself); a position to resume in it is
         kept."""
-        if self._resuming and epoch == self.epoch:
+        if self._resuming and epoch == self.position.epoch:
             return
         self._start_epoch(epoch)
-        if hasattr(self.data_sampler, "set_epoch"):
-            self.data_sampler.set_epoch(epoch)
+        order = _innermost(self.data_sampler)
+        if hasattr(order, "set_epoch"):
+            order.set_epoch(epoch)
 
     def _start_epoch(self, epoch: int) -> None:
-        self.epoch, self.samples = epoch, 0
+        self.position.epoch, self.position.samples = epoch, 0
         self._finished = self._resuming = False
         self._sampler_start = None
         self.data = None
 
     def __iter__(self) -> DeepSpeedDataLoader:
-        if self._finished or (self.samples > 0 and not self._resuming):
-            self._start_epoch(self.epoch + 1)
+        if self._finished or (self.position.samples > 0 and not self._resuming):
+            self._start_epoch(self.position.epoch + 1)
         return self
 
     def __next__(self) -> Any:
@@ -222,25 +244,16 @@ class DeepSpeedDataLoader:
             self._finished, self._resuming, self.data = True, False, None
             raise
         self._resuming = False
-        self.samples += self._samples_per_step
+        self.position.samples += self.position.samples_per_step
         return batch
-
-    @property
-    def _samples_per_step(self) -> int:
-        return self._samples_per_batch * self.data_parallel_world_size
-
-    @property
-    def _samples_per_batch(self) -> int:
-        if _yields_batches(self.data_sampler):
-            return int(getattr(self.data_sampler, "batch_size", None) or self.batch_size)
-        return self.batch_size
 
     def _open(self) -> Iterator[Any]:
         """The batches of this epoch from the present position on."""
-        self._generator.manual_seed(_hash(self.seed, self.epoch))
-        done = self.samples // self._samples_per_step  # steps
+        position = self.position
+        self._generator.manual_seed(_hash(position.seed, position.epoch))
+        done = position.samples // position.samples_per_step  # steps
         if isinstance(self.data_sampler, EpochSampler):
-            self.data_sampler.epoch, self.data_sampler.skip = self.epoch, self.samples
+            self.data_sampler.epoch, self.data_sampler.skip = position.epoch, position.samples
         elif self.iterable:
             if self._dataset_has_state and self._sampler_start is not None:
                 self.dataset.load_state_dict(self._sampler_start)
@@ -260,10 +273,10 @@ class DeepSpeedDataLoader:
         if self._dataset_has_state:
             start = self.dataset.state_dict()
         return {
-            "epoch": self.epoch,
-            "samples": self.samples,
+            "epoch": self.position.epoch,
+            "samples": self.position.samples,
             "finished": self._finished,
-            "seed": self.seed,
+            "seed": self.position.seed,
             "num_samples": None if self.iterable else len(self.dataset),
             "sampler": start,
         }
@@ -285,12 +298,12 @@ class DeepSpeedDataLoader:
             self._start_epoch(state["epoch"])
             return
         self._start_epoch(state["epoch"])
-        self.samples, self._finished = state["samples"], state["finished"]
+        self.position.samples, self._finished = state["samples"], state["finished"]
         self._resuming = not self._finished
         self._sampler_start = state["sampler"]
-        self.seed = state["seed"]
+        self.position.seed = state["seed"]
         if isinstance(self.data_sampler, EpochSampler):
-            self.data_sampler.seed = self.seed
+            self.data_sampler.seed = state["seed"]
 
 
 def _group_position(world_size: int | None, rank: int | None) -> tuple[int, int]:
@@ -317,8 +330,14 @@ def _yields_batches(sampler: Any) -> bool:
     )
 
 
+def _innermost(sampler: Any) -> Any:
+    """The sampler that decides the order: a BatchSampler only groups what another gives it."""
+    return sampler.sampler if isinstance(sampler, BatchSampler) else sampler
+
+
 def _epoch_start(sampler: Any) -> dict[str, Any]:
     """What has to be put back for the sampler to give the same epoch again."""
+    sampler = _innermost(sampler)
     start: dict[str, Any] = {}
     if hasattr(sampler, "state_dict"):
         start["state"] = sampler.state_dict()
@@ -331,6 +350,7 @@ def _epoch_start(sampler: Any) -> dict[str, Any]:
 
 
 def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
+    sampler = _innermost(sampler)
     if "state" in start:
         sampler.load_state_dict(start["state"])
     if "epoch" in start:
@@ -341,23 +361,22 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
         sampler.generator.set_state(start["generator"])
 
 
-class _Skip(Sampler[Any]):
-    """The loader's sampler without what was taken before; an EpochSampler leaves it out by itself."""
+class _Rest(Sampler[Any]):
+    """What a sampler gives after what was taken before; an EpochSampler leaves that out by itself."""
 
-    def __init__(self, loader: DeepSpeedDataLoader) -> None:
-        self.loader = loader
+    def __init__(self, sampler: Any, position: Position) -> None:
+        self.sampler, self.position = sampler, position
 
     def __len__(self) -> int:
-        return len(self.loader.data_sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        loader, sampler = self.loader, self.loader.data_sampler
-        if isinstance(sampler, EpochSampler):
-            return iter(sampler)
-        skip = loader.samples // loader.data_parallel_world_size
-        if _yields_batches(sampler):
-            skip //= loader._samples_per_batch
-        return islice(iter(sampler), skip, None)
+        if isinstance(self.sampler, EpochSampler):
+            return iter(self.sampler)
+        skip = self.position.samples // self.position.world_size
+        if _yields_batches(self.sampler):
+            skip //= self.position.samples_per_batch
+        return islice(iter(self.sampler), skip, None)
 
 
 # ---- worker processes --------------------------------------------------------------------------------------
@@ -366,18 +385,18 @@ class _Skip(Sampler[Any]):
 class _SeededBatches(Sampler[list[int]]):
     """Batches with a seed in front, made of epoch, position and rank."""
 
-    def __init__(self, loader: DeepSpeedDataLoader, batches: Any) -> None:
-        self.loader, self.batches = loader, batches
+    def __init__(self, batches: Any, position: Position) -> None:
+        self.batches, self.position = batches, position
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        loader = self.loader
-        position, step = loader.samples, loader._samples_per_step
+        position = self.position
+        samples = position.samples  # the shared one moves on more slowly: workers read ahead
         for batch in self.batches:
-            yield [_hash(loader.seed, loader.epoch, position, loader.data_parallel_rank), *batch]
-            position += step
+            yield [_hash(position.seed, position.epoch, samples, position.rank), *batch]
+            samples += position.samples_per_step
 
 
 class _SeededDataset(Dataset[Any]):
