@@ -1,0 +1,123 @@
+"""Step time of a GPT on gloo ranks: compute alone, DDP, FSDP2, ours and the peer, side by side.
+
+Micro-batch 1 x 256 tokens, AdamW, clipping at 1.0, one thread per rank. Every contender is a persistent
+job; the driver goes round them and takes the ratio to DDP within each round. Baseline: DDP + torch's fused
+AdamW, under autocast for bf16.
+
+    python benchmarks/train_step.py --peer ../peer/bin/python --save cpu2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from jobs import OURS, Contender, Spread, pack, ratios, round_robin, started
+from report import Report, common_arguments
+
+PARAMETERS = {"tiny": 0.4e6, "10M": 10.5e6, "50M": 47.1e6}
+GOALS = {  # step time / DDP
+    "fp32": {0: 1.05, 1: 1.15, 2: 1.15, 3: 1.40},
+    "bf16": {0: 1.00, 1: 1.05, 2: 1.05, 3: 1.25},
+}
+STEPS = {"tiny": 20, "10M": 6, "50M": 3}  # per measurement
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments("Step time relative to DDP.")
+    parser.add_argument("--sizes", nargs="+", default=["10M", "50M"], choices=list(PARAMETERS))
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=list(GOALS))
+    parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 2], choices=range(4))
+    parser.add_argument("--rounds", type=int, default=9, help="rounds over all contenders")
+    parser.add_argument("--steps", type=int, default=0, help="steps per measurement; 0: by size")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (fsdp2, compute)")
+    parser.add_argument("--memory-gib", type=float, default=20.0, help="contenders held in memory at once")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.sizes, arguments.precisions, arguments.stages = ["tiny"], ["fp32"], [2]
+        arguments.rounds, arguments.without = 2, ["fsdp2"]
+    return arguments
+
+
+def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list[Contender]:
+    """All rows, DDP first."""
+
+    def row(
+        name: str, system: str, *, stage: int = 0, python: str = OURS, goal: float | None = None
+    ) -> Contender:
+        whole = 1.0 if stage == 0 else 1.0 / arguments.ranks
+        per_parameter = 12 + 8 * whole  # weights, gradients and their buckets, moments
+        return Contender(
+            name,
+            "trainers:Trainer",
+            {"system": system, "model": size, "precision": precision, "stage": stage},
+            python=python,
+            ranks=arguments.ranks,
+            goal=goal,
+            memory_gib=arguments.ranks * (0.4 + PARAMETERS[size] * per_parameter / 2**30),
+        )
+
+    rows = [row("DDP", "ddp"), row("compute alone", "compute"), row("FSDP2", "fsdp2")]
+    rows = [r for r in rows if r.options["system"] not in arguments.without]
+    for stage in arguments.stages:
+        rows.append(row(f"ours, stage {stage}", "engine", stage=stage, goal=GOALS[precision][stage]))
+    if arguments.peer:
+        rows += [
+            row(f"peer, stage {stage}", "engine", stage=stage, python=arguments.peer)
+            for stage in arguments.stages
+        ]
+    return rows
+
+
+def measure(arguments: argparse.Namespace, size: str, precision: str, report: Report) -> None:
+    ddp, *others = contenders(arguments, size, precision)
+    steps = arguments.steps or STEPS[size]
+    data: dict[str, dict[str, object]] = {}
+    cells: list[list[str]] = []
+    for run in pack(others, [ddp], arguments.memory_gib):
+        with started(run) as jobs:
+            seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run", steps=steps)))
+            peaks = {name: max(job.call("peak_memory")) for name, job in jobs.items()}
+            described = {name: job.call("describe")[0] for name, job in jobs.items()}
+        for contender in run:
+            name = contender.name
+            if name in data:
+                continue
+            ratio = ratios(seconds[name], seconds[ddp.name])
+            data[name] = {
+                "seconds": seconds[name],
+                "ddp_seconds": seconds[ddp.name],
+                "peak_bytes": peaks[name],
+                "goal": contender.goal,
+                **described[name],
+            }
+            cells.append(
+                [
+                    name,
+                    f"{Spread.of(seconds[name]).median * 1e3:.1f}",
+                    ratio.show(),
+                    "" if contender.goal is None else f"<= {contender.goal:.2f}",
+                    f"{peaks[name] / 2**30:.2f}",
+                    f"{described[name]['losses'][-1]:.4f}",
+                ]
+            )
+    report.table(
+        f"{size} GPT, {precision}, {arguments.ranks} ranks, {arguments.rounds} rounds of {steps} steps",
+        ["", "ms/step", "ratio to DDP, median [min .. max]", "goal", "peak GiB/rank", "loss"],
+        cells,
+    )
+    report.data[f"{size}_{precision}"] = data
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("train_step", arguments)
+    for size in arguments.sizes:
+        for precision in arguments.precisions:
+            measure(arguments, size, precision, report)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

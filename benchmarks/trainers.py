@@ -1,0 +1,234 @@
+"""Contenders that train: the same model, batches, optimizer and clipping under each system.
+
+Runs in this environment and in the peer's, so it needs torch only, and ``deepspeed`` where that is the
+contender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import gpt
+
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+Step = Callable[[tuple[Tensor, Tensor]], Tensor]
+
+
+def fused_adamw(module: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        module.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+
+
+def torch_step(module: nn.Module, precision: str, device: str) -> Step:
+    """Forward, backward, clipping and fused AdamW in plain torch; bf16 is autocast over fp32 weights."""
+    optimizer = fused_adamw(module)
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast(device, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+            loss = module(*batch)
+        loss.backward()
+        clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ddp_step(module: nn.Module, precision: str, device: str) -> Step:
+    return torch_step(nn.parallel.DistributedDataParallel(module), precision, device)
+
+
+def fsdp2_step(module: nn.Module, precision: str, device: str) -> Step:
+    """Every block and the root sharded; bf16 by FSDP2's own mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16) if precision == "bf16" else MixedPrecisionPolicy()
+    )
+    for block in getattr(module, "blocks", []):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(module, mp_policy=policy)
+    return torch_step(module, "fp32", device)
+
+
+def engine_config(stage: int, precision: str, batch: int, **more: Any) -> dict[str, Any]:
+    """The JSON that both ours and the peer get."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
+        },
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1_000_000,
+        **more,
+    }
+
+
+def engine_step(engine: Any) -> Step:
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+TORCH_STEPS = {"compute": torch_step, "ddp": ddp_step, "fsdp2": fsdp2_step}
+
+
+class MLP(nn.Module):
+    """64-64-64 with a mean-square loss: so little arithmetic that a step is the price of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x), target)
+
+
+class Trainer:
+    """One rank of a contender.
+
+    Args:
+        system: "compute" (no communication), "ddp", "fsdp2" or "engine" (``deepspeed`` of this environment).
+        model: a size of ``gpt.SIZES``, or "mlp".
+        precision: "fp32" or "bf16" (autocast in plain torch, bf16 weights in an engine).
+        stage: ZeRO stage of an engine.
+        warmup: steps before the first measurement.
+    """
+
+    def __init__(
+        self,
+        system: str,
+        model: str,
+        precision: str,
+        stage: int = 0,
+        batch: int = 1,
+        context: int = 256,
+        warmup: int = 3,
+        device: str = "cpu",
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        self.device = device
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        module, batches = self._material(model, batch, context, rank)
+        self.batches = [(x.to(device), y.to(device)) for x, y in batches]
+        module.to(device)
+        self.parameters = sum(p.numel() for p in module.parameters())
+        self.alone = system == "compute" or ranks == 1
+        self.engine: Any = None
+        if system == "engine":
+            import deepspeed
+
+            settings = engine_config(stage, precision, batch, **(config or {}))
+            self.engine = deepspeed.initialize(
+                model=module, model_parameters=module.parameters(), config=settings
+            )[0]
+            self.step = engine_step(self.engine)
+        else:
+            if not self.alone or system in ("ddp", "fsdp2"):
+                dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            self.step = TORCH_STEPS[system](module, precision, device)
+        self.losses = [self.step(self.batches[i % len(self.batches)]).item() for i in range(warmup)]
+
+    @staticmethod
+    def _material(
+        model: str, batch: int, context: int, rank: int
+    ) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+        if model == "mlp":
+            torch.manual_seed(2 + rank)
+            return MLP(), [(torch.randn(batch, 64), torch.randn(batch, 64)) for _ in range(4)]
+        return gpt.build(model, context), gpt.random_batches(4, batch, context, seed=2 + rank)
+
+    def describe(self) -> dict[str, Any]:
+        """Parameters, version and the losses of the warm-up (contenders must agree on them)."""
+        version = "torch " + torch.__version__
+        if self.engine is not None:
+            import deepspeed
+
+            version = f"deepspeed {deepspeed.__version__}"
+        return {"parameters": self.parameters, "version": version, "losses": self.losses}
+
+    def run(self, steps: int) -> float:
+        """Seconds per step over ``steps`` steps, all ranks starting together."""
+        if not self.alone:
+            dist.barrier()
+        self._synchronize()
+        begin = time.perf_counter()
+        for i in range(steps):
+            self.step(self.batches[i % len(self.batches)])
+        self._synchronize()
+        return (time.perf_counter() - begin) / steps
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory(self) -> int:
+        """Most bytes that this rank has held: resident on CPUs, allocated on a GPU."""
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def save(self, folder: str, tag: str) -> float:
+        return self._timed(lambda: self.engine.save_checkpoint(folder, tag=tag))
+
+    def load(self, folder: str, tag: str) -> tuple[float, int]:
+        """Seconds, and bytes that this rank read by read calls (what it maps is not in it)."""
+        before = bytes_read()
+        seconds = self._timed(lambda: self._load(folder, tag))
+        return seconds, bytes_read() - before
+
+    def _load(self, folder: str, tag: str) -> None:
+        path, _ = self.engine.load_checkpoint(folder, tag=tag)
+        if path is None:
+            raise RuntimeError("nothing was loaded")
+
+    def _timed(self, action: Callable[[], Any]) -> float:
+        if not self.alone:
+            dist.barrier()
+        begin = time.perf_counter()
+        action()
+        return time.perf_counter() - begin
+
+    def profile(self, steps: int, rows: int = 40, sort: str = "tottime") -> str:
+        """cProfile of ``steps`` steps as text."""
+        import cProfile
+        import io
+        import pstats
+
+        profiler = cProfile.Profile()
+        with profiler:
+            self.run(steps)
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).sort_stats(sort).print_stats(rows)
+        return text.getvalue()
+
+
+def bytes_read() -> int:
+    """``rchar`` of this process, 0 where the system does not count it."""
+    path = Path("/proc/self/io")
+    if not path.exists():
+        return 0
+    return int(path.read_text().split("rchar:")[1].split()[0])

@@ -1,0 +1,75 @@
+"""Every benchmark's short form runs and prints its table; the helpers do their arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = {
+    "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
+    "checkpoint.py": ["ours, stage 2", "MB on disk"],
+    "engine_cost.py": ["plain loop", "ours, stage 2"],
+    "start.py": ["import deepspeed after import torch", "ours, stage 2"],
+    "train_step.py": ["compute alone", "ours, stage 2"],
+}
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_quick_form_prints_its_table(script: str) -> None:
+    printed = run(script, "--quick")
+    for text in SCRIPTS[script]:
+        assert text in printed
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "gpu/train_step.py"])
+def test_help(script: str) -> None:
+    assert "--quick" in run(script, "--help")
+
+
+def in_benchmarks(code: str) -> str:
+    """What ``code`` prints when run beside the scripts (they import each other by file name)."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_runs_are_packed_into_memory_with_the_baseline_in_each() -> None:
+    code = """
+import json
+from jobs import Contender, pack
+base = Contender("base", "", {}, memory_gib=2)
+rows = [Contender(str(i), "", {}, memory_gib=3) for i in range(5)]
+print(json.dumps([[c.name for c in run] for run in pack(rows, [base], 10)]))
+"""
+    assert json.loads(in_benchmarks(code)) == [["base", "0", "1"], ["base", "2", "3"], ["base", "4"]]
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    code = "from jobs import ratios; print(ratios([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]).show())"
+    assert in_benchmarks(code).strip() == "3.00 [2.00 .. 4.00]"
+
+
+def test_a_failing_rank_is_reported_with_its_traceback() -> None:
+    code = """
+from jobs import Job, JobError
+try:
+    Job("wrong", "trainers:Trainer", {"system": "none", "model": "mlp", "precision": "fp32"}, ranks=1)
+except JobError as error:
+    print(error)
+"""
+    printed = in_benchmarks(code)
+    assert "rank 0 failed in start" in printed
+    assert "KeyError: 'none'" in printed
