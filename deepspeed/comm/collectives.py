@@ -6,7 +6,10 @@ backend's own operations, shared memory) are siblings with the same calls, chose
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import gloo, native
+from deepspeed.accelerator import get_accelerator
+
+from . import gloo, native, shared_memory
 from .logging import measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
@@ -42,6 +47,20 @@ class AllReduce(Protocol):
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
 
 
+class Reduce(Protocol):
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
+
+
+class AllToAll(Protocol):
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending: ...
+
+
+class Barrier(Protocol):
+    def __call__(self) -> Pending: ...
+
+
 class AllReduceMax(Protocol):
     def __call__(self, tensor: Tensor) -> Pending: ...
 
@@ -59,7 +78,11 @@ class Transport:
     reduce_scatter: ReduceScatter
     all_reduce: AllReduce
     all_reduce_max: AllReduceMax
+    reduce: Reduce
     broadcast: Broadcast
+    all_to_all: AllToAll
+    barrier: Barrier
+    close: Callable[[], None] = lambda: None
 
 
 class Communicator:
@@ -138,6 +161,56 @@ class Communicator:
             return measured("broadcast", flat, self.size, lambda: operation(flat, src))
         return operation(flat, src)
 
+    def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        """Sum over ranks times `scale`, in place on rank `dst` of this group; the others keep theirs."""
+        if self.size == 1 or tensor.numel() == 0:
+            return _single(tensor, tensor, scale)
+        operation, flat = self._transport(tensor).reduce, tensor.detach().view(-1)
+        self._count("reduce", 0 if self.rank == dst else flat.nbytes)
+        if recording("reduce"):
+            return measured("reduce", flat, self.size, lambda: operation(flat, dst, scale=scale))
+        return operation(flat, dst, scale=scale)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Rank r's run for rank s becomes rank s's run from r. Runs follow each other in rank order and have
+        these numbers of elements (None: all equal)."""
+        output, input = output.detach().view(-1), input.detach().view(-1)
+        if self.size == 1:
+            output.copy_(input)
+            return DONE
+        operation = self._transport(input).all_to_all
+        received = output_counts or [output.numel() // self.size] * self.size
+        sent = input_counts or [input.numel() // self.size] * self.size
+        self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
+        if recording("all_to_all_single"):
+            return measured(
+                "all_to_all_single", input, self.size, lambda: operation(output, input, received, sent)
+            )
+        return operation(output, input, received, sent)
+
+    def barrier(self) -> Pending:
+        """Wait until every rank has come here."""
+        if self.size == 1:
+            return DONE
+        self._count("barrier", 0)
+        return self._transport_for(self._any_device()).barrier()
+
+    def _any_device(self) -> str:
+        assert self.group is not None
+        return "cpu" if _is_gloo(self.group) else get_accelerator().device_name()
+
+    def close(self) -> None:
+        """Let go of what the transports hold."""
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+
     def reset_counters(self) -> None:
         self.bytes_sent = 0
         self.collectives.clear()
@@ -171,27 +244,69 @@ def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
     return DONE
 
 
+_shared_memory_wanted = True
+
+
+def use_shared_memory(wanted: bool) -> None:
+    """Config `comm.shared_memory`: whether groups that see their first collective from now on may communicate
+    through shared memory where all their ranks share a host. The environment's DS_SHM=0 always forbids it."""
+    global _shared_memory_wanted
+    _shared_memory_wanted = wanted
+
+
 def _select_transport(owner: Communicator, device_type: str) -> Transport:
     """The one place where a transport is chosen."""
     assert owner.group is not None
-    if device_type == "cpu" and _is_gloo(owner.group):
-        channel = gloo.GlooChannel(owner.group, owner.ranks)
-        return Transport(
-            name="gloo",
-            all_gather=gloo.GlooAllGather(channel),
-            reduce_scatter=gloo.GlooReduceScatter(channel),
-            all_reduce=gloo.GlooAllReduce(channel),
-            all_reduce_max=gloo.GlooAllReduceMax(channel),
-            broadcast=gloo.GlooBroadcast(channel),
-        )
-    arguments = (owner.group, owner.ranks)
+    if device_type != "cpu" or not _is_gloo(owner.group):
+        return _native_transport(owner.group, owner.ranks)
+    fallback = _gloo_transport(owner.group, owner.ranks)
+    wanted = _shared_memory_wanted and os.environ.get("DS_SHM", "1") != "0"
+    channel = shared_memory.connect(owner.group, owner.ranks, wanted)
+    return fallback if channel is None else _shared_memory_transport(channel, fallback)
+
+
+def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    channel = gloo.GlooChannel(group, ranks)
+    return Transport(
+        name="gloo",
+        all_gather=gloo.GlooAllGather(channel),
+        reduce_scatter=gloo.GlooReduceScatter(channel),
+        all_reduce=gloo.GlooAllReduce(channel),
+        all_reduce_max=gloo.GlooAllReduceMax(channel),
+        reduce=gloo.GlooReduce(channel),
+        broadcast=gloo.GlooBroadcast(channel),
+        all_to_all=gloo.GlooAllToAll(channel),
+        barrier=gloo.GlooBarrier(channel),
+    )
+
+
+def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
+    """`fallback` reduces the dtypes that the native code does not."""
+    return Transport(
+        name="shared_memory",
+        all_gather=shared_memory.SharedMemoryAllGather(channel),
+        reduce_scatter=shared_memory.SharedMemoryReduceScatter(channel, fallback.reduce_scatter),
+        all_reduce=shared_memory.SharedMemoryAllReduce(channel, fallback.all_reduce),
+        all_reduce_max=shared_memory.SharedMemoryAllReduceMax(channel, fallback.all_reduce_max),
+        reduce=shared_memory.SharedMemoryReduce(channel, fallback.reduce),
+        broadcast=shared_memory.SharedMemoryBroadcast(channel),
+        all_to_all=shared_memory.SharedMemoryAllToAll(channel),
+        barrier=shared_memory.SharedMemoryBarrier(channel),
+        close=channel.close,
+    )
+
+
+def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
     return Transport(
         name="native",
-        all_gather=native.NativeAllGather(*arguments),
-        reduce_scatter=native.NativeReduceScatter(*arguments),
-        all_reduce=native.NativeAllReduce(*arguments),
-        all_reduce_max=native.NativeAllReduceMax(*arguments),
-        broadcast=native.NativeBroadcast(*arguments),
+        all_gather=native.NativeAllGather(group, ranks),
+        reduce_scatter=native.NativeReduceScatter(group, ranks),
+        all_reduce=native.NativeAllReduce(group, ranks),
+        all_reduce_max=native.NativeAllReduceMax(group, ranks),
+        reduce=native.NativeReduce(group, ranks),
+        broadcast=native.NativeBroadcast(group, ranks),
+        all_to_all=native.NativeAllToAll(group, ranks),
+        barrier=native.NativeBarrier(group, ranks),
     )
 
 
@@ -216,7 +331,7 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     found = _communicators.get(group)
     if found is None:
         for stale in [known for known in _communicators if not _is_registered(known)]:
-            del _communicators[stale]  # destroyed behind our back
+            _communicators.pop(stale).close()  # destroyed behind our back
         found = _communicators[group] = Communicator(group)
     return found
 
@@ -232,7 +347,10 @@ def _is_registered(group: ProcessGroup) -> bool:
 def forget_communicators(group: ProcessGroup | None = None) -> None:
     """Drop the communicator of a destroyed group (None: of all groups)."""
     if group is None:
-        _communicators.clear()
         OrderedPending.forget_all()
-    else:
-        _communicators.pop(group, None)
+    for known in list(_communicators) if group is None else [group]:
+        if known in _communicators:
+            _communicators.pop(known).close()
+
+
+atexit.register(forget_communicators)  # native threads end before the tensors they work on

@@ -165,7 +165,7 @@ def enable_symm_mem_for_group(group_name: str) -> None:
     """Symmetric memory for a CUDA group, by its torch name."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable
 
-    enable(group_name)
+    enable(group_name)  # pyright: ignore[reportArgumentType]  (a str at run time)
 
 
 # ---- the communication log

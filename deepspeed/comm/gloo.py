@@ -10,7 +10,8 @@ sends on the same group, never meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ class GlooChannel:
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
-        self.backend = group._get_backend(torch.device("cpu"))  # without the dispatcher: 20 us less per call
+        self.backend: Any = group._get_backend(
+            torch.device("cpu")
+        )  # without the dispatcher: 20 us less per call
         self.rank = group.rank()
         self.size = group.size()
         self.ranks = ranks
@@ -237,6 +240,52 @@ class GlooAllReduce:
         return Pending(finish)
 
 
+class GlooReduce:
+    """Everyone sends to `dst`, which sums piece by piece; the others keep their tensors."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        count = tensor.numel()
+        bounds = [(0, count) if rank == dst else (0, 0) for rank in range(self.channel.size)]
+        slices = _SlicedSum(self.channel, "reduce", tensor, bounds)
+        start, stop = bounds[self.channel.rank]
+        return OrderedPending(lambda: slices.run(tensor[start:stop], scale))
+
+
+class GlooAllToAll:
+    """Each pair of ranks exchanges its run; runs may be uneven or empty."""
+
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        channel, tag = self.channel, self.channel.next_tag()
+        received = list(output.split(list(output_counts)))
+        sent = list(input.split(list(input_counts)))
+        works = [
+            (peer, channel.receive(received[peer], peer, tag))
+            for peer in channel.peers
+            if output_counts[peer]
+        ]
+        works += [(peer, channel.send(sent[peer], peer, tag)) for peer in channel.peers if input_counts[peer]]
+        received[channel.rank].copy_(sent[channel.rank])
+        return Pending(_waiting(channel, "all_to_all", works))
+
+
+class GlooBarrier:
+    def __init__(self, channel: GlooChannel) -> None:
+        self.channel = channel
+
+    def __call__(self) -> Pending:
+        work = torch.distributed.barrier(group=self.channel.group, async_op=True)
+        assert work is not None
+        return Pending(lambda: self.channel.wait(work, "barrier"))
+
+
 class GlooAllReduceMax:
     """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce serves."""
 
@@ -245,6 +294,7 @@ class GlooAllReduceMax:
 
     def __call__(self, tensor: Tensor) -> Pending:
         work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
+        assert work is not None
         return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
 
 
@@ -258,4 +308,5 @@ class GlooBroadcast:
         work = torch.distributed.broadcast(
             _bytes(tensor), group=self.channel.group, group_src=src, async_op=True
         )
+        assert work is not None
         return Pending(lambda: self.channel.wait(work, "broadcast", src))

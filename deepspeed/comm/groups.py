@@ -16,12 +16,16 @@ def default_timeout() -> timedelta:
     """The timeout that every group gets: that of the default group, which `init_distributed(timeout=...)` or
     DEEPSPEED_TIMEOUT set."""
     world = dist.group.WORLD
-    if world is not None:
-        for device in ("cpu", "cuda"):
-            try:
-                return world._get_backend(torch.device(device)).options._timeout
-            except (RuntimeError, AttributeError):  # no backend for the device, or one without a timeout
-                continue
+    return default_pg_timeout if world is None else timeout_of(world)
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """The timeout that a group was made with."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):  # no backend for the device, or one without a timeout
+            continue
     return default_pg_timeout
 
 

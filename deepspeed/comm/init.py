@@ -161,8 +161,8 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
     if "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, dist.DistNetworkError):
         return CommunicationError(
             f"rank {rank} of {world_size} could not meet the others ({address}): {text}. Check that "
-            f"all {world_size} ranks were started, that MASTER_ADDR is the host of rank 0 and that MASTER_PORT "
-            "is open there."
+            f"all {world_size} ranks were started, that MASTER_ADDR is rank 0's host and that MASTER_PORT is "
+            "open there."
         )
     return error
 

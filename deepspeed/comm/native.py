@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -94,6 +96,34 @@ class NativeAllReduce(_NativeOperation):
                 tensor.copy_(padded[: tensor.numel()])
 
         return Pending(finish)
+
+
+class NativeReduce(_NativeOperation):
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
+
+        def finish() -> None:
+            self._wait(work, "reduce")
+            if scale != 1.0 and self.group.rank() == dst:
+                tensor.mul_(scale)
+
+        return Pending(finish)
+
+
+class NativeAllToAll(_NativeOperation):
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        work = dist.all_to_all_single(
+            output, input, list(output_counts), list(input_counts), group=self.group, async_op=True
+        )
+        return Pending(lambda: self._wait(work, "all_to_all"))
+
+
+class NativeBarrier(_NativeOperation):
+    def __call__(self) -> Pending:
+        work = dist.barrier(group=self.group, async_op=True)
+        return Pending(lambda: self._wait(work, "barrier"))
 
 
 class NativeAllReduceMax(_NativeOperation):

@@ -1,0 +1,413 @@
+#include "channel.h"
+
+#if defined(__linux__)
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "combine.h"
+
+namespace ds::shm {
+
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kPieceBytes = 128 << 10;     // what one rank gets from one other in a round of a large operation
+constexpr int64_t kSegmentBytes = 64 << 20;    // bound on all slots together
+constexpr int64_t kSmallReduceBytes = 64 << 10;  // an all_reduce up to here goes whole to everyone, in one round
+
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+}  // namespace
+
+Geometry::Geometry(int32_t size) {
+    const int64_t others = std::max(1, size - 1);
+    const int64_t wanted = kPieceBytes * std::max<int64_t>(2, others);
+    const int64_t bound = std::max<int64_t>(kSegmentBytes / (int64_t(size) * kSlots), 64 * others);
+    slot_bytes = round_up(std::min(wanted, bound), kPage);
+    outbox_offset = round_up(sizeof(Header) + size * sizeof(RankBlock), kPage);
+    segment_bytes = outbox_offset + size * kSlots * slot_bytes;
+}
+
+// ---- joining and leaving ---------------------------------------------------------------------------------------------
+
+Channel::Channel(void *base, int32_t rank, int32_t size)
+    : geometry_(size), base_(static_cast<char *>(base)),
+      blocks_(reinterpret_cast<RankBlock *>(base_ + sizeof(Header))), rank_(rank), size_(size) {
+    block(rank).pid.store(getpid());
+    block(rank).state.store(kAttached);
+}
+
+void Channel::start(int64_t spin_ns, int64_t timeout_ms) {
+    spin_ns_ = spin_ns;
+    timeout_ms_ = timeout_ms;
+    if (!pid_fds_.empty()) return;
+    pid_fds_.assign(size_t(size_), -1);
+#if defined(SYS_pidfd_open)
+    for (int32_t peer = 0; peer < size_; ++peer)
+        if (peer != rank_) pid_fds_[size_t(peer)] = int(syscall(SYS_pidfd_open, block(peer).pid.load(), 0));
+#endif
+}
+
+Channel::~Channel() {
+    if (block(rank_).state.load() == kAttached) block(rank_).state.store(kLeft);
+    for (const int fd : pid_fds_)
+        if (fd >= 0) close(fd);
+    munmap(base_, size_t(geometry_.segment_bytes));
+}
+
+// ---- waiting ---------------------------------------------------------------------------------------------------------
+
+bool Channel::await(Counter &counter, uint32_t target, int32_t peer) {
+    if (counter.spin(target, spin_now_ns_)) return true;
+    const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms_);
+    for (;;) {
+        if (counter.sleep(target)) return true;
+        if (abandoned_.load()) return fail(DS_SHM_CLOSED, -1);
+        const uint32_t state = block(peer).state.load();
+        const bool alive = is_alive(peer);
+        if (counter.reached(target)) return true;  // its last deed before it ended or left
+        if (state == kFailed) return fail(DS_SHM_DEAD, block(peer).silent_rank.load());
+        if (state == kLeft) return fail(DS_SHM_LEFT, peer);
+        if (!alive) return fail(DS_SHM_DEAD, peer);
+        if (Clock::now() > deadline) return fail(DS_SHM_TIMEOUT, peer);
+    }
+}
+
+bool Channel::fail(int32_t status, int32_t silent_rank) {
+    status_ = status;
+    silent_rank_ = silent_rank;
+    block(rank_).silent_rank.store(silent_rank);
+    block(rank_).state.store(status == DS_SHM_CLOSED ? kLeft : kFailed);  // who waits for us learns the reason
+    return false;
+}
+
+// A descriptor of a process becomes readable when it ends, also while nobody has reaped it and its number lives on.
+bool Channel::is_alive(int32_t peer) const {
+    const int fd = pid_fds_.empty() ? -1 : pid_fds_[size_t(peer)];
+    if (fd < 0) return kill(blocks_[peer].pid.load(), 0) == 0 || errno == EPERM;
+    pollfd ended{fd, POLLIN, 0};
+    return poll(&ended, 1, 0) <= 0;
+}
+
+bool Channel::await_free_slot() {
+    const uint32_t before = written_ + 1 - uint32_t(kSlots);  // 0 or less at first: nothing to wait for
+    for (int32_t step = 1; step < size_; ++step) {
+        const int32_t peer = (rank_ + step) % size_;
+        if (!await(block(peer).done, before, peer)) return false;
+    }
+    return true;
+}
+
+const char *Channel::slot_of(int32_t peer) {
+    if (!await(block(peer).published, read_ + 1, peer)) return nullptr;
+    return outbox(peer) + int64_t(read_ % kSlots) * geometry_.slot_bytes;
+}
+
+// write(n, slot) fills the own slot for round n, once at least need(n) rounds have been read; read(n) uses slot_of().
+template <class Need, class Write, class Read>
+bool Channel::rounds(int64_t count, Need &&need, Write &&write, Read &&read) {
+    int64_t ahead = 0;
+    for (int64_t n = 0; n < count; ++n) {
+        for (; ahead < count && ahead < n + kAhead && need(ahead) <= n; ++ahead) {
+            if (!await_free_slot()) return false;
+            write(ahead, own_slot());
+            block(rank_).published.set(++written_);
+        }
+        if (!read(n)) return false;
+        block(rank_).done.set(++read_);
+    }
+    return true;
+}
+
+// ---- operations ------------------------------------------------------------------------------------------------------
+
+int32_t Channel::run(const ds_shm_operation &operation, bool may_spin) {
+    if (status_ != DS_SHM_OK) return status_;
+    spin_now_ns_ = may_spin ? spin_ns_ : 0;
+    switch (operation.kind) {
+        case DS_SHM_ALL_GATHER: all_gather(operation); break;
+        case DS_SHM_REDUCE_SCATTER: reduce_scatter(operation); break;
+        case DS_SHM_ALL_REDUCE:
+        case DS_SHM_ALL_REDUCE_MAX: all_reduce(operation); break;
+        case DS_SHM_BROADCAST: broadcast(operation); break;
+        case DS_SHM_ALL_TO_ALL: all_to_all(operation); break;
+        case DS_SHM_REDUCE: reduce(operation); break;
+        default: barrier();
+    }
+    return status_;
+}
+
+void Channel::combine(const ds_shm_operation &operation, void *output, const void *const *inputs,
+                      int64_t numel) const {
+    if (operation.kind == DS_SHM_ALL_REDUCE_MAX)
+        max_chunks(output, inputs, size_, operation.input_dtype, numel);
+    else
+        sum_chunks(output, operation.output_dtype, inputs, size_, operation.input_dtype, numel, operation.scale);
+}
+
+// Elements of `bytes` size that fit where a slot is divided among the other ranks.
+int64_t Channel::piece_numel(int64_t bytes) const {
+    const int64_t part = geometry_.slot_bytes / std::max(1, size_ - 1) / 64 * 64;
+    return std::max<int64_t>(part / bytes, 1);
+}
+
+bool Channel::all_gather(const ds_shm_operation &operation) {
+    const int64_t total = operation.count, piece = geometry_.slot_bytes;
+    char *output = static_cast<char *>(operation.output);
+    const char *input = static_cast<const char *>(operation.input);
+    char *own = output + rank_ * total;
+    const auto length = [&](int64_t n) { return size_t(std::min(piece, total - n * piece)); };
+    return rounds(
+        (total + piece - 1) / piece,
+        [&](int64_t n, char *slot) {
+            std::memcpy(slot, input + n * piece, length(n));
+            if (own != input) std::memcpy(own + n * piece, input + n * piece, length(n));
+        },
+        [&](int64_t n) {
+            for (int32_t step = 1; step < size_; ++step) {
+                const int32_t peer = (rank_ + step) % size_;
+                const char *slot = slot_of(peer);
+                if (slot == nullptr) return false;
+                std::memcpy(output + peer * total + n * piece, slot, length(n));
+            }
+            return true;
+        });
+}
+
+namespace {
+
+// A flat tensor of `numel` elements cut evenly over the ranks (the last shares shorter or empty), and each share into
+// pieces.
+struct Shares {
+    int64_t numel, share, piece, item;
+
+    int64_t rounds() const { return (share + piece - 1) / piece; }
+    int64_t begin(int32_t rank, int64_t n) const { return std::min(rank * share + n * piece, numel); }
+    int64_t count(int32_t rank, int64_t n) const {
+        const int64_t end = std::min({rank * share + (n + 1) * piece, (rank + 1) * share, numel});
+        return std::max<int64_t>(end - begin(rank, n), 0);
+    }
+    size_t bytes(int32_t rank, int64_t n) const { return size_t(count(rank, n) * item); }
+};
+
+// Where rank `reader` finds its piece in the slot of `writer`, counted in pieces: the writer keeps none for itself.
+int64_t place(int32_t writer, int32_t reader) { return reader < writer ? reader : reader - 1; }
+
+}  // namespace
+
+bool Channel::reduce_scatter(const ds_shm_operation &operation) {
+    const int64_t item = item_bytes(operation.input_dtype), out_item = item_bytes(operation.output_dtype);
+    const Shares shares{operation.count * size_, operation.count, piece_numel(item), item};
+    const int64_t stride = shares.piece * item;
+    const char *input = static_cast<const char *>(operation.input);
+    char *output = static_cast<char *>(operation.output);
+    std::vector<const void *> summands(size_t(size_), nullptr);
+    return rounds(
+        shares.rounds(),
+        [&](int64_t n, char *slot) {
+            for (int32_t peer = 0; peer < size_; ++peer)
+                if (peer != rank_)
+                    std::memcpy(slot + place(rank_, peer) * stride, input + shares.begin(peer, n) * item,
+                                shares.bytes(peer, n));
+        },
+        [&](int64_t n) {
+            for (int32_t peer = 0; peer < size_; ++peer) {
+                if (peer == rank_) {
+                    summands[size_t(peer)] = input + shares.begin(peer, n) * item;
+                    continue;
+                }
+                const char *slot = slot_of(peer);
+                if (slot == nullptr) return false;
+                summands[size_t(peer)] = slot + place(peer, rank_) * stride;
+            }
+            combine(operation, output + n * shares.piece * out_item, summands.data(), shares.count(rank_, n));
+            return true;
+        });
+}
+
+// Reduces pieces of the own share (rounds R) and hands them out (rounds A), interleaved as R0 R1 A0 R2 A1 ... so that
+// reducing piece n + 1 overlaps with handing out piece n.
+bool Channel::all_reduce(const ds_shm_operation &operation) {
+    const int64_t item = item_bytes(operation.input_dtype);
+    if (operation.count * item <= std::min(kSmallReduceBytes, geometry_.slot_bytes)) return all_reduce_small(operation);
+    const Shares shares{operation.count, (operation.count + size_ - 1) / size_, piece_numel(item), item};
+    const int64_t stride = shares.piece * item, pieces = shares.rounds();
+    char *data = static_cast<char *>(operation.output);
+    std::vector<const void *> summands(size_t(size_), nullptr);
+    const auto hands_out = [&](int64_t n) { return n == 2 * pieces - 1 || (n > 0 && n % 2 == 0); };
+    const auto piece_of = [&](int64_t n) {
+        if (n == 2 * pieces - 1) return pieces - 1;
+        return hands_out(n) ? n / 2 - 1 : (n + 1) / 2;
+    };
+    const auto reduce_piece = [&](int64_t n) {
+        for (int32_t peer = 0; peer < size_; ++peer) {
+            if (peer == rank_) {
+                summands[size_t(peer)] = data + shares.begin(peer, n) * item;
+                continue;
+            }
+            const char *slot = slot_of(peer);
+            if (slot == nullptr) return false;
+            summands[size_t(peer)] = slot + place(peer, rank_) * stride;
+        }
+        combine(operation, data + shares.begin(rank_, n) * item, summands.data(), shares.count(rank_, n));
+        return true;
+    };
+    const auto take_pieces = [&](int64_t n) {
+        for (int32_t step = 1; step < size_; ++step) {
+            const int32_t peer = (rank_ + step) % size_;
+            const char *slot = slot_of(peer);
+            if (slot == nullptr) return false;
+            std::memcpy(data + shares.begin(peer, n) * item, slot, shares.bytes(peer, n));
+        }
+        return true;
+    };
+    return rounds(
+        2 * pieces,
+        // A piece is handed out once it has been reduced: after round 2 * piece - 1, the first one after round 0.
+        [&](int64_t n) { return hands_out(n) ? std::max<int64_t>(2 * piece_of(n), 1) : 0; },
+        [&](int64_t n, char *slot) {
+            const int64_t piece = piece_of(n);
+            if (hands_out(n)) {
+                std::memcpy(slot, data + shares.begin(rank_, piece) * item, shares.bytes(rank_, piece));
+                return;
+            }
+            for (int32_t peer = 0; peer < size_; ++peer)
+                if (peer != rank_)
+                    std::memcpy(slot + place(rank_, peer) * stride, data + shares.begin(peer, piece) * item,
+                                shares.bytes(peer, piece));
+        },
+        [&](int64_t n) { return hands_out(n) ? take_pieces(piece_of(n)) : reduce_piece(piece_of(n)); });
+}
+
+bool Channel::all_reduce_small(const ds_shm_operation &operation) {
+    const size_t bytes = size_t(operation.count * item_bytes(operation.input_dtype));
+    std::vector<const void *> summands(size_t(size_), nullptr);
+    return rounds(
+        1, [&](int64_t, char *slot) { std::memcpy(slot, operation.input, bytes); },
+        [&](int64_t) {
+            for (int32_t peer = 0; peer < size_; ++peer) {
+                const char *slot = peer == rank_ ? static_cast<const char *>(operation.input) : slot_of(peer);
+                if (slot == nullptr) return false;
+                summands[size_t(peer)] = slot;
+            }
+            combine(operation, operation.output, summands.data(), operation.count);
+            return true;
+        });
+}
+
+bool Channel::broadcast(const ds_shm_operation &operation) {
+    const int64_t total = operation.count, piece = geometry_.slot_bytes;
+    char *data = static_cast<char *>(operation.output);
+    const auto length = [&](int64_t n) { return size_t(std::min(piece, total - n * piece)); };
+    return rounds(
+        (total + piece - 1) / piece,
+        [&](int64_t n, char *slot) {
+            if (rank_ == operation.root) std::memcpy(slot, data + n * piece, length(n));
+        },
+        [&](int64_t n) {
+            if (rank_ == operation.root) return true;
+            const char *slot = slot_of(operation.root);
+            if (slot == nullptr) return false;
+            std::memcpy(data + n * piece, slot, length(n));
+            return true;
+        });
+}
+
+// The largest of everyone's numbers: how many rounds an exchange of uneven runs takes.
+bool Channel::most_of_all(int64_t own, int64_t &most) {
+    most = own;
+    return rounds(
+        1, [&](int64_t, char *slot) { std::memcpy(slot, &own, sizeof own); },
+        [&](int64_t) {
+            for (int32_t peer = 0; peer < size_; ++peer) {
+                if (peer == rank_) continue;
+                const char *slot = slot_of(peer);
+                if (slot == nullptr) return false;
+                int64_t theirs;
+                std::memcpy(&theirs, slot, sizeof theirs);
+                most = std::max(most, theirs);
+            }
+            return true;
+        });
+}
+
+bool Channel::all_to_all(const ds_shm_operation &operation) {
+    const char *input = static_cast<const char *>(operation.input);
+    char *output = static_cast<char *>(operation.output);
+    const int64_t piece = piece_numel(1);
+    const auto ranks = size_t(size_);
+    std::vector<int64_t> from(ranks), to(ranks);  // where the run for or of each rank begins
+    int64_t most = 0, sent = 0, received = 0;
+    for (int32_t peer = 0; peer < size_; ++peer) {
+        from[size_t(peer)] = sent;
+        to[size_t(peer)] = received;
+        sent += operation.input_bytes[peer];
+        received += operation.output_bytes[peer];
+        if (peer != rank_) most = std::max(most, operation.input_bytes[peer]);
+    }
+    if (!most_of_all(most, most)) return false;
+    std::memcpy(output + to[size_t(rank_)], input + from[size_t(rank_)], size_t(operation.input_bytes[rank_]));
+    const auto length = [&](int64_t run, int64_t n) { return size_t(std::clamp<int64_t>(run - n * piece, 0, piece)); };
+    return rounds(
+        (most + piece - 1) / piece,
+        [&](int64_t n, char *slot) {
+            for (int32_t peer = 0; peer < size_; ++peer)
+                if (const size_t bytes = peer == rank_ ? 0 : length(operation.input_bytes[peer], n); bytes > 0)
+                    std::memcpy(slot + place(rank_, peer) * piece, input + from[size_t(peer)] + n * piece, bytes);
+        },
+        [&](int64_t n) {
+            for (int32_t step = 1; step < size_; ++step) {
+                const int32_t peer = (rank_ + step) % size_;
+                const size_t bytes = length(operation.output_bytes[peer], n);
+                if (bytes == 0) continue;
+                const char *slot = slot_of(peer);
+                if (slot == nullptr) return false;
+                std::memcpy(output + to[size_t(peer)] + n * piece, slot + place(peer, rank_) * piece, bytes);
+            }
+            return true;
+        });
+}
+
+bool Channel::reduce(const ds_shm_operation &operation) {
+    const int64_t item = item_bytes(operation.input_dtype), piece = geometry_.slot_bytes / item;
+    const char *input = static_cast<const char *>(operation.input);
+    char *output = static_cast<char *>(operation.output);
+    std::vector<const void *> summands(size_t(size_), nullptr);
+    const auto numel = [&](int64_t n) { return std::min(piece, operation.count - n * piece); };
+    return rounds(
+        (operation.count + piece - 1) / piece,
+        [&](int64_t n, char *slot) {
+            if (rank_ != operation.root) std::memcpy(slot, input + n * piece * item, size_t(numel(n) * item));
+        },
+        [&](int64_t n) {
+            if (rank_ != operation.root) return true;
+            for (int32_t peer = 0; peer < size_; ++peer) {
+                const char *slot = peer == rank_ ? input + n * piece * item : slot_of(peer);
+                if (slot == nullptr) return false;
+                summands[size_t(peer)] = slot;
+            }
+            combine(operation, output + n * piece * item, summands.data(), numel(n));
+            return true;
+        });
+}
+
+bool Channel::barrier() {
+    return rounds(
+        1, [](int64_t, char *) {},
+        [&](int64_t) {
+            for (int32_t peer = 0; peer < size_; ++peer)
+                if (peer != rank_ && slot_of(peer) == nullptr) return false;
+            return true;
+        });
+}
+
+}  // namespace ds::shm
+
+#endif

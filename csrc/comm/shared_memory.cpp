@@ -1,0 +1,185 @@
+// The C interface: making and joining a segment, and the queue of operations of a channel.
+#include "shared_memory.h"
+
+#if defined(__linux__)
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <fcntl.h>
+#include <mutex>
+#include <new>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <thread>
+#include <unistd.h>
+
+#include "channel.h"
+
+using ds::shm::Channel;
+using ds::shm::Geometry;
+using ds::shm::Header;
+using ds::shm::RankBlock;
+
+namespace {
+
+constexpr uint64_t kMagic = 0x44535f53484d3031;  // "DS_SHM01"
+
+void *map(int fd, int64_t bytes) {
+    void *base = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return base == MAP_FAILED ? nullptr : base;
+}
+
+}  // namespace
+
+// Operations run one after the other in the order of issue: in the thread of the channel, or in one that waits for
+// them, whichever is there first. So what was issued makes progress also while its owner computes or waits for
+// something else, and a caller that waits at once pays for no change of threads.
+struct ds_shm_channel {
+    Channel channel;
+    std::mutex mutex;
+    std::condition_variable work, finished;
+    std::deque<ds_shm_operation> queue;
+    int64_t issued = 0, completed = 0, first_failed = INT64_MAX;
+    int32_t failure = DS_SHM_OK;
+    bool executing = false, closing = false;
+    std::thread worker;
+
+    ds_shm_channel(void *base, int32_t rank, int32_t size) : channel(base, rank, size) {}
+
+    int32_t run_unlocked(std::unique_lock<std::mutex> &lock, const ds_shm_operation &operation, bool may_spin) {
+        executing = true;
+        lock.unlock();
+        const int32_t status = channel.run(operation, may_spin);
+        lock.lock();
+        executing = false;
+        if (!queue.empty()) work.notify_one();
+        return status;
+    }
+
+    void run_next(std::unique_lock<std::mutex> &lock, bool may_spin) {
+        const ds_shm_operation operation = queue.front();
+        queue.pop_front();
+        const int32_t status = run_unlocked(lock, operation, may_spin);
+        ++completed;
+        if (status != DS_SHM_OK && failure == DS_SHM_OK) {
+            failure = status;
+            first_failed = completed;
+        }
+        finished.notify_all();
+    }
+
+    void work_off() {
+        std::unique_lock lock(mutex);
+        for (;;) {
+            work.wait(lock, [&] { return closing || (!queue.empty() && !executing); });
+            if (closing) return;
+            run_next(lock, false);
+        }
+    }
+
+    int64_t issue(std::unique_lock<std::mutex> &, const ds_shm_operation &operation) {
+        if (!worker.joinable()) worker = std::thread([this] { work_off(); });
+        queue.push_back(operation);
+        if (!executing) work.notify_one();
+        return ++issued;
+    }
+
+    int32_t wait(std::unique_lock<std::mutex> &lock, int64_t ticket) {
+        while (completed < ticket) {
+            if (!executing && !queue.empty())
+                run_next(lock, true);
+            else
+                finished.wait(lock);
+        }
+        return ticket >= first_failed ? failure : int32_t(DS_SHM_OK);
+    }
+};
+
+int32_t ds_shm_abi(void) { return DS_SHM_ABI; }
+
+int32_t ds_shm_create(int32_t size, uint64_t token) {
+    const Geometry geometry(size);
+    const int fd = memfd_create("deepspeed", MFD_CLOEXEC);
+    if (fd < 0) return -errno;
+    void *base = nullptr;
+    if (fchmod(fd, S_IRUSR | S_IWUSR) == 0 && ftruncate(fd, geometry.segment_bytes) == 0)
+        base = map(fd, geometry.segment_bytes);
+    if (base == nullptr) {
+        const int32_t error = errno;
+        close(fd);
+        return -error;
+    }
+    auto *header = new (base) Header{kMagic, token, DS_SHM_ABI, uint32_t(size)};
+    auto *blocks = reinterpret_cast<RankBlock *>(header + 1);
+    for (int32_t rank = 0; rank < size; ++rank) new (blocks + rank) RankBlock;
+    munmap(base, size_t(geometry.segment_bytes));
+    return fd;
+}
+
+ds_shm_channel *ds_shm_attach(const char *path, uint64_t token, int32_t rank, int32_t size) {
+    const Geometry geometry(size);
+    const int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return nullptr;
+    struct stat found;
+    void *base = nullptr;
+    if (fstat(fd, &found) == 0 && found.st_size == geometry.segment_bytes) base = map(fd, geometry.segment_bytes);
+    close(fd);
+    if (base == nullptr) return nullptr;
+    const auto *header = static_cast<const Header *>(base);
+    if (header->magic != kMagic || header->token != token || header->abi != DS_SHM_ABI ||
+        header->size != uint32_t(size)) {
+        munmap(base, size_t(geometry.segment_bytes));
+        return nullptr;
+    }
+    return new (std::nothrow) ds_shm_channel(base, rank, size);
+}
+
+void ds_shm_start(ds_shm_channel *channel, int32_t spin_us, int64_t timeout_ms) {
+    channel->channel.start(int64_t(spin_us) * 1000, timeout_ms);
+}
+
+int32_t ds_shm_run(ds_shm_channel *channel, const ds_shm_operation *operation) {
+    std::unique_lock lock(channel->mutex);
+    if (channel->executing || !channel->queue.empty()) return channel->wait(lock, channel->issue(lock, *operation));
+    const int32_t status = channel->run_unlocked(lock, *operation, true);
+    channel->finished.notify_all();
+    return status;
+}
+
+int64_t ds_shm_issue(ds_shm_channel *channel, const ds_shm_operation *operation) {
+    std::unique_lock lock(channel->mutex);
+    return channel->issue(lock, *operation);
+}
+
+int32_t ds_shm_wait(ds_shm_channel *channel, int64_t ticket) {
+    std::unique_lock lock(channel->mutex);
+    return channel->wait(lock, ticket);
+}
+
+int64_t ds_shm_completed(ds_shm_channel *channel) {
+    std::unique_lock lock(channel->mutex);
+    return channel->completed;
+}
+
+int32_t ds_shm_silent_rank(ds_shm_channel *channel) { return channel->channel.silent_rank(); }
+
+void ds_shm_close(ds_shm_channel *channel) {
+    channel->channel.abandon();
+    {
+        std::unique_lock lock(channel->mutex);
+        channel->closing = true;
+        channel->queue.clear();
+        channel->work.notify_all();
+        channel->finished.wait(lock, [&] { return !channel->executing; });
+    }
+    if (channel->worker.joinable()) channel->worker.join();
+    delete channel;
+}
+
+#else
+
+int32_t ds_shm_abi(void) { return 0; }
+
+#endif

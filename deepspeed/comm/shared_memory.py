@@ -1,0 +1,349 @@
+"""Collectives of CPU tensors among ranks of one host, through shared memory (csrc/comm).
+
+A segment per process group: anonymous memory (memfd), reached by the other ranks through /proc/<pid>/fd. So
+it has no name that could clash with another job's or stay behind after a kill, and needs no room in /dev/shm.
+Data moves through it in small slots: two ranks share 2 MiB, any number 64 MiB at most.
+
+Operations run natively, in the order of issue, in a thread of the channel or in the one that waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import secrets
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.ops import native
+from deepspeed.utils.logging import logger
+
+from .gloo import GlooAllGather, GlooChannel
+from .groups import timeout_of
+from .pending import CommunicationError, Pending
+
+_ABI = 1
+
+# enum ds_shm_kind
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_REDUCE_MAX, _BROADCAST, _ALL_TO_ALL, _REDUCE, _BARRIER = (
+    range(8)
+)
+_OPERATION_NAMES = (
+    *("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max"),
+    *("broadcast", "all_to_all", "reduce", "barrier"),
+)
+# enum ds_shm_status
+_OK, _, _TIMEOUT, _DEAD, _LEFT, _CLOSED = range(6)
+_REASONS = {
+    _TIMEOUT: "it did not come within the timeout",
+    _DEAD: "its process is gone",
+    _LEFT: "it destroyed its process group",
+    _CLOSED: "the process group was destroyed here",
+}
+
+# enum ds_dtype and enum ds_shm_dtype: what can be reduced
+_DTYPES: dict[torch.dtype, int] = {
+    **native.DTYPE_CODES,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+}
+
+# How long a waiting thread looks before it sleeps: longer than a slot takes to fill, less than a time slice.
+# Not at all where ranks share cores: the one that is waited for may need this very core.
+_SPIN_US = 100
+
+
+class _Operation(ctypes.Structure):
+    """struct ds_shm_operation"""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("output", "input")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("output_bytes", "input_bytes")),
+        ("scale", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("kind", "input_dtype", "output_dtype", "root")),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The native library with the functions of csrc/comm, or None where it (or Linux) is missing."""
+    lib = native.library()
+    if lib is None or not sys.platform.startswith("linux"):
+        return None
+    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    signatures = {
+        "ds_shm_abi": (int32, ()),
+        "ds_shm_create": (int32, (int32, ctypes.c_uint64)),
+        "ds_shm_attach": (pointer, (ctypes.c_char_p, ctypes.c_uint64, int32, int32)),
+        "ds_shm_start": (None, (pointer, int32, int64)),
+        "ds_shm_run": (int32, (pointer, pointer)),
+        "ds_shm_issue": (int64, (pointer, pointer)),
+        "ds_shm_wait": (int32, (pointer, int64)),
+        "ds_shm_completed": (int64, (pointer,)),
+        "ds_shm_silent_rank": (int32, (pointer,)),
+        "ds_shm_close": (None, (pointer,)),
+    }
+    try:
+        for name, (result, arguments) in signatures.items():
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, arguments
+    except AttributeError:  # a library without csrc/comm
+        return None
+    return lib if lib.ds_shm_abi() == _ABI else None
+
+
+def is_available() -> bool:
+    """Whether this build and platform can communicate through shared memory at all."""
+    return _library() is not None
+
+
+class SharedMemoryChannel:
+    """The native channel of one process group."""
+
+    def __init__(self, lib: ctypes.CDLL, handle: int, ranks: tuple[int, ...], rank: int) -> None:
+        self.lib = lib
+        self.handle: int | None = handle
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self._pid = os.getpid()
+        # The native side works on raw addresses: their tensors live until the operation is known to be done.
+        self._in_flight: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+
+    def issue(self, operation: _Operation, *tensors: Tensor) -> Pending:
+        ticket: int = self.lib.ds_shm_issue(self.handle, ctypes.byref(operation))
+        self._in_flight.append((ticket, tensors))
+        kind: int = operation.kind
+        return Pending(lambda: self._wait(ticket, kind))
+
+    def _wait(self, ticket: int, kind: int) -> None:
+        status = self.lib.ds_shm_wait(self.handle, ticket) if self.handle is not None else _CLOSED
+        while self._in_flight and self._in_flight[0][0] <= ticket:
+            self._in_flight.popleft()
+        if status != _OK:
+            silent: int = self.lib.ds_shm_silent_rank(self.handle) if self.handle is not None else -1
+            raise CommunicationError.of(
+                _OPERATION_NAMES[kind],
+                self.ranks,
+                RuntimeError(_REASONS[status]),
+                silent=self.ranks[silent] if silent >= 0 else None,
+            )
+
+    def close(self) -> None:
+        """Give up what is under way and unmap the segment. A forked child leaves the parent's alone."""
+        handle, self.handle = self.handle, None
+        if handle is not None and os.getpid() == self._pid:
+            self.lib.ds_shm_close(handle)
+        self._in_flight.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def connect(group: ProcessGroup, ranks: tuple[int, ...], wanted: bool) -> SharedMemoryChannel | None:
+    """The channel of a gloo group whose ranks all want one, share a host and can map each other's memory,
+    else None. A collective call: every rank gets the same answer."""
+    lib = _library() if wanted else None
+    rank, size = group.rank(), group.size()
+    token = secrets.randbits(63)
+    descriptor = lib.ds_shm_create(size, token) if lib is not None and rank == 0 else -1
+    gather = functools.partial(_gather_records, GlooAllGather(GlooChannel(group, ranks)), size)
+    handle: int | None = None
+    try:
+        records = gather(
+            _Record.of_this_process(lib is not None and (rank > 0 or descriptor >= 0), token, descriptor)
+        )
+        together = all(one.ready and one.host == records[0].host for one in records)
+        if together and lib is not None:
+            path = f"/proc/{records[0].pid}/fd/{records[0].descriptor}".encode()
+            handle = lib.ds_shm_attach(path, records[0].token, rank, size)
+        attached = gather(_Record.of_this_process(handle is not None, 0, -1))
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    if lib is None or handle is None or not all(one.ready for one in attached):
+        if lib is not None and handle is not None:
+            lib.ds_shm_close(handle)
+        if together and rank == 0:
+            logger.warning(
+                f"Ranks {list(ranks)} share a host but cannot share memory; they communicate over gloo."
+            )
+        return None
+    cores = functools.reduce(lambda union, one: union | one.cores, records, 0).bit_count()
+    timeout_ms = int(timeout_of(group).total_seconds() * 1000)
+    lib.ds_shm_start(handle, _SPIN_US if cores >= size else 0, timeout_ms)
+    return SharedMemoryChannel(lib, handle, ranks, rank)
+
+
+class _Record:
+    """What the ranks tell each other before they share memory."""
+
+    _LAYOUT = struct.Struct("=?qqq64s128s")
+
+    def __init__(self, ready: bool, token: int, pid: int, descriptor: int, host: bytes, cores: int) -> None:
+        self.ready, self.token, self.pid, self.descriptor = ready, token, pid, descriptor
+        self.host = host.ljust(64, b"\0")[:64]
+        self.cores = cores  # one bit per core that this process may use
+
+    @classmethod
+    def of_this_process(cls, ready: bool, token: int, descriptor: int) -> _Record:
+        cores = sum(1 << core for core in _usable_cores() if core < 1024)
+        return cls(ready, token, os.getpid(), descriptor, _host_identity(), cores)
+
+    def pack(self) -> Tensor:
+        cores = self.cores.to_bytes(128, "little")
+        data = self._LAYOUT.pack(self.ready, self.token, self.pid, self.descriptor, self.host, cores)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> _Record:
+        ready, token, pid, descriptor, host, cores = cls._LAYOUT.unpack(data.numpy().tobytes())
+        return cls(ready, token, pid, descriptor, host, int.from_bytes(cores, "little"))
+
+
+def _gather_records(all_gather: GlooAllGather, size: int, own: _Record) -> list[_Record]:
+    packed = own.pack()
+    everyone = torch.empty(size * packed.numel(), dtype=torch.uint8)
+    all_gather(everyone, packed).wait()
+    return [_Record.unpack(one) for one in everyone.view(size, -1)]
+
+
+def _host_identity() -> bytes:
+    """Equal for two processes exactly if they run under one kernel and see each other's process ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return secrets.token_hex(16).encode()  # unlike any other
+    return f"{boot} {namespace}".encode()
+
+
+def _usable_cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+class SharedMemoryAllGather:
+    def __init__(self, channel: SharedMemoryChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        operation = _Operation(output.data_ptr(), input.data_ptr(), input.nbytes, kind=_ALL_GATHER)
+        return self.channel.issue(operation, output, input)
+
+
+class SharedMemoryReduceScatter:
+    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
+        self.channel = channel
+        self.fallback = fallback
+
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        if not _can_reduce(input.dtype, output.dtype):
+            return self.fallback(output, input, scale=scale)
+        operation = _reduction(_REDUCE_SCATTER, output, input, scale)
+        return self.channel.issue(operation, output, input)
+
+
+class SharedMemoryAllReduce:
+    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
+        self.channel = channel
+        self.fallback = fallback
+
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        if not _can_reduce(tensor.dtype, tensor.dtype):
+            return self.fallback(tensor, scale=scale)
+        return self.channel.issue(_reduction(_ALL_REDUCE, tensor, tensor, scale), tensor)
+
+
+class SharedMemoryAllReduceMax:
+    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
+        self.channel = channel
+        self.fallback = fallback
+
+    def __call__(self, tensor: Tensor) -> Pending:
+        if not _can_reduce(tensor.dtype, tensor.dtype):
+            return self.fallback(tensor)
+        return self.channel.issue(_reduction(_ALL_REDUCE_MAX, tensor, tensor, 1.0), tensor)
+
+
+class SharedMemoryReduce:
+    def __init__(self, channel: SharedMemoryChannel, fallback: Callable[..., Pending]) -> None:
+        self.channel = channel
+        self.fallback = fallback
+
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        if not _can_reduce(tensor.dtype, tensor.dtype):
+            return self.fallback(tensor, dst, scale=scale)
+        operation = _reduction(_REDUCE, tensor, tensor, scale)
+        operation.root = dst
+        return self.channel.issue(operation, tensor)
+
+
+class SharedMemoryBroadcast:
+    def __init__(self, channel: SharedMemoryChannel) -> None:
+        self.channel = channel
+
+    def __call__(self, tensor: Tensor, src: int) -> Pending:
+        operation = _Operation(tensor.data_ptr(), None, tensor.nbytes, kind=_BROADCAST, root=src)
+        return self.channel.issue(operation, tensor)
+
+
+class SharedMemoryAllToAll:
+    def __init__(self, channel: SharedMemoryChannel) -> None:
+        self.channel = channel
+
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        item = input.element_size()
+        # A tensor, so that it lives as long as the others.
+        counts = torch.tensor([output_counts, input_counts], dtype=torch.int64) * item
+        operation = _Operation(
+            output.data_ptr(),
+            input.data_ptr(),
+            0,
+            counts[0].data_ptr(),
+            counts[1].data_ptr(),
+            kind=_ALL_TO_ALL,
+        )
+        return self.channel.issue(operation, output, input, counts)
+
+
+class SharedMemoryBarrier:
+    def __init__(self, channel: SharedMemoryChannel) -> None:
+        self.channel = channel
+
+    def __call__(self) -> Pending:
+        return self.channel.issue(_Operation(kind=_BARRIER))
+
+
+def _can_reduce(input: torch.dtype, output: torch.dtype) -> bool:
+    """Whether the native code sums these; only between fp32, bf16 and fp16 does it change the dtype."""
+    return input in _DTYPES and (input == output or {input, output} <= native.DTYPE_CODES.keys())
+
+
+def _reduction(kind: int, output: Tensor, input: Tensor, scale: float) -> _Operation:
+    dtype = _DTYPES[input.dtype]
+    if scale != 1.0 and not input.dtype.is_floating_point:
+        raise ValueError(f"scale={scale} with dtype {input.dtype}: integers can only be summed (scale=1)")
+    return _Operation(
+        output.data_ptr(),
+        input.data_ptr(),
+        output.numel(),
+        scale=scale,
+        kind=kind,
+        input_dtype=dtype,
+        output_dtype=_DTYPES[output.dtype],
+    )
