@@ -166,7 +166,8 @@ class Failure:
         exit_code = 1 if report and process.exitcode < 0 else process.exitcode
         return cls(
             rank=rank,
-            at=report.get("time") or ended_at or float(process.timestamp),
+            # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
+            at=report.get("time") or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
             message=lines[0][:MESSAGE_LENGTH] if lines else "",
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
@@ -219,7 +220,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
     ]
     first, *others = sorted(failures, key=lambda failure: failure.at)
     lines = [f"rank {first.rank} of {job.script} failed first: {first.how}"]
-    ends: dict[str, list[str]] = {}
+    ends: dict[str, list[int]] = {}
     for failure in others:
         if failure.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
             end = "stopped by the launcher"
@@ -227,9 +228,10 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
             end = "the same"
         else:
             end = f"{failure.message or failure.how}, {failure.at - first.at:.1f} s later"
-        ends.setdefault(end, []).append(str(failure.rank))
+        ends.setdefault(end, []).append(failure.rank)
     for end, ranks in ends.items():
-        lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {end}")
+        plural = "s" if len(ranks) > 1 else ""
+        lines.append(f"  rank{plural} {', '.join(map(str, sorted(ranks)))}: {end}")
     if job.log_dir is not None:
         lines.append(f"  everything that the ranks wrote is in {job.log_dir}{os.sep}*_rank*.log")
     if first.traceback and not first.on_screen:

@@ -56,7 +56,7 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     if len(active) > 1 or not is_this_machine(next(iter(active))):
         raise LaunchError(
             f"the job would run on {', '.join(active)}; this release starts ranks on this machine only: "
-            "choose it with --include, or start 'python -m deepspeed.launcher.launch' or 'torchrun' on each machine"
+            "choose it with --include, or start 'torchrun' on each machine"
         )
     return active
 

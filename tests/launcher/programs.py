@@ -14,7 +14,7 @@ OF_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's, without what a launcher above it may have set, and with the package under test first."""
+    """This process's, without what a launcher above may have set, and with the package under test first."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHER}
     return {**kept, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", **changes}
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 
 LIMIT_S = 5.0
 
-# A rank with a child that ignores polite signals, one in a session of its own, and one whose parent has ended.
+# A rank with a child that ignores polite signals, one in a session of its own, and an orphan.
 FAMILY = """\
 import os, pathlib, signal, subprocess, sys, time
 deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(120)"
