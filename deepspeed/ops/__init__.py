@@ -13,11 +13,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "__compatible_ops__":  # documented: builder NAME -> whether it can be used here
         builders = importlib.import_module(f"{__name__}.op_builder")
-        value = {
-            builder.NAME: builder().is_compatible()
-            for builder in map(builders.__dict__.get, getattr(builders, "__all__", ()))
-            if hasattr(builder, "NAME")
-        }
+        classes = [getattr(builders, attribute) for attribute in builders.__all__]
+        value = {cls.NAME: cls().is_compatible() for cls in classes if hasattr(cls, "NAME")}
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

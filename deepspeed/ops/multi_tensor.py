@@ -256,11 +256,11 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def multi_tensor_step(
         self,
         group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
         *,
         grad_scale: float = 1.0,
-        low_precision: list[Tensor | None] | None = None,
+        low_precision: Sequence[Tensor | None] | None = None,
     ) -> None:
         """One update of `params` with the hyperparameters of `group`.
 
@@ -289,9 +289,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _table(
         self,
         group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        low_precision: list[Tensor | None] | None,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        low_precision: Sequence[Tensor | None] | None,
     ) -> Table:
         key = (id(params[0]), len(params))
         table = self._tables.get(key)

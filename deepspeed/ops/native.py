@@ -74,7 +74,7 @@ def library() -> ctypes.CDLL | None:
     """The library with its signatures set, or None (noted once in the log) where the package was built
     without it."""
     suffix = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
-    path = str(resources.files("deepspeed").joinpath("lib", f"libdeepspeed_host.{suffix}"))
+    path = str(resources.files("deepspeed").joinpath("lib").joinpath(f"libdeepspeed_host.{suffix}"))
     try:
         lib = ctypes.CDLL(path)
         found = lib.ds_abi()

@@ -218,9 +218,8 @@ class OneCycle(_Schedule):
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
         self.first_size = cycle_first_step_size
         # The command line says -1 for "as the first".
-        self.second_size = (
-            cycle_second_step_size if (cycle_second_step_size or -1) > 0 else cycle_first_step_size
-        )
+        second = cycle_second_step_size
+        self.second_size = cycle_first_step_size if second is None or second <= 0 else second
         self.first_stairs = cycle_first_stair_count
         self.second_stairs = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count

@@ -187,7 +187,12 @@ def test_sample_order_goes_on_at_another_world_and_batch_size(
 
 def test_nothing_is_drawn_from_the_global_generators() -> None:
     state, python_state = torch.get_rng_state(), random.getstate()
-    for arguments in ({}, {"num_local_io_workers": 1}, {"data_sampler": RandomSampler(Numbers(10))}):
+    cases: list[dict[str, Any]] = [
+        {},
+        {"num_local_io_workers": 1},
+        {"data_sampler": RandomSampler(Numbers(10))},
+    ]
+    for arguments in cases:
         _lists(_loader(Numbers(10), **arguments))
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
 

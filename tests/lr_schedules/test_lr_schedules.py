@@ -193,7 +193,8 @@ def test_warmup_num_steps_must_be_an_integer(make: Any, value: Any) -> None:
 
 
 def test_other_arguments_are_checked() -> None:
-    for size in (0, -1, 2.5, None):
+    sizes: list[Any] = [0, -1, 2.5, None]
+    for size in sizes:
         with pytest.raises(ValueError, match="lr_range_test_step_size"):
             LRRangeTest(_optimizer(), lr_range_test_step_size=size)
     with pytest.raises(ValueError, match="cycle_first_step_size"):

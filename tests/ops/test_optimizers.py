@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_cpu_adam_keeps_states_in_the_dtype_asked_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, twins = ([p.detach() for p in parameters(dtype)] for _ in range(2))
-    arguments = {"lr": 1e-2, "weight_decay": 0.1}
+    arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     optimizer = DeepSpeedCPUAdam(params, fp32_optimizer_states=False, **arguments)
     fallback = DeepSpeedCPUAdam(twins, fp32_optimizer_states=False, **arguments)
     exact = [torch.nn.Parameter(p.double()) for p in params]
@@ -298,7 +299,7 @@ def test_closure_and_documented_refusals() -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = sum((p**2).sum() for p in params)
+        loss = torch.stack([(p**2).sum() for p in params]).sum()
         loss.backward()
         return loss
 

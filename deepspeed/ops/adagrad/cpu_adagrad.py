@@ -60,7 +60,7 @@ class Adagrad(MultiTensorOptimizer):
     ) -> None:
         (sums,) = states
         lr, lr_decay = float(group["lr"]), group.get("lr_decay", 0.0)
-        grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+        grads = list(torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"])))
         torch._foreach_add_(sums, torch._foreach_mul(grads, grads))
         denominators = foreach_sqrt(sums)
         torch._foreach_add_(denominators, group["eps"])

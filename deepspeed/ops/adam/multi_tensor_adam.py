@@ -57,7 +57,7 @@ class MultiTensorAdam(MultiTensorOptimizer):
         else:
             step_sizes, inv_corrections = [lr] * len(steps), [1.0] * len(steps)
         if weight_decay != 0 and not group[self.decoupled_key]:
-            grads = torch._foreach_add(grads, torch._foreach_mul(params, weight_decay))
+            grads = list(torch._foreach_add(grads, torch._foreach_mul(params, weight_decay)))
         torch._foreach_mul_(exp_avgs, beta1)
         torch._foreach_add_(exp_avgs, torch._foreach_mul(grads, 1.0 - beta1))
         torch._foreach_mul_(exp_avg_sqs, beta2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,11 +86,11 @@ class FusedLamb(MultiTensorOptimizer):
     def multi_tensor_step(
         self,
         group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
         *,
         grad_scale: float = 1.0,
-        low_precision: list[Tensor | None] | None = None,
+        low_precision: Sequence[Tensor | None] | None = None,
     ) -> None:
         if not params and self.segment_sum is not None:  # a collective: other ranks may own fragments
             self.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))

@@ -63,7 +63,7 @@ class SGD(MultiTensorOptimizer):
         steps: list[int],
     ) -> None:
         momentum = group["momentum"]
-        grads = torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"]))
+        grads = list(torch._foreach_add(grads, torch._foreach_mul(params, group["weight_decay"])))
         directions = grads
         if momentum != 0:
             (buffers,) = states
@@ -74,5 +74,5 @@ class SGD(MultiTensorOptimizer):
                     buffer.mul_(momentum).add_(grad * (1.0 - group["dampening"]))
             directions = buffers
             if group["nesterov"]:
-                directions = torch._foreach_add(grads, torch._foreach_mul(buffers, momentum))
+                directions = list(torch._foreach_add(grads, torch._foreach_mul(buffers, momentum)))
         torch._foreach_sub_(params, torch._foreach_mul(directions, float(group["lr"])))

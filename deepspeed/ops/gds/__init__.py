@@ -1,0 +1,5 @@
+"""Reads and writes between files and GPU memory."""
+
+from deepspeed.ops.op_builder import GDSBuilder
+
+__all__ = ["GDSBuilder"]

@@ -1,0 +1,27 @@
+"""Builders of the documented ops, one class each, made from one table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.table import OPS
+
+ALL_OPS: dict[str, type[OpBuilder]] = {
+    op.name: type(
+        op.builder,
+        (OpBuilder,),
+        {"OP": op, "NAME": op.name, "BUILD_VAR": op.build_var, "__module__": __name__},
+    )
+    for op in OPS
+}
+"""Op name -> builder class."""
+
+globals().update({builder.__name__: builder for builder in ALL_OPS.values()})
+
+__all__ = ["ALL_OPS", "OpBuilder"]
+__all__ += [builder.__name__ for builder in ALL_OPS.values()]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no op builder {name!r}; it has {', '.join(__all__)}")

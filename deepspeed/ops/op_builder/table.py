@@ -1,0 +1,132 @@
+"""All documented ops: their names, where each one lives, and what runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KERNELS = "deepspeed.inference.v2.kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op.
+
+    ``module`` is what ``load()`` returns, None while this release does not have the op; then ``instead``
+    says what to use. ``sources`` are files of ``csrc/``. ``runs_on`` are the kinds of kernel that the op
+    has, besides PyTorch.
+    """
+
+    name: str
+    builder: str
+    build_var: str
+    absolute_name: str
+    module: str | None = None
+    sources: tuple[str, ...] = ()
+    runs_on: tuple[str, ...] = ()
+    instead: str = ""
+
+
+def _optimizer(name: str, builder: str, family: str, source: str) -> Op:
+    return Op(
+        name=name,
+        builder=builder,
+        build_var=f"DS_BUILD_{name.upper()}",
+        absolute_name=f"deepspeed.ops.{family}.{name}_op",
+        module=f"deepspeed.ops.{family}.{name}",
+        sources=(source,),
+        runs_on=("native",),
+    )
+
+
+def _later(name: str, builder: str, absolute_name: str, instead: str, build_var: str = "") -> Op:
+    return Op(name, builder, build_var or f"DS_BUILD_{name.upper()}", absolute_name, instead=instead)
+
+
+_HOST_STATE = "keep optimizer state in memory"
+_GENERATE = "generate with the plain module, or with transformers"
+_SDPA = "use torch.nn.functional.scaled_dot_product_attention"
+
+OPS: tuple[Op, ...] = (
+    _optimizer("cpu_adam", "CPUAdamBuilder", "adam", "csrc/adam/adam.cpp"),
+    _optimizer("cpu_adagrad", "CPUAdagradBuilder", "adagrad", "csrc/adagrad/adagrad.cpp"),
+    _optimizer("cpu_lion", "CPULionBuilder", "lion", "csrc/lion/lion.cpp"),
+    _optimizer("fused_adam", "FusedAdamBuilder", "adam", "csrc/adam/adam.cpp"),
+    _optimizer("fused_lamb", "FusedLambBuilder", "lamb", "csrc/lamb/lamb.cpp"),
+    _optimizer("fused_lion", "FusedLionBuilder", "lion", "csrc/lion/lion.cpp"),
+    Op(
+        name="utils",
+        builder="UtilsBuilder",
+        build_var="DS_BUILD_UTILS",
+        absolute_name="deepspeed.ops.utils_op",
+        module="deepspeed.ops.op_builder.flat_tensors",
+    ),
+    Op(
+        name="deepspeed_shm_comm",
+        builder="ShareMemCommBuilder",
+        build_var="DS_BUILD_SHM_COMM",
+        absolute_name="deepspeed.ops.comm.deepspeed_shm_comm_op",
+        module="deepspeed.comm.shared_memory",
+        sources=("csrc/comm/shared_memory.cpp", "csrc/comm/channel.cpp", "csrc/comm/combine.cpp"),
+        runs_on=("native",),
+    ),
+    _later("async_io", "AsyncIOBuilder", "deepspeed.ops.aio.async_io_op", _HOST_STATE, "DS_BUILD_AIO"),
+    _later("gds", "GDSBuilder", "deepspeed.ops.gds.gds_op", _HOST_STATE),
+    _later(
+        "pin_memory", "PinMemoryBuilder", "deepspeed.ops.pin_memory.pin_memory_op", "use Tensor.pin_memory()"
+    ),
+    _later(
+        "deepspeed_ccl_comm",
+        "CCLCommBuilder",
+        "deepspeed.ops.comm.deepspeed_ccl_comm_op",
+        "use the gloo backend, which goes through shared memory inside a machine",
+        "DS_BUILD_CCL_COMM",
+    ),
+    _later(
+        "dc", "DeepCompileBuilder", "deepspeed.ops.dc_op", "use engine.compile()", "DS_BUILD_DEEP_COMPILE"
+    ),
+    _later("evoformer_attn", "EvoformerAttnBuilder", "deepspeed.ops.evoformer_attn_op", _SDPA),
+    _later(
+        "sparse_attn",
+        "SparseAttnBuilder",
+        "deepspeed.ops.sparse_attention.sparse_attn_op",
+        "use torch.nn.attention.flex_attention",
+    ),
+    _later(
+        "fp_quantizer",
+        "FPQuantizerBuilder",
+        "deepspeed.ops.fp_quantizer.fp_quantizer_op",
+        "use torch's float8 dtypes",
+    ),
+    _later(
+        "quantizer", "QuantizerBuilder", "deepspeed.ops.quantizer.quantizer_op", "use torch.ao.quantization"
+    ),
+    _later("random_ltd", "RandomLTDBuilder", "deepspeed.ops.random_ltd_op", "drop tokens in the model"),
+    _later(
+        "spatial_inference",
+        "SpatialInferenceBuilder",
+        "deepspeed.ops.spatial.spatial_inference_op",
+        _GENERATE,
+    ),
+    _later(
+        "transformer",
+        "TransformerBuilder",
+        "deepspeed.ops.transformer.transformer_op",
+        "use torch.nn.TransformerEncoderLayer",
+    ),
+    _later(
+        "stochastic_transformer",
+        "StochasticTransformerBuilder",
+        "deepspeed.ops.transformer.stochastic_transformer_op",
+        "use torch.nn.TransformerEncoderLayer",
+    ),
+    _later(
+        "transformer_inference",
+        "InferenceBuilder",
+        "deepspeed.ops.transformer.inference.transformer_inference_op",
+        _GENERATE,
+    ),
+    _later("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", _GENERATE),
+    _later("cutlass_ops", "InferenceCutlassBuilder", f"{KERNELS}.cutlass_ops", _GENERATE),
+    _later("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", _GENERATE),
+    _later("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", _GENERATE),
+)
