@@ -1,0 +1,128 @@
+"""What a checkpoint folder holds, by parameter name and whatever wrote it. Nothing is read until it is asked
+for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.shards import Piece, ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One saved fragment: 1-D, mapped from ``file``.
+
+    ``checksum`` is None where the writer kept none for exactly this part. ``total`` names the entry of
+    ``Catalog.totals`` that the elements of this source add up to, or is "" where there is none.
+    """
+
+    index: ShardIndex
+    data: Tensor
+    file: Path
+    checksum: int | None = None
+    total: str = ""
+
+    def view(self, piece: Piece) -> Tensor:
+        """The elements of ``piece``, shaped like it."""
+        if piece.contiguous:
+            return self.data.narrow(0, piece.source_offset, piece.numel)
+        offset = self.data.storage_offset() + piece.source_offset
+        return self.data.as_strided(piece.shape, piece.source_strides, offset)
+
+    def verify(self, found: int) -> None:
+        """Compare the checksum of all of its elements."""
+        if self.checksum is not None and found != self.checksum:
+            raise CheckpointError(f"{self.file} is damaged: the checksum of {self.index.name} does not match")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An optimizer group: its hyperparameters and the names of its parameters."""
+
+    options: dict[str, Any]
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Total:
+    """Elements and checksum of a tensor as saved, over all files that hold a part of it."""
+
+    numel: int = 0
+    checksum: int = 0
+    files: set[str] = field(default_factory=set)
+    _seen: set[tuple[Any, int, int]] = field(default_factory=set)
+
+    def add(self, source: Source) -> None:
+        index = source.index
+        key = (index.boxes, index.start, index.stop)
+        if key in self._seen:  # a replica
+            return
+        self._seen.add(key)
+        self.numel += index.numel
+        self.checksum += source.checksum or 0
+        self.files.add(source.file.name)
+
+
+@dataclass(slots=True, kw_only=True)
+class Catalog:
+    """The content of one checkpoint folder.
+
+    ``module``: weights and buffers as the model's state dict names them, in the model's own dtype.
+    ``fragments``: for each trained parameter, by kind (``"fp32"`` for masters, ``"exp_avg"``, ...).
+    ``values``: for each trained parameter, state that is not per element, such as ``"step"``. ``extra``:
+    entries of the module's state dict that are no tensors. ``aliases``: other name -> name it was saved
+    under. ``model_states``: the documented keys of the model file. ``index``: what only our files say, or
+    empty. ``totals``: what the parts that all ranks read of a tensor must add up to.
+    """
+
+    folder: Path
+    written_by: str
+    zero_stage: int
+    module: dict[str, list[Source]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    fragments: dict[str, dict[str, list[Source]]] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    model_states: dict[str, Any] = field(default_factory=dict)
+    client_state: dict[str, Any] = field(default_factory=dict)
+    index: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, Total] = field(default_factory=dict)
+    has_optimizer: bool = False
+
+    def add_fragment(self, kind: str, source: Source) -> None:
+        self.fragments.setdefault(source.index.name, {}).setdefault(kind, []).append(source)
+        if source.total and source.checksum is not None:
+            self.totals.setdefault(source.total, Total()).add(source)
+
+    def add_module(self, source: Source) -> None:
+        self.module.setdefault(source.index.name, []).append(source)
+        if source.total and source.checksum is not None:
+            self.totals.setdefault(source.total, Total()).add(source)
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """The name under which a parameter that goes by any of ``names`` has its fragments or weights."""
+        known = list(names)
+        for table in (self.fragments, self.module):
+            for name in known:
+                for candidate in (name, self.aliases.get(name, name)):
+                    if candidate in table:
+                        return candidate
+        return None
+
+    def masters(self, name: str) -> list[Source]:
+        """Sources of the most exact weights there are of a parameter."""
+        return self.fragments.get(name, {}).get(MASTER) or self.module.get(name, [])
+
+    def kinds(self) -> set[str]:
+        """Kinds of optimizer state that are present for any parameter."""
+        kinds = {kind for states in self.fragments.values() for kind in states}
+        return (kinds | {key for values in self.values.values() for key in values}) - {MASTER}

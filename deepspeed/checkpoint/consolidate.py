@@ -1,0 +1,89 @@
+"""Whole fp32 weights out of a checkpoint's shards, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.archive import LazyTensor
+from deepspeed.checkpoint.catalog import Source
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.reader import open_checkpoint
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.writers import find_folder, read_latest
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """Tensors by name, none of them read yet; ``aliases``: other name -> name in ``tensors``."""
+
+    tensors: OrderedDict[str, LazyTensor]
+    aliases: dict[str, str]
+
+    def materialized(self) -> OrderedDict[str, Tensor]:
+        """All of them in memory, tied ones sharing theirs."""
+        return self.mapped(materialize)
+
+    def mapped(self, make: Callable[[LazyTensor], Tensor]) -> OrderedDict[str, Tensor]:
+        made = OrderedDict((name, make(tensor)) for name, tensor in self.tensors.items())
+        for alias, name in self.aliases.items():
+            made[alias] = made[name]
+        return made
+
+
+def materialize(tensor: LazyTensor) -> Tensor:
+    parts = list(tensor.parts())
+    assert len(parts) == 1
+    return parts[0].view(tensor.shape)
+
+
+def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
+    """``checkpoint_dir/tag``, the tag read from ``latest`` if it is None. ValueError or FileNotFoundError."""
+    if tag is None:
+        tag = read_latest(checkpoint_dir)
+        if tag is None:
+            raise CheckpointNotFoundError(
+                f"{checkpoint_dir} has no file named 'latest', which says what was saved last: give the tag"
+            )
+    return find_folder(checkpoint_dir, tag)
+
+
+def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
+    """Masters of trained parameters; frozen weights and buffers as the model file has them.
+
+    Works on our checkpoints and on those of release 0.19. CheckpointError if a part is missing or damaged.
+    """
+    catalog = open_checkpoint(folder)
+    reader = Reader(catalog)
+    buffers = set(catalog.model_states.get("buffer_names") or ())
+    trained = catalog.index.get("trained")
+    tensors: OrderedDict[str, LazyTensor] = OrderedDict()
+    aliases = catalog.aliases
+    for name in [*catalog.module, *(name for name in catalog.fragments if name not in catalog.module)]:
+        if name in aliases:
+            continue
+        frozen = name not in buffers and trained is not None and name not in trained
+        if frozen and exclude_frozen:
+            continue
+        tensors[name] = _whole(name, catalog.masters(name), reader)
+    return Consolidated(tensors, {alias: name for alias, name in aliases.items() if name in tensors})
+
+
+def _whole(name: str, sources: list[Source], reader: Reader) -> LazyTensor:
+    shape, dtype = sources[0].index.global_shape, sources[0].data.dtype
+
+    def make() -> list[Tensor]:
+        whole = torch.empty(prod(shape), dtype=dtype)
+        target = ShardIndex(name, shape, (), 0, whole.numel())
+        reader.fill(target, whole, sources, name)
+        return [whole]
+
+    return LazyTensor(shape, dtype, make)
+

@@ -1,0 +1,11 @@
+"""What goes wrong with checkpoints, in words that name the file and the remedy."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read, or fitted to the model; the message says which file and why."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A folder or file that a checkpoint needs is not there."""

@@ -1,0 +1,157 @@
+"""Weights for use outside of training: ``.bin`` files of torch or safetensors, in shards, one tensor at a
+time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.archive import LazyTensor, byte_chunks, naming, write_archive
+
+Weights = Mapping[str, Tensor | LazyTensor]
+
+BIN_NAME = "pytorch_model.bin"
+SAFETENSORS_NAME = "model.safetensors"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(slots=True)
+class _Shard:
+    names: list[str] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def save_weights(
+    weights: Weights,
+    folder: Path,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    safetensors: bool = False,
+    filename: str | None = None,
+) -> list[Path]:
+    """Write ``weights`` into ``folder``: one file, or shards of at most ``max_shard_size`` and an index of
+    them.
+
+    ``aliases`` (other name -> name in ``weights``) share their tensor: in ``.bin`` files they appear under
+    both names, safetensors holds them once and notes the rest in its metadata, as
+    ``safetensors.torch.load_model`` expects. A tensor larger than a shard gets one of its own. Files of a
+    former export with the same names are replaced.
+    """
+    filename = filename or (SAFETENSORS_NAME if safetensors else BIN_NAME)
+    aliases = {alias: name for alias, name in (aliases or {}).items() if name in weights}
+    primary = {name: tensor for name, tensor in weights.items() if name not in aliases}
+    shards = _cut(primary, parse_size(max_shard_size) if max_shard_size is not None else None)
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in _shard_names(filename, len(shards))]
+    weight_map: dict[str, str] = {}
+    for path, shard in zip(paths, shards, strict=True):
+        content = {name: primary[name] for name in shard.names}
+        inside = {alias: name for alias, name in aliases.items() if name in content}
+        _write(path, content, inside, safetensors)
+        weight_map.update(dict.fromkeys([*content, *(() if safetensors else inside)], path.name))
+    if len(shards) > 1:
+        total = sum(shard.nbytes for shard in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        path = folder / f"{filename}.index.json"
+        with naming(path):
+            path.write_text(json.dumps(index, indent=2) + "\n")
+        paths.append(path)
+    return paths
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of ``"5GB"``, ``"200MiB"`` or a number."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"max_shard_size={size!r} is not a size such as 5GB, 200MB or a number of bytes")
+    return int(float(match[1]) * unit)
+
+
+def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
+    """The safetensors format: header length, JSON header, then the tensors' bytes. Streams; fsyncs."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    position = 0
+    for name, tensor in weights.items():
+        if tensor.dtype not in _SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}, which safetensors cannot hold: export .bin files"
+            )
+        size = nbytes(tensor)
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in weights.values():
+            for part in tensor.parts() if isinstance(tensor, LazyTensor) else (tensor,):
+                for chunk in byte_chunks(part):
+                    file.write(memoryview(chunk))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def nbytes(tensor: Tensor | LazyTensor) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _write(
+    path: Path, content: dict[str, Tensor | LazyTensor], aliases: dict[str, str], safetensors: bool
+) -> None:
+    aside = path.parent / f".{path.name}.tmp"
+    with naming(path):
+        if safetensors:
+            write_safetensors(aside, content, aliases)
+        else:
+            write_archive(aside, {**content, **{alias: content[name] for alias, name in aliases.items()}})
+        os.replace(aside, path)
+
+
+def _cut(weights: Weights, limit: int | None) -> list[_Shard]:
+    shards = [_Shard()]
+    for name, tensor in weights.items():
+        size = nbytes(tensor)
+        if limit is not None and shards[-1].names and shards[-1].nbytes + size > limit:
+            shards.append(_Shard())
+        shards[-1].names.append(name)
+        shards[-1].nbytes += size
+    return shards
+
+
+def _shard_names(filename: str, count: int) -> list[str]:
+    if count == 1:
+        return [filename]
+    stem, dot, suffix = filename.rpartition(".")
+    return [f"{stem}-{number + 1:05d}-of-{count:05d}{dot}{suffix}" for number in range(count)]

@@ -1,0 +1,404 @@
+"""Filling live state from a catalog: each rank reads what its own fragments need, and all verify it
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.archive import checksum
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
+from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
+
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Group options that say how an optimizer computes, not what: they stay as the running one has them."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What was restored, for the log and for tests."""
+
+    parameters: int = 0
+    of_parameters: int = 0
+    states: int = 0
+    of_states: int = 0
+    bytes_read: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def line(self, catalog: Catalog) -> str:
+        text = f"restored {self.parameters}/{self.of_parameters} parameters"
+        if self.of_states:
+            text += f", {self.states}/{self.of_states} optimizer states"
+        step = catalog.model_states.get("global_steps")
+        text += f", step {step}, {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
+        return "; ".join([text, *self.notes])
+
+
+class Reader:
+    """Copies fragments, counts what it touches, and keeps the sums that verify it."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.bytes_read = 0
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def fill(self, target: ShardIndex, into: Tensor, sources: list[Source], what: str) -> None:
+        """``into``: [target.numel], of any dtype. CheckpointError if ``sources`` do not cover it."""
+        try:
+            pieces, missing = intersect(target, [source.index for source in sources])
+        except ValueError as error:
+            raise CheckpointError(f"{what} does not fit: {error}") from error
+        if missing:
+            files = sorted({source.file.name for source in sources})
+            raise CheckpointError(
+                f"{self.catalog.folder} does not hold all of {what}: {missing[0]} is in none of "
+                f"{', '.join(files) or 'its files'}"
+            )
+        for piece in pieces:
+            self._copy(piece, sources[piece.source], into)
+
+    def _copy(self, piece: Piece, source: Source, into: Tensor) -> None:
+        data = source.view(piece)
+        found = checksum(data) if source.checksum is not None or source.total else 0
+        if piece.numel == source.index.numel:
+            source.verify(found)
+        if source.total:
+            total, count = self._found.get(source.total, (0, 0))
+            self._found[source.total] = (total + found, count + piece.numel)
+        if piece.contiguous:
+            into.narrow(0, piece.target_offset, piece.numel).copy_(data)
+        else:
+            offset = into.storage_offset() + piece.target_offset
+            into.as_strided(piece.shape, piece.target_strides, offset).copy_(data)
+        self.bytes_read += data.numel() * data.element_size()
+
+    def verify(self, ranks: Ranks) -> None:
+        """Add up over all ranks what they read of each tensor and compare with what was saved. Collective.
+
+        A tensor of which not every element was read the same number of times is left out.
+        """
+        totals = sorted(self.catalog.totals)
+        found = [self._found.get(name, (0, 0)) for name in totals]
+        sums = ranks.sum([_signed(value) for value, _ in found])
+        counts = ranks.sum([count for _, count in found])
+        for name, value, count in zip(totals, sums, counts, strict=True):
+            saved = self.catalog.totals[name]
+            if not count or not saved.numel or count % saved.numel:
+                continue
+            if (value - saved.checksum * (count // saved.numel)) % (1 << 64):
+                files = ", ".join(sorted(saved.files))
+                raise CheckpointError(
+                    f"{self.catalog.folder}: the checksum of {name} does not match; damaged is one of: {files}"
+                )
+
+
+def _signed(value: int) -> int:
+    value %= 1 << 64
+    return value - (1 << 64) if value >> 63 else value
+
+
+class Restorer:
+    """Loads one catalog into a module and its training state. Every rank makes the same calls in the same
+    order."""
+
+    def __init__(
+        self, catalog: Catalog, module: nn.Module, state: TrainingState | None, *, strict: bool
+    ) -> None:
+        self.catalog = catalog
+        self.module = module
+        self.state = state
+        self.strict = strict
+        self.reader = Reader(catalog)
+        self.report = Report()
+        self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
+
+    def check_names(self) -> None:
+        """What the model and the checkpoint do not have in common: an error if strict."""
+        own = self.module.state_dict()
+        saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
+        saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
+        missing = [name for name in own if name not in saved]
+        unexpected = sorted(
+            saved - set(own) - set(self.catalog.aliases) - {entry.name for entry in self.entries}
+        )
+        if not missing and not unexpected:
+            return
+        text = "; ".join(
+            f"{count} {what}: {', '.join(some[:5])}{', ...' if count > 5 else ''}"
+            for some, what in ((missing, "not in the checkpoint"), (unexpected, "not in the model"))
+            if (count := len(some))
+        )
+        if self.strict:
+            excluded = set(self.catalog.index.get("excluded", ())).intersection(missing)
+            hint = " (it was saved with exclude_frozen_parameters=True)" if excluded else ""
+            raise CheckpointError(
+                f"{self.catalog.folder}{hint} and the model differ: {text}. load_module_strict=False loads what they "
+                "have in common"
+            )
+        self.report.notes.append(text)
+
+    def weights_from_module(self) -> None:
+        """The model's own weights and buffers, through its ``load_state_dict``; masters follow them."""
+        tensors = self._module_tensors()
+        own = self.module.state_dict()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor):
+                self._account(name, tensor, own.get(name))
+        self._load_into_module(tensors)
+        self.report.of_parameters = sum(1 for _ in self.module.parameters())
+        present = {id(p) for n, p in self.module.named_parameters(remove_duplicate=False) if n in tensors}
+        self.report.parameters = len(present)
+        if self.state is not None:
+            self.state.weights_loaded()
+
+    def custom(self, custom_load_fn: Callable[..., Any]) -> None:
+        """``custom_load_fn(src=saved state dict, dst=module)`` does what it likes; masters follow the
+        weights."""
+        custom_load_fn(src=self._module_tensors(), dst=self.module)
+        if self.state is not None:
+            self.state.weights_loaded()
+
+    def weights_from_masters(self) -> None:
+        """Masters by intersection, each rank its part; frozen weights and buffers from the model file."""
+        self._load_rest()
+        for index, tensors in self._shards():
+            name = self._name_of(index)
+            if name is None:
+                continue
+            self.reader.fill(
+                index, tensors[MASTER], self.catalog.masters(name), f"the weights of {index.name}"
+            )
+        loaded = [entry for entry in self.entries if self._find(entry) is not None]
+        self.report.parameters += len(loaded)
+        self.report.of_parameters += len(self.entries)
+
+    def optimizer_states(self) -> None:
+        """Per-element state by intersection, other values as they are; the optimizer's groups."""
+        assert self.state is not None
+        if not self.catalog.has_optimizer:
+            if self.strict:
+                raise CheckpointError(
+                    f"{self.catalog.folder} holds no optimizer state. load_optimizer_states=False loads the weights "
+                    "alone"
+                )
+            self.report.notes.append("no optimizer state was saved")
+            return
+        if not self.catalog.kinds():
+            self.state.clear_state()  # saved before the first step
+        else:
+            self.state.ensure_state()
+            self._check_kinds()
+            values: dict[str, dict[str, Tensor]] = {}
+            for index, tensors in self._shards():
+                self._fill_states(index, {kind: t for kind, t in tensors.items() if kind != MASTER}, values)
+            for kind, by_name in values.items():
+                self._set_values(kind, by_name)
+        self._groups()
+
+    def _check_kinds(self) -> None:
+        """Another optimizer's state must not be taken for this one's, nor zeros for what is missing."""
+        saved = self.catalog.kinds()
+        for index, tensors in self._shards():
+            wanted = {kind for kind in tensors if kind != MASTER}
+            if wanted - saved:
+                raise CheckpointError(
+                    f"the optimizer keeps {', '.join(sorted(wanted))}, but {self.catalog.folder} holds "
+                    f"{', '.join(sorted(saved))}: it was saved with another optimizer. "
+                    "load_optimizer_states=False loads the weights alone"
+                )
+            if self._name_of(index) is None or not self._saved_state(index):
+                self._without_state(index.name)
+
+    def _without_state(self, name: str) -> None:
+        in_module = self.catalog.find([name]) is not None
+        trained = self.catalog.index.get("trained")
+        was_trained = trained is None or name in trained
+        if self.strict and in_module and not was_trained:
+            raise CheckpointError(
+                f"{name} is trained now, but was frozen when {self.catalog.folder} was saved: there is no optimizer "
+                "state for it. load_module_strict=False starts it from zero"
+            )
+
+    def _saved_state(self, index: ShardIndex) -> bool:
+        name = self._name_of(index)
+        kinds = self.catalog.fragments.get(name or "", {})
+        return any(kind != MASTER for kind in kinds) or bool(self.catalog.values.get(name or ""))
+
+    def _fill_states(
+        self, index: ShardIndex, tensors: dict[str, Tensor], collected: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Per-element state is written at once; other values are ``collected`` by kind and parameter."""
+        name = self._name_of(index) or ""
+        fragments, values = self.catalog.fragments.get(name, {}), self.catalog.values.get(name, {})
+        fresh = not self._saved_state(index)  # it had had no gradient yet
+        for kind, tensor in tensors.items():
+            per_element = tensor.dim() == 1 and tensor.numel() == index.numel
+            self.report.of_states += 1
+            self.report.states += not fresh
+            if per_element and fresh:
+                tensor.zero_()
+            elif per_element:
+                self.reader.fill(index, tensor, fragments.get(kind, []), f"{kind} of {index.name}")
+            elif fresh:
+                collected.setdefault(kind, {})[index.name] = torch.zeros_like(tensor)
+            elif kind in values:
+                collected.setdefault(kind, {})[index.name] = torch.as_tensor(values[kind]).clone()
+            else:
+                raise CheckpointError(f"{self.catalog.folder} does not hold {kind} of {index.name}")
+
+    def _set_values(self, kind: str, by_name: dict[str, Tensor]) -> None:
+        """One call where all parameters have the same value, as step counts do."""
+        assert self.state is not None
+        first = next(iter(by_name.values()))
+        if all(torch.equal(value, first) for value in by_name.values()):
+            self.state.set_scalar_state(kind, first)
+            return
+        for name, value in by_name.items():
+            self.state.set_scalar_state(kind, value, name)
+
+    def _groups(self) -> None:
+        """Each group takes the hyperparameters under which its parameters were saved."""
+        assert self.state is not None
+        own = self.state.param_groups
+        names: list[set[str]] = [set() for _ in own]
+        for entry in self.entries:
+            if entry.group_index >= 0:
+                names[entry.group_index] |= {self._find(entry) or entry.name}
+        matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
+        for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
+            if saved is None:
+                self.report.notes.append(
+                    f"parameter group {number} was cut otherwise and keeps its hyperparameters"
+                )
+                continue
+            group.update(
+                {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in saved.options.items()
+                    if key not in IMPLEMENTATION_OPTIONS
+                }
+            )
+        self.state.param_groups = own
+
+    def _load_rest(self) -> None:
+        """Frozen weights, buffers and whatever else the training state does not hold."""
+        if _rewrites_names(self.module):
+            self._load_into_module(self._module_tensors())  # its own code knows what old names mean
+            return
+        trained = {id(entry.param) for entry in self.entries}
+        own = self.module.state_dict(keep_vars=True)
+        rest = {
+            name: value
+            for name, value in self._module_tensors().items()
+            if id(own.get(name, self)) not in trained
+        }
+        for name, value in rest.items():
+            if isinstance(value, Tensor):
+                self._account(name, value, own.get(name))
+        self._load_into_module(rest, partly=True)
+        frozen = {id(p): name for name, p in self.module.named_parameters() if id(p) not in trained}
+        self.report.of_parameters += len(frozen)
+        self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
+
+    def _load_into_module(self, tensors: dict[str, Any], *, partly: bool = False) -> None:
+        own = self.module.state_dict()
+        for name, value in tensors.items():
+            have = own.get(name)
+            if isinstance(value, Tensor) and isinstance(have, Tensor) and have.shape != value.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(have.shape)} in the model, but {tuple(value.shape)} in "
+                    f"{self.catalog.folder}"
+                )
+        try:
+            self.module.load_state_dict(tensors, strict=self.strict and not partly)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.catalog.folder} does not fit the model (load_module_strict=False loads what they have in "
+                f"common): {error}"
+            ) from error
+
+    def _module_tensors(self) -> dict[str, Any]:
+        """The saved state dict under all its names, mapped from the files."""
+        tensors: dict[str, Any] = {}
+        for name, sources in self.catalog.module.items():
+            source = sources[0]
+            whole = source.index.numel == source.index.local_numel
+            tensors[name] = (
+                source.data.view(source.index.local_shape) if whole else self.assemble(name, sources)
+            )
+        for name, kinds in self.catalog.fragments.items():
+            if name not in tensors and name in self.module.state_dict():
+                tensors[name] = self.assemble(name, kinds[MASTER])
+        for alias, name in self.catalog.aliases.items():
+            if name in tensors:
+                tensors.setdefault(alias, tensors[name])
+        return {**tensors, **self.catalog.extra}
+
+    def assemble(self, name: str, sources: list[Source]) -> Tensor:
+        """The whole tensor from the parts of all ranks, where the model file does not hold it (stage 3)."""
+        index = sources[0].index
+        whole = torch.empty(prod(index.global_shape), dtype=sources[0].data.dtype)
+        self.reader.fill(ShardIndex(name, index.global_shape, (), 0, whole.numel()), whole, sources, name)
+        return whole.view(index.global_shape)
+
+    def _account(self, name: str, tensor: Tensor, target: Any) -> None:
+        """Verify a tensor that is about to be read whole."""
+        sources = self.catalog.module.get(name)
+        if sources is None or target is None:
+            return
+        source = sources[0]
+        if source.checksum is not None:
+            source.verify(checksum(source.data))
+        self.reader.bytes_read += tensor.numel() * tensor.element_size()
+
+    def _shards(self) -> Iterable[tuple[ShardIndex, dict[str, Tensor]]]:
+        assert self.state is not None
+        return self.state.shards()
+
+    def _name_of(self, index: ShardIndex) -> str | None:
+        """The saved name of a living fragment. CheckpointError if it is not there and must be."""
+        if not hasattr(self, "_by_name"):
+            self._by_name = {entry.name: self._find(entry) for entry in self.entries}
+        found = self._by_name.get(index.name)
+        if found is None and self.strict:
+            raise CheckpointError(f"{self.catalog.folder} does not hold the parameter {index.name}")
+        return found
+
+    def _find(self, entry: ParamEntry) -> str | None:
+        return self.catalog.find([entry.name, *entry.shared_names])
+
+    def finish(self, ranks: Ranks) -> Report:
+        """Verify what all ranks read together. Collective."""
+        if not ranks.node_local:  # else each rank knows of other files
+            self.reader.verify(ranks)
+        self.report.bytes_read = self.reader.bytes_read
+        return self.report
+
+
+def _matching(number: int, members: set[str], groups: list[Group]) -> Group | None:
+    """The saved group that holds ``members``; empty groups go by position."""
+    if not members:
+        return groups[number] if number < len(groups) and not groups[number].names else None
+    holders = [group for group in groups if members.intersection(group.names)]
+    return holders[0] if len(holders) == 1 else None
+
+
+def _rewrites_names(module: nn.Module) -> bool:
+    """Whether loading runs code of the model's author that may rename or reshape what was saved."""
+    for child in module.modules():
+        if child._load_state_dict_pre_hooks:
+            return True
+        owner = type(child)._load_from_state_dict
+        if owner is not nn.Module._load_from_state_dict and not type(child).__module__.startswith(
+            "torch.nn."
+        ):
+            return True
+    return False

@@ -1,0 +1,89 @@
+"""File names and top-level keys of a checkpoint, as documented."""
+
+from __future__ import annotations
+
+import re
+
+LATEST = "latest"
+RECOVERY_SCRIPT = "zero_to_fp32.py"
+FORMAT = 1
+"""Version of the index that our files carry under ``INDEX``."""
+
+MODEL_SUFFIX = "_model_states.pt"
+OPTIM_SUFFIX = "_optim_states.pt"
+OPTIMIZER_STATE = "optimizer_state_dict"
+DS_CONFIG = "ds_config"
+DS_VERSION = "ds_version"
+INDEX = "checkpoint_index"
+"""Key of what documented files do not say: format, order of tensors, random states, positions."""
+
+DOCUMENTED_KEYS = (
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    DS_CONFIG,
+    DS_VERSION,
+    "universal_checkpoint_info",
+)
+RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX))
+"""What a client state must not contain, and what is not part of it when it is given back."""
+
+_OURS = re.compile(r".*_(model|optim)_states\.pt|pending_gradients_rank_\d+\.pt")
+_OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ZERO_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+
+
+def default_tag(global_steps: int) -> str:
+    return f"global_step{global_steps}"
+
+
+def model_file(mp_rank: int) -> str:
+    """Model states while every rank has the whole parameters (stages 0 to 2)."""
+    return f"mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
+
+
+def zero_model_file(dp_rank: int, mp_rank: int) -> str:
+    """Model states of one rank where parameters are sharded (stage 3)."""
+    return f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
+
+
+def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{OPTIM_SUFFIX}"
+
+
+def pending_file(rank: int) -> str:
+    """Gradients that ``rank`` had accumulated when the checkpoint was taken between two updates."""
+    return f"pending_gradients_rank_{rank}.pt"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file in a checkpoint folder was written by us (a file of the client's stays where it is)."""
+    return _OURS.fullmatch(name) is not None
+
+
+def optim_ranks(name: str) -> tuple[int, int] | None:
+    """(dp_rank, mp_rank) of an optimizer file's name."""
+    match = _OPTIM_FILE.fullmatch(name)
+    return (int(match[2]), int(match[3])) if match else None
+
+
+def model_ranks(name: str) -> tuple[int, int] | None:
+    """(dp_rank, mp_rank) of a model file's name; dp_rank is 0 where the parameters are whole."""
+    if match := _MODEL_FILE.fullmatch(name):
+        return 0, int(match[1])
+    match = _ZERO_MODEL_FILE.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None

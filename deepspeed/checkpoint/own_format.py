@@ -1,0 +1,148 @@
+"""The part of our files that holds fragments: from live state to the file's content, and back to a catalog.
+
+A section lists its shards once, ``(name, shape, boxes, start, stop)``. Each kind of state is one flat tensor
+with the numbers of the shards that it runs through, and a checksum for each:
+
+    {"shards": [...],
+     "tensors": [{"kind": "exp_avg", "shards": [0, 1, ...], "data": [total], "checksums": [n] int64}, ...],
+     "values":  [{"kind": "step", "shards": [...], "data": [n]}, ...],
+     "wholes":  [{"kind": "row_factor", "shard": 3, "data": any shape}, ...],
+     "masters_in_module": [0, 2, ...]}
+
+Masters that equal the model's fp32 weights bit for bit are not written again: the shard points into
+``module``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.archive import LazyTensor, Sums
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER, TrainingState
+
+
+def pack_section(
+    shards: Iterable[tuple[ShardIndex, dict[str, Tensor]]], weights: Mapping[str, Tensor], sums: Sums
+) -> dict[str, Any]:
+    """Content for ``write_archive``, which also fills ``sums``; the tensors stay where they are until then.
+
+    ``weights``: the model's state dict if its file goes into the same folder.
+    """
+    indices: list[ShardIndex] = []
+    flat: dict[tuple[str, torch.dtype], list[tuple[int, Tensor]]] = {}
+    values: dict[tuple[str, torch.dtype], list[tuple[int, Tensor]]] = {}
+    wholes: list[dict[str, Any]] = []
+    in_module: list[int] = []
+    for number, (index, state) in enumerate(shards):
+        indices.append(index)
+        for kind, tensor in state.items():
+            if kind == MASTER and _same_bits(tensor, weights.get(index.name), index):
+                in_module.append(number)
+            elif tensor.dim() == 1 and tensor.numel() == index.numel:
+                flat.setdefault((kind, tensor.dtype), []).append((number, tensor))
+            elif tensor.dim() == 0:
+                values.setdefault((kind, tensor.dtype), []).append((number, tensor))
+            else:
+                wholes.append({"kind": kind, "shard": number, "data": tensor})
+    return {
+        "shards": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i in indices],
+        "tensors": [_run(kind, dtype, parts, sums) for (kind, dtype), parts in flat.items()],
+        "values": [
+            {
+                "kind": kind,
+                "shards": [n for n, _ in parts],
+                "data": torch.stack([t.detach().cpu() for _, t in parts]),
+            }
+            for (kind, _), parts in values.items()
+        ],
+        "wholes": wholes,
+        "masters_in_module": in_module,
+    }
+
+
+def pack_groups(state: TrainingState) -> dict[str, Any]:
+    """Hyperparameters of the optimizer's groups with the names of their parameters."""
+    names: list[list[str]] = [[] for _ in state.param_groups]
+    for entry in state.trainable():
+        if entry.group_index >= 0:
+            names[entry.group_index].append(entry.name)
+    return {"param_groups": state.param_groups, "group_params": names}
+
+
+def unpack_section(section: Mapping[str, Any], file: Path, catalog: Catalog) -> None:
+    """Add the fragments of one file to ``catalog``, whose module tensors are there already."""
+    indices = [ShardIndex(*entry) for entry in section["shards"]]
+    for index in indices:
+        catalog.fragments.setdefault(index.name, {})
+    for run in section["tensors"]:
+        numels = [indices[number].numel for number in run["shards"]]
+        if run["data"].numel() != sum(numels):
+            raise CheckpointError(f"{file} is damaged: {run['kind']} has {run['data'].numel()} elements")
+        sums = run["checksums"].tolist()
+        for number, part, total in zip(run["shards"], run["data"].split(numels), sums, strict=True):
+            index, kind = indices[number], run["kind"]
+            catalog.add_fragment(kind, Source(index, part, file, total, f"{kind} of {index.name}"))
+    for number in section["masters_in_module"]:
+        catalog.add_fragment(MASTER, _from_module(catalog, indices[number], file))
+    for packed in section["values"]:
+        for number, value in zip(packed["shards"], packed["data"], strict=True):
+            catalog.values.setdefault(indices[number].name, {})[packed["kind"]] = value
+    for whole in section["wholes"]:
+        catalog.values.setdefault(indices[whole["shard"]].name, {})[whole["kind"]] = whole["data"]
+
+
+def unpack_groups(section: Mapping[str, Any]) -> list[Group]:
+    return [
+        Group(dict(options), tuple(names))
+        for options, names in zip(section["param_groups"], section["group_params"], strict=True)
+    ]
+
+
+def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]], sums: Sums) -> dict[str, Any]:
+    total = sum(tensor.numel() for _, tensor in parts)
+    data = LazyTensor((total,), dtype, lambda: (tensor for _, tensor in parts))
+    return {
+        "kind": kind,
+        "shards": [number for number, _ in parts],
+        "data": data,
+        "checksums": checksums_of([data], len(parts), sums),
+    }
+
+
+def checksums_of(tensors: list[Any], count: int, sums: Sums) -> LazyTensor:
+    """[count] int64: the checksums of all parts of ``tensors``, which come earlier in the same file."""
+    return LazyTensor(
+        (count,),
+        torch.int64,
+        lambda: [torch.tensor([s for t in tensors for s in sums[id(t)]], dtype=torch.int64)],
+    )
+
+
+def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool:
+    """Whether the model's own weight says the same as the master, to the bit (NaN included)."""
+    if weight is None or weight.dtype != master.dtype or weight.numel() != index.local_numel:
+        return False
+    part = weight.detach().reshape(-1)[index.start : index.stop]
+    if part.data_ptr() == master.data_ptr() or not part.numel():
+        return True
+    return part.device == master.device and torch.equal(
+        part.view(torch.uint8), master.detach().view(torch.uint8)
+    )
+
+
+def _from_module(catalog: Catalog, index: ShardIndex, file: Path) -> Source:
+    """The fragment as a part of the model's weight; its checksum is that of the whole, so none of its own."""
+    for whole in catalog.module.get(index.name, ()):
+        if whole.index.boxes == index.boxes:
+            return Source(index, whole.data[index.start : index.stop], whole.file, None, whole.total)
+    raise CheckpointError(
+        f"{file} refers to the weights of {index.name} in the model file of {catalog.folder}, which does not hold them"
+    )

@@ -1,0 +1,65 @@
+"""Ranks that save or load together: they fail together, and say which of them failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.errors import CheckpointError
+
+
+class Ranks:
+    """All ranks of the job, or this process alone where there is no process group.
+
+    ``node_local`` says that every node writes to a folder of its own; then the first rank of each node looks
+    after that folder, else rank 0 does.
+    """
+
+    def __init__(self, *, node_local: bool = False) -> None:
+        self.active = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.active else 0
+        self.size = dist.get_world_size() if self.active else 1
+        self.node_local = node_local
+        self.keeps_folder = self.rank == 0 or (node_local and dist.get_local_rank() == 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """``value`` of every rank, in rank order."""
+        if not self.active:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: list[int]) -> list[int]:
+        """Sums over ranks, element by element, modulo 2**64 as signed numbers. All pass lists of one
+        length."""
+        if not self.active or not values:
+            return values
+        total = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
+        dist.all_reduce(total)
+        return total.tolist()
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a block on every rank and wait for all; an error on any of them is raised on all.
+
+        The block must not communicate: a rank that fails in it leaves it early.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # every kind must reach the other ranks, which would wait forever
+            problem = error
+        reports = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
+        failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+        if problem is not None:
+            raise problem
+        if failed:
+            rank, report = failed[0]
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise CheckpointError(f"{what} failed on rank {rank}{others}: {report}")

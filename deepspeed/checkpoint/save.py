@@ -1,0 +1,292 @@
+"""What goes into each file of a checkpoint, and the order in which ranks write them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.archive import Sums, naming, write_archive
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.own_format import checksums_of, pack_groups, pack_section
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.state import TrainingState
+from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
+from deepspeed.utils.logging import logger
+from deepspeed.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank stands: the numbers in its files' names, and what it writes."""
+
+    dp_rank: int
+    dp_size: int
+    mp_rank: int
+    mp_size: int
+    writes_model: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One rank's training as ``save`` sees it.
+
+    ``header``: values of documented top-level keys. ``positions``: what the index adds (micro-steps,
+    precision...). ``rank_state``: what differs from rank to rank (random states, position in the data).
+    """
+
+    module: nn.Module
+    state: TrainingState | None
+    zero_stage: int
+    bf16: bool
+    ds_config: Mapping[str, Any]
+    header: Mapping[str, Any]
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    positions: Mapping[str, Any] = field(default_factory=dict)
+    rank_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    training: Training,
+    save_dir: Path,
+    tag: str,
+    place: Place,
+    ranks: Ranks,
+    *,
+    save_latest: bool = True,
+    exclude_frozen: bool = False,
+    on_tag_mismatch: str = "WARN",
+) -> None:
+    """Write ``save_dir/tag``. Collective. Either all of it is in place afterwards, or what was there before.
+
+    ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
+    """
+    check_client_state(training.client_state)
+    pending = training.state.pending_gradients() if training.state is not None else None
+    reports = ranks.gather((tag, signature(training.state), pending is not None, dict(training.rank_state)))
+    tag = agreed_tag([report[0] for report in reports], on_tag_mismatch)
+    check_signatures([report[1] for report in reports])
+    folder = StagedFolder(save_dir, tag)
+    with ranks.together("preparing the checkpoint folder"):
+        if ranks.keeps_folder:
+            folder.prepare()
+    try:
+        with ranks.together("writing the checkpoint"):
+            files = _Files(
+                training,
+                place,
+                exclude_frozen=exclude_frozen,
+                pending=any(report[2] for report in reports),
+                rank_states=[report[3] for report in reports],
+            )
+            files.write(folder.staging, pending, ranks.rank)
+        with ranks.together("committing the checkpoint"):
+            if ranks.keeps_folder:
+                folder.commit()
+                _put_recovery_script(save_dir)
+                if save_latest:
+                    write_latest(save_dir, tag)
+    except Exception:
+        if ranks.keeps_folder:
+            folder.discard()
+        raise
+
+
+class _Files:
+    """The content of this rank's files."""
+
+    def __init__(
+        self,
+        training: Training,
+        place: Place,
+        *,
+        exclude_frozen: bool,
+        pending: bool,
+        rank_states: list[dict[str, Any]],
+    ) -> None:
+        self.training = training
+        self.place = place
+        self.rank_states = rank_states
+        self.pending = pending
+        self.sharded = training.zero_stage > 0 and training.state is not None
+        module = training.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.trained = [name for name, p in parameters.items() if p.requires_grad]
+        self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self.excluded = sorted(self.frozen) if exclude_frozen else []
+        self.weights = module_state(module, exclude=self.excluded)
+        self.aliases = shared_names(module)
+
+    def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> None:
+        training, place = self.training, self.place
+        if self.sharded:
+            name = names.optim_file(place.dp_rank, place.mp_rank, bf16=training.bf16)
+            _put(folder / name, self._optim_states)
+        if place.writes_model:
+            _put(folder / names.model_file(place.mp_rank), self._model_states)
+        if self.pending:
+            _put(folder / names.pending_file(rank), lambda _: {"pending_gradients": pending})
+
+    def _optim_states(self, sums: Sums) -> dict[str, Any]:
+        return {names.OPTIMIZER_STATE: self._section(sums), **self._versions()}
+
+    def _section(self, sums: Sums) -> dict[str, Any]:
+        training, place = self.training, self.place
+        assert training.state is not None
+        return {
+            "zero_stage": training.zero_stage,
+            "partition_count": place.dp_size,
+            names.DS_VERSION: __version__,
+            **pack_groups(training.state),
+            "scalars": training.state.scalars(),
+            **pack_section(training.state.shards(), self.weights, sums),
+        }
+
+    def _versions(self) -> dict[str, Any]:
+        return {names.DS_CONFIG: dict(self.training.ds_config), names.DS_VERSION: __version__}
+
+    def _model_states(self, sums: Sums) -> dict[str, Any]:
+        training, place, sharded = self.training, self.place, self.sharded
+        state = training.state
+        kept = {name: p for name, p in self.frozen.items() if name not in self.excluded}
+        return {
+            "module": self.weights,
+            "buffer_names": [name for name, _ in training.module.named_buffers() if name in self.weights],
+            "optimizer": self._section(sums) if state is not None and not sharded else None,
+            "param_shapes": _param_shapes(state) if state is not None and sharded else None,
+            "frozen_param_shapes": OrderedDict((n, p.shape) for n, p in kept.items()) if sharded else None,
+            "shared_params": self.aliases,
+            "frozen_param_fragments": (
+                OrderedDict((n, self.weights[n]) for n in kept if n in self.weights) if sharded else None
+            ),
+            "lr_scheduler": None,
+            "data_sampler": None,
+            "random_ltd": None,
+            "sparse_tensor_module_names": [],
+            **training.header,
+            "dp_world_size": place.dp_size,
+            "mp_world_size": place.mp_size,
+            **self._versions(),
+            **training.client_state,
+            names.INDEX: self._index(sums),
+        }
+
+    def _index(self, sums: Sums) -> dict[str, Any]:
+        training, place = self.training, self.place
+        tensors = [value for value in self.weights.values() if isinstance(value, Tensor)]
+        optimizer: str | list[str] | None = None
+        if self.sharded:
+            optimizer = [
+                names.optim_file(dp, mp, bf16=training.bf16)
+                for mp in range(place.mp_size)
+                for dp in range(place.dp_size)
+            ]
+        elif training.state is not None:
+            optimizer = "model file"
+        return {
+            "format": names.FORMAT,
+            "zero_stage": training.zero_stage,
+            "optimizer": optimizer,
+            "aliases": self.aliases,
+            "excluded": self.excluded,
+            "trained": self.trained,
+            "module_boxes": {},
+            "module_checksums": checksums_of(tensors, len(tensors), sums),
+            "pending": self.pending,
+            **training.positions,
+            "rank_states": self.rank_states,
+        }
+
+
+def _put(path: Path, content: Callable[[Sums], dict[str, Any]]) -> None:
+    """Write one file; its content refers to the checksums of the tensors written before."""
+    sums: Sums = {}
+    with naming(path):
+        write_archive(path, content(sums), sums)
+
+
+def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:
+    """The module's state dict, its tensors detached and in place, without the names in ``exclude``."""
+    state = module.state_dict()
+    for name in exclude or ():
+        state.pop(name, None)
+    return state
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Other name -> first name of every parameter that the module registers several times (tied weights)."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            aliases[name] = first[id(param)]
+    return aliases
+
+
+def check_client_state(client_state: Mapping[str, Any]) -> None:
+    """KeyError if the caller's own entries would overwrite those of the checkpoint."""
+    taken = sorted(names.RESERVED_KEYS.intersection(client_state))
+    if taken:
+        raise KeyError(
+            f"client_state must not contain {', '.join(map(repr, taken))}: these names belong to the checkpoint "
+            "itself; rename them, or put them into a dict under a name of your own"
+        )
+
+
+def agreed_tag(tags: list[str], on_mismatch: str) -> str:
+    """Rank 0's tag; the others must have given the same one."""
+    differing = {rank: tag for rank, tag in enumerate(tags) if tag != tags[0]}
+    if differing and on_mismatch != "IGNORE":
+        rank, tag = next(iter(differing.items()))
+        message = (
+            f"ranks save under different tags: rank 0 gave {tags[0]!r}, rank {rank} gave {tag!r} "
+            f"({len(differing)} of {len(tags)} ranks differ). Tags must not contain anything that differs from rank "
+            "to rank (checkpoint.tag_validation decides what happens: Ignore, Warn or Fail)"
+        )
+        if on_mismatch == "FAIL":
+            raise CheckpointError(message)
+        logger.warning(f"{message}; {tags[0]!r} is used")
+    return tags[0]
+
+
+def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
+    """The model must be the same on all ranks of one model-parallel position."""
+    counts = [signature[0] if signature is not None else 0 for signature in signatures]
+    if len(set(counts)) > 1:
+        rank = next(i for i, count in enumerate(counts) if count != counts[0])
+        raise CheckpointError(
+            f"ranks disagree on the model: rank 0 trains {counts[0]} parameters, rank {rank} trains {counts[rank]}. "
+            "All ranks must build the same model and freeze the same parameters."
+        )
+
+
+def signature(state: TrainingState | None) -> tuple[int, int] | None:
+    """Number of trained parameters and of their elements."""
+    if state is None:
+        return None
+    entries = state.trainable()
+    return len(entries), sum(entry.param.numel() for entry in entries)
+
+
+def _param_shapes(state: TrainingState) -> list[OrderedDict[str, torch.Size]]:
+    """Shapes by optimizer group, as documented."""
+    shapes: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in state.param_groups]
+    for entry in state.trainable():
+        if entry.group_index >= 0:
+            shapes[entry.group_index][entry.name] = torch.Size(entry.shape)
+    return shapes
+
+
+def _put_recovery_script(save_dir: Path) -> None:
+    """An executable ``zero_to_fp32.py`` beside the checkpoints, for a shell."""
+    content = resources.files("deepspeed.utils").joinpath(names.RECOVERY_SCRIPT).read_bytes()
+    path = save_dir / names.RECOVERY_SCRIPT
+    if not path.is_file() or path.read_bytes() != content:
+        replace_file(path, content, mode=0o744)

@@ -1,0 +1,82 @@
+"""What saving and loading need of the training state, whatever the ZeRO stage.
+
+``deepspeed.runtime.zero.access.StateAccess`` implements ``TrainingState``; the checkpoint code sees nothing
+else of the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.shards import ShardIndex
+
+MASTER = "fp32"
+"""Key of a fragment's master weights, in whatever dtype they are kept."""
+
+
+class ParamEntry(Protocol):
+    """One trainable parameter; ``shared_names`` are its other names in the module."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> Tensor: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def group_index(self) -> int: ...
+    @property
+    def shared_names(self) -> tuple[str, ...]: ...
+
+
+class TrainingState(Protocol):
+    """Live state by parameter: nothing is copied, and writes go through."""
+
+    def trainable(self) -> Sequence[ParamEntry]: ...
+
+    def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """This rank's fragments: master weights and per-element optimizer state, 1-D, and values such as
+        "step"."""
+        ...
+
+    def ensure_state(self) -> None:
+        """Create the optimizer's state where there is none yet."""
+        ...
+
+    def clear_state(self) -> None:
+        """Forget the optimizer's state."""
+        ...
+
+    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
+        """Write a value such as "step" of the parameter ``name``."""
+        ...
+
+    def publish(self) -> None:
+        """Masters were written: refresh the model's weights. Collective."""
+        ...
+
+    def weights_loaded(self) -> None:
+        """The model's weights were written, whole and on every rank: refresh the masters."""
+        ...
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None: ...
+
+    def scalars(self) -> dict[str, Any]: ...
+
+    def load_scalars(self, scalars: dict[str, Any]) -> None: ...
+
+    def pending_gradients(self) -> dict[str, dict[str, Tensor]] | None:
+        """This rank's gradients since the last update."""
+        ...
+
+    def load_pending_gradients(self, pending: dict[str, dict[str, Tensor]] | None) -> None: ...

@@ -1,0 +1,274 @@
+"""Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
+
+Stages 1 and 2: every optimizer group is one flat tensor, cut evenly over ranks; ``param_slice_mappings``
+says which parameter lies where in a rank's part. Stage 3: every parameter is padded and cut evenly, and a
+rank's parts are laid end to end. Stage 0: whole tensors by number, in the order of the optimizer that saved
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.names import DS_VERSION, OPTIMIZER_STATE, RESERVED_KEYS, model_ranks, optim_ranks
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import MASTER
+
+Read = Callable[[Path], dict[str, Any]]
+Order = Sequence[Sequence[str]]
+"""Names of parameters by optimizer group, in the order in which the optimizer holds them."""
+
+
+def open_upstream(
+    folder: Path,
+    models: list[Path],
+    optims: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    order: Order | None,
+) -> Catalog:
+    """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage
+    0."""
+    catalog = Catalog(
+        folder=folder,
+        written_by=str(first[DS_VERSION]),
+        zero_stage=0,
+        aliases=dict(first.get("shared_params") or {}),
+        model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
+        client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
+    )
+    if int(first.get("mp_world_size") or 1) > 1:
+        raise CheckpointError(
+            f"{folder} was written by release {catalog.written_by} with model parallelism "
+            f"{first['mp_world_size']}; such checkpoints cannot be read yet"
+        )
+    sharded = model_ranks(models[0].name) == (0, 0) and models[0].name.startswith("zero_")
+    if sharded:
+        catalog.zero_stage = 3
+        contents = {path: first if path == models[0] else read(path) for path in models}
+        _add_stage3(catalog, contents, _complete(folder, optims, int(first["dp_world_size"])), read)
+    else:
+        _add_module(catalog, first, models[0])
+        if optims:
+            _add_partitions(catalog, first, optims, read)
+        elif first.get("optimizer") is not None:
+            _add_whole(catalog, first["optimizer"], models[0], order)
+    if catalog.fragments:
+        catalog.index = {"trained": sorted(catalog.fragments)}
+        catalog.has_optimizer = True
+    return catalog
+
+
+def _add_module(catalog: Catalog, content: Mapping[str, Any], path: Path) -> None:
+    for name, value in content["module"].items():
+        if isinstance(value, Tensor):
+            index = ShardIndex(name, tuple(value.shape), (), 0, value.numel())
+            catalog.add_module(Source(index, value.detach().reshape(-1), path))
+        else:
+            catalog.extra[name] = value
+
+
+# Stages 1 and 2
+# -------------------------------------------------------------------------------------------------
+
+
+def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Path], read: Read) -> None:
+    states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
+    count = max(_as_list(next(iter(states.values()))["partition_count"]))
+    files = _complete(catalog.folder, optims, count)
+    catalog.zero_stage = int(states[files[0]]["zero_stage"])
+    shapes: list[Mapping[str, Any]] = first["param_shapes"]
+    for number, group in enumerate(shapes):
+        done = dict.fromkeys(group, 0)
+        for path in files:
+            _add_group_part(catalog, number, group, done, states[path], path)
+        short = [name for name in group if done[name] != prod(group[name])]
+        if short:
+            raise CheckpointError(
+                f"{catalog.folder} is incomplete: {short[0]} has {done[short[0]]} of {prod(group[short[0]])} elements"
+            )
+    _add_groups(
+        catalog, states[files[0]]["base_optimizer_state"]["param_groups"], [list(group) for group in shapes]
+    )
+    catalog.scalars = _scalars(states[files[0]].get("loss_scaler"))
+
+
+def _add_group_part(
+    catalog: Catalog,
+    number: int,
+    shapes: Mapping[str, Any],
+    done: dict[str, int],
+    state: Mapping[str, Any],
+    path: Path,
+) -> None:
+    """One rank's part of one group. ``done``: elements of each parameter that earlier ranks hold."""
+    base = state["base_optimizer_state"]
+    if not isinstance(base, dict):
+        raise CheckpointError(
+            f"{path} holds an elastic optimizer state (elastic_checkpoint), which cannot be read"
+        )
+    flat = {MASTER: state["single_partition_of_fp32_groups"][number], **base["state"].get(number, {})}
+    for name, address in state["param_slice_mappings"][number].items():
+        index = ShardIndex(name, tuple(shapes[name]), (), done[name], done[name] + address.numel)
+        done[name] += address.numel
+        _add_slices(catalog, index, flat, address.start, path)
+
+
+def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
+    """What the flat tensors of one partition hold of one parameter, from ``start`` on."""
+    for kind, value in flat.items():
+        if isinstance(value, Tensor) and value.dim() == 1:
+            catalog.add_fragment(kind, Source(index, value[start : start + index.numel], path))
+        elif value is not None:
+            catalog.values.setdefault(index.name, {})[kind] = value
+
+
+# Stage 3
+# --------------------------------------------------------------------------------------------------------
+
+
+def _add_stage3(
+    catalog: Catalog, contents: Mapping[Path, dict[str, Any]], optims: list[Path], read: Read
+) -> None:
+    world = len(contents)
+    for path, content in contents.items():
+        rank = (model_ranks(path.name) or (0, 0))[0]
+        if rank == 0:
+            held = set(content["buffer_names"])
+            _add_module(catalog, {"module": {n: v for n, v in content["module"].items() if n in held}}, path)
+        shapes = content.get("frozen_param_shapes") or {}
+        for name, part in (content.get("frozen_param_fragments") or {}).items():
+            index = _even_part(name, tuple(shapes[name]), rank, world)
+            catalog.add_module(Source(index, part.reshape(-1)[: index.numel], path))
+    groups = [list(group.items()) for group in next(iter(contents.values()))["param_shapes"]]
+    for path in optims:
+        rank = (optim_ranks(path.name) or (0, 0))[0]
+        state = read(path)[OPTIMIZER_STATE]
+        inner = state[OPTIMIZER_STATE]
+        params = (item for group in groups for item in group)
+        for number, masters in enumerate(state["fp32_flat_groups"]):
+            flat = {MASTER: masters, **inner["state"].get(number, {})}
+            _walk_stage3(catalog, params, flat, masters.numel(), rank, world, path)
+        if path == optims[0]:
+            _add_groups(catalog, inner["param_groups"], [[name for name, _ in group] for group in groups])
+            catalog.scalars = _scalars(state.get("loss_scaler"))
+
+
+def _walk_stage3(
+    catalog: Catalog,
+    params: Iterator[tuple[str, Any]],
+    flat: Mapping[str, Any],
+    numel: int,
+    rank: int,
+    world: int,
+    path: Path,
+) -> None:
+    """Take parameters from ``params`` until their parts fill a sub-group of ``numel`` elements."""
+    position = 0
+    while position < numel:
+        name, shape = next(params)
+        index = _even_part(name, tuple(shape), rank, world)
+        _add_slices(catalog, index, flat, position, path)
+        position += -(-prod(shape) // world)
+
+
+def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> ShardIndex:
+    size = prod(shape)
+    part = -(-size // world)
+    return ShardIndex(name, shape, (), min(rank * part, size), min((rank + 1) * part, size))
+
+
+# Stage 0
+# --------------------------------------------------------------------------------------------------------
+
+
+def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order: Order | None) -> None:
+    """A torch optimizer's state dict by number, with fp32 masters beside it where the weights are 16-bit."""
+    inner = optimizer.get(OPTIMIZER_STATE, optimizer)
+    numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
+    masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
+    if order is None:
+        return  # only weights are asked for, and the model file has those
+    if "fp32_groups_flat" in optimizer:
+        raise CheckpointError(
+            f"{path} holds flat fp32 groups of a fused fp16 optimizer at stage 0: save it at stage 1"
+        )
+    names = [_named(group, numbers, catalog, path) for group, numbers in zip(order, numbers, strict=False)]
+    if len(names) != len(numbers):
+        raise CheckpointError(
+            f"{path} has {len(numbers)} parameter groups, but the optimizer has {len(order)}"
+        )
+    for number, group in enumerate(names):
+        for position, name in enumerate(group):
+            shape = catalog.module[name][0].index.global_shape
+            index = ShardIndex(name, shape, (), 0, prod(shape))
+            state = dict(inner["state"].get(numbers[number][position], {}))
+            state[MASTER] = masters[number][position] if masters else catalog.module[name][0].data
+            for kind, value in state.items():
+                if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
+                    catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), path))
+                elif value is not None:
+                    catalog.values.setdefault(name, {})[kind] = value
+    _add_groups(catalog, inner["param_groups"], names)
+    catalog.scalars = _scalars(optimizer)
+
+
+def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Path) -> list[str]:
+    """Names for the numbers of one group: the same order, without the empty tensors that 16-bit optimizers
+    drop."""
+    names = [name for name in group if catalog.find([name])]
+    if len(names) != len(numbers):
+        names = [name for name in names if catalog.module[name][0].index.numel]
+    if len(names) != len(numbers):
+        raise CheckpointError(
+            f"{path} has a parameter group of {len(numbers)}, but the optimizer's has {len(group)}"
+        )
+    return names
+
+
+# What all stages share
+# ------------------------------------------------------------------------------------------
+
+
+def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
+    catalog.groups = [
+        Group({key: value for key, value in group.items() if key != "params"}, tuple(members))
+        for group, members in zip(saved, names, strict=True)
+    ]
+
+
+def _scalars(scaler: Any) -> dict[str, Any]:
+    """The loss scale from the pickled scaler's attributes, or from the keys that stage 0 has instead."""
+    saved = vars(scaler) if hasattr(scaler, "__dict__") else dict(scaler or {})
+    if "cur_scale" not in saved:
+        return {}
+    good_steps = int(saved.get("cur_iter", 0)) - int(saved.get("last_overflow_iter", -1)) - 1
+    state: dict[str, Any] = {"scale": float(saved["cur_scale"]), "good_steps": max(good_steps, 0)}
+    if "cur_hysteresis" in saved:
+        state["tolerance_left"] = int(saved["cur_hysteresis"])
+    return {
+        "loss_scaler": state,
+        "dynamic": bool(saved.get("dynamic", saved.get("dynamic_loss_scale", False))),
+    }
+
+
+def _complete(folder: Path, optims: list[Path], count: int) -> list[Path]:
+    """The files of ranks 0 to ``count - 1``, in that order; those of a larger former run are left out."""
+    by_rank = {(optim_ranks(path.name) or (0, 0))[0]: path for path in optims}
+    missing = [rank for rank in range(count) if rank not in by_rank]
+    if missing and optims:
+        raise CheckpointNotFoundError(
+            f"{folder} lacks the optimizer file of rank {missing[0]} ({len(missing)} of {count} are missing)"
+        )
+    return [by_rank[rank] for rank in range(count)] if optims else []
+
+
+def _as_list(value: Any) -> list[int]:
+    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]

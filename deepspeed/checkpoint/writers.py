@@ -1,0 +1,174 @@
+"""Putting a checkpoint in its place so that a crash at any instant leaves one that loads.
+
+1. The files are written into a hidden folder beside the final one, on the same file system, each with fsync.
+2. When every rank has finished, the folder is exchanged with the final one in a single step of the file
+system, or
+   renamed to it when there is none yet.
+3. ``latest`` is written aside, fsynced and renamed over the old one, last of all.
+
+Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder``
+knows it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from deepspeed.checkpoint.archive import naming
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.names import LATEST, is_ours
+from deepspeed.utils.logging import logger
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class StagedFolder:
+    """One checkpoint folder on its way: ``prepare``, write files into ``staging``, then ``commit`` or
+    ``discard``.
+
+    These methods are called by one rank per folder; all ranks write into ``staging``.
+    """
+
+    def __init__(self, save_dir: Path, tag: str) -> None:
+        self.save_dir = save_dir
+        self.tag = tag
+        self.final = save_dir / tag
+        if not tag or self.final.resolve() == save_dir.resolve():
+            raise CheckpointError(f"the checkpoint tag {tag!r} does not name a folder inside {save_dir}")
+        self.staging = _hidden(self.final, "tmp")
+        self.displaced = _hidden(self.final, "old")
+
+    def prepare(self) -> None:
+        """Clear away what a crash left behind and make the staging folder."""
+        with naming(self.staging):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self.displaced.exists():
+                if self.final.exists():
+                    shutil.rmtree(self.displaced)
+                else:
+                    os.rename(self.displaced, self.final)
+            shutil.rmtree(self.staging, ignore_errors=True)
+            self.staging.mkdir()
+
+    def commit(self) -> None:
+        """Make the staged files the checkpoint; the one that was there before is removed."""
+        with naming(self.final):
+            replaces = self.final.is_dir()
+            if replaces:
+                _keep_foreign(self.final, self.staging)
+            _sync_folder(self.staging)
+            if not replaces:
+                os.rename(self.staging, self.final)
+                _sync_folder(self.final.parent)
+            elif _exchange(self.staging, self.final):
+                _sync_folder(self.final.parent)
+                shutil.rmtree(self.staging, ignore_errors=True)
+            else:
+                os.rename(self.final, self.displaced)
+                os.rename(self.staging, self.final)
+                _sync_folder(self.final.parent)
+                shutil.rmtree(self.displaced, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Give up; the previous checkpoint was not touched."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+
+def find_folder(load_dir: Path, tag: str) -> Path:
+    """The folder of a committed checkpoint. CheckpointNotFoundError with the tags that do exist."""
+    final = load_dir / tag
+    if final.is_dir():
+        return final
+    displaced = _hidden(final, "old")
+    if displaced.is_dir():
+        logger.warning(f"{final} is missing: a save was interrupted; the checkpoint before it is loaded")
+        return displaced
+    if not load_dir.is_dir():
+        raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
+    present = sorted(entry.name for entry in load_dir.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {tag!r} in {load_dir}; it holds: {', '.join(present[-10:]) or 'no folders'}"
+    )
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag that was saved last; None where nothing says so."""
+    try:
+        return (load_dir / LATEST).read_text().strip() or None
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise CheckpointNotFoundError(f"{load_dir} is a file, not a folder of checkpoints") from error
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    replace_file(save_dir / LATEST, tag.encode())
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Write a small file so that at any instant either the old or the new content is there."""
+    aside = _hidden(path, "tmp")
+    with naming(path):
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.chmod(aside, mode)
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        _sync_folder(path.parent)
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    """A sibling that patterns such as ``global_step*`` do not match."""
+    return path.parent / f".{path.name}.{suffix}"
+
+
+def _keep_foreign(old: Path, new: Path) -> None:
+    """Carry over what the client put into the folder himself: tokenizers, notes, files of other tools."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if is_ours(entry.name) or target.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(str(entry), str(target))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # file systems without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system cannot. renameat2(2), Linux 3.15."""
+    if sys.platform != "linux":
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames and new names in ``folder`` durable; only POSIX systems can open one."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

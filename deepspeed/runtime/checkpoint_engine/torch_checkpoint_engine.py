@@ -1,0 +1,31 @@
+"""Files that ``torch.load`` reads, durable when ``save`` returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.safe_types import allowed_types
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+
+
+class TorchCheckpointEngine(CheckpointEngine):
+    """Writes in the format of ``torch.save`` without copying the tensors, and loads with
+    ``weights_only=True``."""
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        self.set_commit_info(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        with naming(Path(path)):
+            write_archive(Path(path), state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        with allowed_types():
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True

@@ -1,0 +1,382 @@
+"""The engine's saving and loading: from its attributes to ``deepspeed.checkpoint`` and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deepspeed.checkpoint import names, rng
+from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.load import Report, Restorer
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
+from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
+from deepspeed.checkpoint.writers import find_folder, read_latest
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
+from deepspeed.utils.logging import log_dist, logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def create_checkpoint_engine(config: Any) -> CheckpointEngine:
+    """What stores single files; the folder's safety does not depend on it."""
+    return TorchCheckpointEngine(config)
+
+
+# Saving
+# ---------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write everything needed to resume under ``save_dir/tag``. Collective; True when it is in place.
+
+    ``tag`` defaults to ``global_step{N}``. ``client_state`` is given back by ``load_checkpoint``.
+    ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name of the checkpoint's own;
+    CheckpointError: a rank could not write, in which case whatever was saved before is untouched.
+    """
+    if not save_dir:
+        raise ValueError("save_checkpoint needs a folder: save_dir is empty")
+    client_state = client_state or {}
+    check_client_state(client_state)
+    tag = names.default_tag(engine.global_steps) if tag is None else str(tag)
+    info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
+    ranks = _ranks(engine)
+    engine.checkpoint_engine.create(info)
+    save(
+        _training(engine, client_state),
+        Path(save_dir),
+        tag,
+        _place(engine, ranks),
+        ranks,
+        save_latest=save_latest,
+        exclude_frozen=exclude_frozen_parameters,
+        on_tag_mismatch=_tag_validation(engine),
+    )
+    return engine.checkpoint_engine.commit(info)
+
+
+def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Training:
+    scheduler = engine.lr_scheduler
+    return Training(
+        module=engine.module,
+        state=engine.state_access,
+        zero_stage=engine.zero_optimization_stage(),
+        bf16=bool(engine.bfloat16_enabled()),
+        ds_config=engine._config._param_dict,
+        header={
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "skipped_steps": engine.skipped_steps,
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+        },
+        client_state=client_state,
+        positions={
+            "micro_steps": engine.micro_steps,
+            "accumulation_steps": engine.gradient_accumulation_steps(),
+            "world_size": engine.world_size,
+            "fp16": bool(engine.fp16_enabled()),
+            "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
+        },
+        rank_state={"random": rng.capture(), "data": _loader_state(engine)},
+    )
+
+
+def _loader_state(engine: DeepSpeedEngine) -> dict[str, Any] | None:
+    loader = engine.training_dataloader
+    return loader.state_dict() if hasattr(loader, "state_dict") else None
+
+
+def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
+    dp_rank, mp_rank = engine.mesh.rank("dp", "sp"), engine.mesh.rank("tp")
+    return Place(
+        dp_rank=dp_rank,
+        dp_size=engine.dp_world_size,
+        mp_rank=mp_rank,
+        mp_size=engine.mp_world_size,
+        writes_model=dp_rank == 0 or (ranks.keeps_folder and engine.mp_world_size == 1),
+    )
+
+
+def _ranks(engine: DeepSpeedEngine) -> Ranks:
+    return Ranks(node_local=bool(engine.use_node_local_storage()))
+
+
+def _tag_validation(engine: DeepSpeedEngine) -> str:
+    if not engine.checkpoint_tag_validation_enabled():
+        return "IGNORE"
+    return "FAIL" if engine.checkpoint_tag_validation_fail() else "WARN"
+
+
+# Loading
+# --------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """``(folder, client_state)``; ``(None, None)`` and one warning if no tag is given and none is known.
+    Collective.
+
+    A checkpoint of any stage, number of ranks and precision is loaded, also one that release 0.19 wrote.
+    ``load_module_only`` reads no optimizer file and changes nothing but the weights. Random states, data
+    position and accumulated gradients come back when everything is loaded. CheckpointError (a ValueError)
+    says which file is missing, damaged or foreign, and what does not fit.
+    """
+    ranks = _ranks(engine)
+    tag = _agreed_tag(ranks, Path(load_dir), tag)
+    if tag is None:
+        return None, None
+    what = _what_to_load(
+        engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
+    )
+    with ranks.together("reading the checkpoint"):
+        catalog = open_checkpoint(
+            find_folder(Path(load_dir), tag),
+            optimizer=what.optimizer or what.masters,
+            partial=ranks.node_local,
+            order=_optimizer_order(engine) if what.optimizer else None,
+        )
+    restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
+    masters = what.masters and bool(catalog.fragments)
+    with ranks.together("loading the checkpoint"):
+        restorer.check_names()
+        if custom_load_fn is not None:
+            restorer.custom(custom_load_fn)
+        elif masters:
+            restorer.weights_from_masters()
+        else:
+            restorer.weights_from_module()
+        if what.optimizer:
+            restorer.optimizer_states()
+    if masters:
+        engine.state_access.publish()
+    report = restorer.finish(ranks)
+    with ranks.together("resuming from the checkpoint"):
+        _resume(engine, catalog, ranks, what, report)
+    log_dist(report.line(catalog), ranks=[0])
+    return str(catalog.folder), materialize(catalog.client_state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _What:
+    """``masters``: weights come from the fp32 masters where there are any. ``everything``: an exact
+    resume."""
+
+    masters: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+    everything: bool
+
+
+def _what_to_load(
+    engine: DeepSpeedEngine,
+    optimizer: bool,
+    scheduler: bool,
+    module_only: bool,
+    custom: Callable[..., Any] | None,
+) -> _What:
+    trains = engine.state_access is not None
+    optimizer = optimizer and trains and not module_only
+    exact = optimizer or bool(engine._config.zero_config.load_from_fp32_weights)
+    return _What(
+        masters=trains and exact and not module_only and custom is None,
+        optimizer=optimizer,
+        scheduler=scheduler and not module_only,
+        counters=not module_only,
+        everything=optimizer and scheduler,
+    )
+
+
+def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None) -> str | None:
+    """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist."""
+    with ranks.together("looking for the checkpoint"):
+        own = str(tag) if tag is not None else read_latest(load_dir)
+    tags = ranks.gather(own)
+    if any(other != tags[0] for other in tags):
+        raise CheckpointError(
+            f"ranks load different checkpoints from {load_dir}: {', '.join(map(repr, tags[:8]))}; give all of them "
+            "one tag and one folder"
+        )
+    if own is None and ranks.rank == 0:
+        logger.warning(
+            f"nothing is loaded: {load_dir} has no file named {names.LATEST!r} and no tag was given; pass tag= to load "
+            "one that was saved with save_latest=False"
+        )
+    return own
+
+
+def _optimizer_order(engine: DeepSpeedEngine) -> list[list[str]]:
+    """Names of the optimizer's parameters by group, in the client's order."""
+    known = {id(param): name for param, name in engine.param_names.items()}
+    return [[known.get(id(p), "") for p in group["params"]] for group in engine.basic_optimizer.param_groups]
+
+
+def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+    """Everything beside weights and optimizer state."""
+    saved = catalog.model_states
+    if what.scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
+        if saved.get("lr_scheduler") is None:
+            report.notes.append("no learning-rate schedule was saved")
+        else:
+            engine.lr_scheduler.load_state_dict(materialize(saved["lr_scheduler"]))
+    if what.counters:
+        engine.global_steps = int(saved["global_steps"])
+        engine.global_samples = int(
+            saved.get("global_samples", engine.global_steps * engine.train_batch_size())
+        )
+        engine.skipped_steps = int(saved.get("skipped_steps", 0))
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+    if what.optimizer:
+        _load_loss_scale(engine, catalog)
+        _load_accumulation(engine, catalog, ranks, report)
+    if what.everything and catalog.index.get("rank_states"):
+        _load_rank_state(engine, catalog.index["rank_states"], ranks)
+
+
+def _load_loss_scale(engine: DeepSpeedEngine, catalog: Catalog) -> None:
+    """A dynamic scale goes on where it was; a static one is the configuration's."""
+    saved = catalog.scalars.get("loss_scaler")
+    was_dynamic = catalog.index.get("dynamic_loss_scale", catalog.scalars.get("dynamic", False))
+    if saved and was_dynamic and engine.fp16_enabled() and engine.dynamic_loss_scale():
+        state = engine.state_access
+        state.load_scalars({"loss_scaler": {**state.scalars()["loss_scaler"], **saved}})
+
+
+def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+    """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
+    index, state = catalog.index, engine.state_access
+    same = (
+        index.get("world_size") == engine.world_size
+        and index.get("accumulation_steps") == engine.gradient_accumulation_steps()
+    )
+    state.load_pending_gradients(None)
+    if same:
+        engine.micro_steps = int(index["micro_steps"])
+    if not index.get("pending"):
+        return
+    try:
+        if not same:
+            raise ValueError("another number of ranks or of accumulation steps")
+        pending = read_pending(catalog, ranks.rank)
+        state.load_pending_gradients(materialize(pending["pending_gradients"]) if pending else None)
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        state.load_pending_gradients(None)
+        steps = engine.gradient_accumulation_steps()
+        dropped = int(index["micro_steps"]) % int(index["accumulation_steps"])
+        engine.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
+        report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
+
+
+def _load_rank_state(engine: DeepSpeedEngine, saved: list[dict[str, Any]], ranks: Ranks) -> None:
+    """Each rank goes on with its own random state, where there was such a rank; data positions are global."""
+    if ranks.rank < len(saved):
+        rng.restore(saved[ranks.rank]["random"])
+    data = saved[min(ranks.rank, len(saved) - 1)]["data"]
+    if data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
+        engine.training_dataloader.load_state_dict(materialize(data))
+
+
+# Weights alone
+# ----------------------------------------------------------------------------------------------------
+
+
+def module_state_dict(
+    engine: DeepSpeedEngine,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, Any]:
+    """The wrapped module's ``state_dict``, without frozen parameters if asked."""
+    state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    if exclude_frozen_parameters:
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
+    return state
+
+
+def load_module_state_dict(
+    engine: DeepSpeedEngine,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Callable[..., Any] | None = None,
+    fetch_z3_params: bool = False,
+    z3_params_to_fetch: Any = None,
+    allowed_missing_keys: Any = None,
+) -> None:
+    """Load ``checkpoint["module"]``; the optimizer's master weights follow.
+
+    ``allowed_missing_keys`` may be absent even if ``strict``. ``fetch_z3_params`` and ``z3_params_to_fetch``
+    matter where parameters are sharded.
+    """
+    source = checkpoint["module"]
+    if custom_load_fn is not None:
+        custom_load_fn(src=source, dst=engine.module)
+    else:
+        tolerated = set(allowed_missing_keys or ())
+        own = engine.module.state_dict()
+        present = {**{name: own[name] for name in tolerated & set(own) if name not in source}, **source}
+        engine.module.load_state_dict(present, strict=strict)
+    if engine.state_access is not None:
+        engine.state_access.weights_loaded()
+
+
+def save_16bit_model(
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
+
+    A name that ends in ``.safetensors`` gives a file of that format. Tied weights are written once.
+    """
+    ranks = Ranks()
+    path = Path(save_dir) / save_filename
+    with ranks.together("saving the model"):
+        if ranks.rank == 0:
+            weights = consolidated_16bit_state_dict(engine, exclude_frozen_parameters) or {}
+            save_weights(
+                weights,
+                path.parent,
+                aliases=shared_names(engine.module),
+                filename=path.name,
+                safetensors=path.suffix == ".safetensors",
+            )
+    return True
+
+
+def consolidated_16bit_state_dict(
+    engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole model's state dict on rank 0 and None on the others; tensors are the live ones."""
+    if engine.global_rank != 0:
+        return None
+    state = module_state_dict(engine, exclude_frozen_parameters=exclude_frozen_parameters)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -1,0 +1,162 @@
+#!/usr/bin/env python
+"""Turn a checkpoint into plain fp32 weights that load without this package.
+
+    ./zero_to_fp32.py . out/                      # in a folder of checkpoints: the one that "latest" names
+    ./zero_to_fp32.py . out/ --safe_serialization --max_shard_size 2GB
+
+A copy of this file lies beside every checkpoint; it needs the installed package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.archive import LazyTensor
+from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_folder
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
+from deepspeed.checkpoint.export import save_weights
+
+
+class GatheredTensor:
+    """A tensor that is put together from its shards when ``contiguous()`` is called."""
+
+    def __init__(self, lazy: LazyTensor) -> None:
+        self._lazy = lazy
+        self.shape = torch.Size(lazy.shape)
+        self.dtype = lazy.dtype
+
+    def contiguous(self) -> Tensor:
+        return materialize(self._lazy)
+
+
+def to_torch_tensor(state_dict: dict[str, Any], return_empty_tensor: bool = False) -> OrderedDict[str, Tensor]:
+    """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
+
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for finding out sizes.
+    """
+    made: dict[int, Tensor] = {}
+    result: OrderedDict[str, Tensor] = OrderedDict()
+    for name, value in state_dict.items():
+        if id(value) not in made:
+            empty = torch.empty(value.shape, dtype=value.dtype) if return_empty_tensor else None
+            made[id(value)] = empty if empty is not None else value.contiguous()
+        result[name] = made[id(value)]
+    return result
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> OrderedDict[str, Any]:
+    """The whole fp32 state dict on the CPU, for ``model.load_state_dict``.
+
+    ``tag`` defaults to what ``latest`` names (FileNotFoundError, a ValueError too, if there is none).
+    ``lazy_mode`` gives ``GatheredTensor`` placeholders, so that one tensor is in memory at a time.
+    """
+    whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
+    return whole.mapped(GatheredTensor if lazy_mode else materialize)  # pyright: ignore[reportArgumentType]
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards with an
+    index where they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
+    whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
+    save_weights(
+        whole.tensors,
+        Path(output_dir),
+        aliases=whole.aliases,
+        max_shard_size=max_shard_size,
+        safetensors=safe_serialization,
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Move ``model`` to the CPU and load the fp32 weights into it, leniently; returns it."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """Path of rank 0's model states. FileNotFoundError."""
+    if not os.path.isdir(checkpoint_dir):
+        raise CheckpointNotFoundError(f"the folder {checkpoint_dir} does not exist")
+    name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    file = os.path.join(checkpoint_dir, name)
+    if not os.path.exists(file):
+        raise CheckpointNotFoundError(f"{file} does not exist")
+    return file
+
+
+def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
+    """Matching files in natural order. FileNotFoundError if there is none."""
+    files = sorted(glob.glob(os.path.join(checkpoint_dir, glob_pattern)), key=natural_keys)
+    if not files:
+        raise CheckpointNotFoundError(f"there is no {glob_pattern} in {checkpoint_dir}")
+    return files
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def atoi(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text: str) -> list[int | str]:
+    """Sort key that puts ``rank_10`` after ``rank_9``."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint as plain files.")
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints, with a file named 'latest'")
+    parser.add_argument("output_dir", help="folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file, such as 5GB or 200MB")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch files")
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint, such as global_step100")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only trained parameters")
+    parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")
+    args = parser.parse_args()
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            args.checkpoint_dir,
+            args.output_dir,
+            max_shard_size=args.max_shard_size,
+            safe_serialization=args.safe_serialization,
+            tag=args.tag,
+            exclude_frozen_parameters=args.exclude_frozen_parameters,
+        )
+    except ValueError as error:
+        if args.debug:
+            raise
+        parser.exit(1, f"zero_to_fp32: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
