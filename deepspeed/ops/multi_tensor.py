@@ -31,14 +31,16 @@ _address = Tensor.data_ptr
 
 
 class Launch:
-    """One call of a kernel: the segments that have the same storage types."""
+    """One call of a kernel: the segments on one device that have the same storage types."""
 
-    def __init__(self, storage: tuple[int, int, int, int]) -> None:
+    def __init__(self, storage: tuple[int, int, int, int], device: torch.device) -> None:
+        self.device = device
         self.storage = native.Storage(*storage)
         self.storage_pointer = ctypes.addressof(self.storage)
         self.indices: list[int] = []  # positions in the lists of the step
         self.words = array("q")  # rows of struct ds_segment
         self.pointer = 0  # address of `words`, set when complete
+        self.uploaded: Any = None  # what a kernel on another device keeps of `words`; None: they have changed
 
     def arguments(self) -> tuple[int, int, int]:
         return self.pointer, len(self.indices), self.storage_pointer
@@ -54,6 +56,7 @@ class Table:
         low_precision: Sequence[Tensor | None] | None,
         states: list[dict[str, Any]],
         names: tuple[str, ...],
+        device_types: tuple[str, ...],
     ) -> None:
         self.params, self.grads = tuple(params), tuple(grads)
         self.low_precision = None if low_precision is None else tuple(low_precision)
@@ -68,19 +71,19 @@ class Table:
         self.grad_addresses = list(map(_address, self.grads))
         self.launches: list[Launch] = []
         self.others: list[int] = []  # indices of tensors that no kernel takes
-        self._sort_into_launches()
+        self._sort_into_launches(device_types)
 
     def _current_state(self) -> list[Tensor]:
         return [state[name] for state in self.states for name in self.names]
 
-    def _sort_into_launches(self) -> None:
-        launches: dict[tuple[int, int, int, int], Launch] = {}
+    def _sort_into_launches(self, device_types: tuple[str, ...]) -> None:
+        launches: dict[Any, Launch] = {}
         codes = native.DTYPE_CODES
         for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
             elements = [state[name] for name in self.names if name != "step"]
             low = None if self.low_precision is None else self.low_precision[i]
             tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
-            if native.library() is None or not all(map(native.is_native, tensors)):
+            if param.device.type not in device_types or not all(_fits(t, param.device) for t in tensors):
                 self.others.append(i)
                 continue
             for tensor in tensors:
@@ -95,7 +98,7 @@ class Table:
                 state_code,
                 0 if low is None else codes[low.dtype],
             )
-            launch = launches.setdefault(storage, Launch(storage))
+            launch = launches.setdefault((param.device, storage), Launch(storage, param.device))
             launch.indices.append(i)
             addresses = [*map(_address, elements), 0, 0][:2]
             launch.words.extend(
@@ -112,11 +115,11 @@ class Table:
         for launch in self.launches:
             launch.pointer = launch.words.buffer_info()[0]
 
-    def count_others(self) -> list[int]:
-        """Increase the steps of `others`; the kernels do it for the rest."""
-        for i in self.others:
+    def count_steps(self, indices: list[int]) -> list[int]:
+        """Increase the steps of these tensors and return them; host kernels do it by themselves."""
+        for i in indices:
             self.states[i]["step"] += 1
-        return [int(self.states[i]["step"]) for i in self.others]
+        return [int(self.states[i]["step"]) for i in indices]
 
     def is_current(self, low_precision: Sequence[Tensor | None] | None) -> bool:
         """Whether state, low-precision copies and all addresses but those of gradients are what the table
@@ -146,7 +149,13 @@ class Table:
             self.grad_addresses = addresses
             for launch in self.launches:
                 launch.words[_GRAD::_WORDS] = array("q", [addresses[i] for i in launch.indices])
+                launch.uploaded = None
         return True
+
+
+def _fits(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a kernel on `device` can work on this tensor's memory."""
+    return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
 
 
 def _same(left: Iterable[Any], right: Iterable[Any]) -> bool:
@@ -173,6 +182,16 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
     ) -> None:
         """Call the kernel; it also increases the steps."""
+        raise NotImplementedError
+
+    def _device_types(self) -> tuple[str, ...]:
+        """Types of devices on which the optimizer has a kernel."""
+        return () if native.library() is None else ("cpu",)
+
+    def _device_update(
+        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
+    ) -> None:
+        """Call the kernel of a device other than the CPU; `steps` counts this update."""
         raise NotImplementedError
 
     def _torch_update(
@@ -278,9 +297,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
         lib = native.library()
         for launch in table.launches:
-            self._native_update(lib, launch, group, grad_scale)  # type: ignore[arg-type]  # launches imply a library
+            if launch.device.type == "cpu":
+                self._native_update(lib, launch, group, grad_scale)  # type: ignore[arg-type]  # there is a library
+            else:
+                self._device_update(launch, table.count_steps(launch.indices), group, grad_scale)
         if table.others:
-            steps = table.count_others()
+            steps = table.count_steps(table.others)
             for batch in _batches(table, self._names_for(group), steps):
                 wide = batch.widen(grad_scale)
                 self._torch_update(group, wide.params, wide.grads, wide.states, batch.steps)
@@ -312,7 +334,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._tables.clear()
             states = [self.state_for(param, group) for param in params]
             names = (*self._names_for(group), "step")
-            table = self._tables[key] = Table(params, grads, low_precision, states, names)
+            table = self._tables[key] = Table(
+                params, grads, low_precision, states, names, self._device_types()
+            )
         return table
 
 

@@ -7,6 +7,8 @@ Decoupled Weight Decay Regularization (ICLR 2019). All constants are formed in f
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.util
 import math
 from typing import Any
 
@@ -14,6 +16,19 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.multi_tensor import Launch, MultiTensorOptimizer, foreach_sqrt
+
+
+def corrections(group: dict[str, Any], step: int) -> tuple[float, float]:
+    """Step size lr / (1 - beta1^t) and factor 1 / sqrt(1 - beta2^t) of the square root."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    if not group["bias_correction"]:
+        return lr, 1.0
+    return lr / (1.0 - math.pow(beta1, step)), 1.0 / math.sqrt(1.0 - math.pow(beta2, step))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 class MultiTensorAdam(MultiTensorOptimizer):
@@ -40,6 +55,16 @@ class MultiTensorAdam(MultiTensorOptimizer):
             torch.get_num_threads(),
         )
 
+    def _device_types(self) -> tuple[str, ...]:
+        return (*super()._device_types(), "cuda") if _has_triton() else super()._device_types()
+
+    def _device_update(
+        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
+    ) -> None:
+        from deepspeed.ops.adam import triton_adam  # imports triton
+
+        triton_adam.step(launch, steps, group, decoupled=group[self.decoupled_key], grad_scale=grad_scale)
+
     def _torch_update(
         self,
         group: dict[str, Any],
@@ -51,11 +76,7 @@ class MultiTensorAdam(MultiTensorOptimizer):
         beta1, beta2 = group["betas"]
         lr, weight_decay = float(group["lr"]), group["weight_decay"]
         exp_avgs, exp_avg_sqs = states
-        if group["bias_correction"]:
-            step_sizes = [lr / (1.0 - math.pow(beta1, step)) for step in steps]
-            inv_corrections = [1.0 / math.sqrt(1.0 - math.pow(beta2, step)) for step in steps]
-        else:
-            step_sizes, inv_corrections = [lr] * len(steps), [1.0] * len(steps)
+        step_sizes, inv_corrections = zip(*(corrections(group, step) for step in steps), strict=True)
         if weight_decay != 0 and not group[self.decoupled_key]:
             grads = list(torch._foreach_add(grads, torch._foreach_mul(params, weight_decay)))
         torch._foreach_mul_(exp_avgs, beta1)

@@ -160,7 +160,7 @@ class _TorchLamb:
     def __init__(
         self, table: Table, names: tuple[str, ...], group: dict[str, Any], grad_scale: float
     ) -> None:
-        steps = table.count_others()
+        steps = table.count_steps(table.others)
         self.group = group
         self.batch = Batch(states=[[] for _ in names])
         for i, step in zip(table.others, steps, strict=True):

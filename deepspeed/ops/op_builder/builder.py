@@ -48,8 +48,8 @@ class OpBuilder:
         """Why the op cannot be used, and what to use instead; empty if it can."""
         if self.OP.module is None:
             return f"The op {self.NAME} is not implemented in this release; until then {self.OP.instead}."
-        if self.OP.module == "deepspeed.comm.shared_memory" and native.library() is None:
-            return f"The op {self.NAME} needs the native library. {self.hint()}"
+        if not self.OP.fallback and not importlib.import_module(self.OP.module).is_available():
+            return f"The op {self.NAME} needs the native library; without it {self.OP.instead}. {self.hint()}"
         return ""
 
     def path(self) -> str:
@@ -72,6 +72,9 @@ class OpBuilder:
 
     def hint(self) -> str:
         """How to get a faster path than the present one; empty if there is none."""
+        on_gpu = get_accelerator().device_name() == "cuda"
+        if "triton" in self.OP.runs_on and on_gpu and importlib.util.find_spec("triton") is None:
+            return "Triton was not found: pip install triton, for GPU kernels instead of PyTorch operations."
         if "native" in self.OP.runs_on and native.library() is None:
             return (
                 "The native library was not built with this package: install a C++20 compiler (Debian: apt "

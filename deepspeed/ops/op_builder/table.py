@@ -11,9 +11,10 @@ KERNELS = "deepspeed.inference.v2.kernels"
 class Op:
     """One op.
 
-    ``module`` is what ``load()`` returns, None while this release does not have the op; then ``instead``
-    says what to use. ``sources`` are files of ``csrc/``. ``runs_on`` are the kinds of kernel that the op
-    has, besides PyTorch.
+    ``module`` is what ``load()`` returns, None while this release does not have the op; then ``instead`` says
+    what to use. ``sources`` are files of ``csrc/``. ``runs_on`` are the kinds of kernel that the op has;
+    without one of them it runs in PyTorch, except where ``fallback`` is False (then the module has
+    ``is_available``).
     """
 
     name: str
@@ -23,6 +24,7 @@ class Op:
     module: str | None = None
     sources: tuple[str, ...] = ()
     runs_on: tuple[str, ...] = ()
+    fallback: bool = True
     instead: str = ""
 
 
@@ -68,6 +70,8 @@ OPS: tuple[Op, ...] = (
         module="deepspeed.comm.shared_memory",
         sources=("csrc/comm/shared_memory.cpp", "csrc/comm/channel.cpp", "csrc/comm/combine.cpp"),
         runs_on=("native",),
+        fallback=False,
+        instead="collectives inside a machine go through gloo",
     ),
     _later("async_io", "AsyncIOBuilder", "deepspeed.ops.aio.async_io_op", _HOST_STATE, "DS_BUILD_AIO"),
     _later("gds", "GDSBuilder", "deepspeed.ops.gds.gds_op", _HOST_STATE),

@@ -1,0 +1,140 @@
+"""Adam on many tensors of a GPU in one kernel launch, with the arithmetic of the host kernel and the PyTorch
+path.
+
+Every operation is rounded by itself: contraction to fused multiply-adds is switched off, division and square
+root are the correctly rounded ones. Each program updates one block of one tensor; which one stands in a table
+of blocks, where its memory is in the table of pointers (rows of `struct ds_segment`, see [Note: pointer
+tables]).
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops import native
+from deepspeed.ops.adam.multi_tensor_adam import corrections
+from deepspeed.ops.multi_tensor import Launch
+
+BLOCK = 4096  # elements per program
+_DTYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
+_WORDS = tl.constexpr(native.SEGMENT_WORDS)
+
+
+@triton.jit
+def _adam_kernel(
+    segments,  # [n, _WORDS] int64: param, grad, exp_avg, exp_avg_sq, low_precision, step, numel
+    blocks,  # [programs, 2] int64: segment, first element
+    grad_scale,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    decay,
+    l2,
+    step_size,
+    inv_correction2,
+    DECOUPLED: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    STATE: tl.constexpr,
+    LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = segments + tl.load(blocks + 2 * program) * _WORDS
+    offsets = tl.load(blocks + 2 * program + 1) + tl.arange(0, BLOCK)
+    inside = offsets < tl.load(row + 6)
+    param_at = tl.load(row).to(tl.pointer_type(PARAM)) + offsets
+    grad_at = tl.load(row + 1).to(tl.pointer_type(GRAD)) + offsets
+    exp_avg_at = tl.load(row + 2).to(tl.pointer_type(STATE)) + offsets
+    exp_avg_sq_at = tl.load(row + 3).to(tl.pointer_type(STATE)) + offsets
+    low_address = tl.load(row + 4)
+
+    p = tl.load(param_at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad_at, mask=inside, other=0.0).to(tl.float32) * grad_scale
+    m = tl.load(exp_avg_at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq_at, mask=inside, other=0.0).to(tl.float32)
+    if not DECOUPLED:
+        g = g + l2 * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + (rest2 * g) * g
+    denominator = tl.sqrt_rn(v) * inv_correction2 + eps
+    p = p * decay - tl.div_rn(step_size * m, denominator)
+    tl.store(exp_avg_at, m.to(STATE), mask=inside)
+    tl.store(exp_avg_sq_at, v.to(STATE), mask=inside)
+    tl.store(param_at, p.to(PARAM), mask=inside)
+    low_at = low_address.to(tl.pointer_type(LOW)) + offsets
+    tl.store(low_at, p.to(LOW), mask=inside & (low_address != 0))
+
+
+class _Uploaded(NamedTuple):
+    segments: Tensor  # [n, SEGMENT_WORDS] int64 on the device
+    blocks: dict[tuple[int, ...], Tensor]  # by segments that take part: [programs, 2] int64 on the device
+
+
+def step(
+    launch: Launch, steps: list[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
+) -> None:
+    """One update of all segments of `launch`; `steps[i]` counts it for segment i."""
+    if launch.uploaded is None:
+        words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, native.SEGMENT_WORDS)
+        launch.uploaded = _Uploaded(words.to(launch.device, copy=True), {})
+    uploaded: _Uploaded = launch.uploaded
+    # Usually one round: tensors differ in their count only if some had no gradient for a while.
+    by_step = sorted(range(len(steps)), key=steps.__getitem__)
+    for count, members in groupby(by_step, key=steps.__getitem__):
+        taking_part = tuple(members)
+        if taking_part not in uploaded.blocks:
+            uploaded.blocks[taking_part] = _block_table(launch, taking_part)
+        _run(launch, uploaded, uploaded.blocks[taking_part], count, group, decoupled, grad_scale)
+
+
+def _block_table(launch: Launch, members: tuple[int, ...]) -> Tensor:
+    numels = launch.words[native.SEGMENT_WORDS - 1 :: native.SEGMENT_WORDS]
+    rows = [(i, start) for i in sorted(members) for start in range(0, numels[i], BLOCK)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(launch.device)
+
+
+def _run(
+    launch: Launch,
+    uploaded: _Uploaded,
+    blocks: Tensor,
+    count: int,
+    group: dict[str, Any],
+    decoupled: bool,
+    grad_scale: float,
+) -> None:
+    if len(blocks) == 0:
+        return
+    (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
+    step_size, inv_correction2 = corrections(group, count)
+    storage = launch.storage
+    _adam_kernel[(len(blocks),)](
+        uploaded.segments,
+        blocks,
+        float(grad_scale),
+        float(beta1),
+        1.0 - beta1,
+        float(beta2),
+        1.0 - beta2,
+        float(group["eps"]),
+        1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
+        float(weight_decay),
+        step_size,
+        inv_correction2,
+        DECOUPLED=bool(decoupled or weight_decay == 0),
+        PARAM=_DTYPES[storage.param],
+        GRAD=_DTYPES[storage.grad],
+        STATE=_DTYPES[storage.state],
+        LOW=_DTYPES[storage.low_precision],
+        BLOCK=BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
