@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed
 
 from .abstract_accelerator import DeepSpeedAccelerator
 
@@ -24,14 +25,17 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.is_available()
 
     def communication_backend_version(self) -> tuple[int, ...] | None:
-        version = torch.cuda.nccl.version()
-        return tuple(version) if isinstance(version, tuple) else None
+        if not torch.distributed.is_nccl_available():
+            return None
+        from torch.cuda import nccl
+
+        return tuple(int(part) for part in nccl.version()[:3])  # a suffix may follow
 
     def is_bf16_supported(self) -> bool:
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= VOLTA
+        return self._is_volta_or_newer()
 
     def supported_dtypes(self) -> list[torch.dtype]:
         dtypes = [torch.float32]
@@ -42,7 +46,11 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return dtypes
 
     def is_triton_supported(self) -> bool:
-        if importlib.util.find_spec("triton") is None:
+        return importlib.util.find_spec("triton") is not None and self._is_volta_or_newer()
+
+    @staticmethod
+    def _is_volta_or_newer() -> bool:
+        if not torch.cuda.is_available():
             return False
         return torch.version.hip is not None or torch.cuda.get_device_capability()[0] >= VOLTA
 

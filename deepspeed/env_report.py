@@ -1,0 +1,255 @@
+"""``ds_report``: what this machine and this installation offer.
+
+Two parts: the ops with the path each of them takes here, and the environment (versions, devices, cores,
+memory, communication backends). ``[WARNING]`` lines say what to install or change for a faster or a
+working path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator, host_memory
+from deepspeed.ops import native
+from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
+
+GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
+RULE = "-" * 70
+NAME_WIDTH = 26
+TITLE_WIDTH = 34
+SHARED_MEMORY = "/dev/shm"
+ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange through it
+
+# Packages whose version explains most questions, in the order they are shown.
+PACKAGES = (
+    "numpy", "pydantic", "safetensors", "triton", "transformers", "accelerate", "lightning", "trl", "peft",
+)  # fmt: skip
+BACKENDS = {
+    "gloo": torch.distributed.is_gloo_available,
+    "nccl": torch.distributed.is_nccl_available,
+    "mpi": torch.distributed.is_mpi_available,
+    "ucc": torch.distributed.is_ucc_available,
+}
+
+
+def _paint(text: str, color: str) -> str:
+    return f"{color}{text}{END}" if sys.stdout.isatty() else text
+
+
+def _warn(text: str) -> str:
+    return f"{_paint('[WARNING]', YELLOW)} {text}"
+
+
+def _row(title: str, value: object) -> str:
+    return f"{title} {'.' * (TITLE_WIDTH - len(title))} {value}"
+
+
+def human_readable_size(size: float) -> str:
+    """``"1.50 GB"`` for a number of bytes."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TB"
+
+
+# --- Ops ------------------------------------------------------------------------------------------
+
+
+def op_report(verbose: bool = True) -> None:
+    """Prints each op with whether it can be used here and what runs it; ``verbose`` adds the hints."""
+    print(RULE)
+    print("DeepSpeed op report: kernels come with the package, nothing is compiled when a program runs")
+    print(RULE)
+    print(f"{'op name':{NAME_WIDTH}} status    path")
+    hints: dict[str, None] = {}  # in order, each once
+    for builder in (make() for make in ALL_OPS.values()):
+        path = builder.path()
+        status = _paint("[OKAY]", GREEN) + "  " if path else _paint("[NO]", RED) + "    "
+        missing = "not in this release" if builder.OP.module is None else "no native library"
+        print(f"{builder.name + ' ':.<{NAME_WIDTH}} {status}  {path or f'{missing}; {builder.OP.instead}'}")
+        if builder.hint():
+            hints[builder.hint()] = None
+    if verbose:
+        for hint in [*hints, *_path_hints()]:
+            print(_warn(hint))
+
+
+def _path_hints() -> Iterator[str]:
+    isa, wanted = native.isa(), os.environ.get("DS_NATIVE_ISA")
+    if isa is not None and wanted:
+        yield f"DS_NATIVE_ISA={wanted}: native kernels use {isa}; unset it for the best that this CPU has."
+
+
+# --- Environment ----------------------------------------------------------------------------------
+
+
+def get_shm_size() -> int | None:
+    """Bytes of the shared memory file system, None where there is none."""
+    try:
+        return shutil.disk_usage(SHARED_MEMORY).total
+    except OSError:
+        return None
+
+
+def debug_report(verbose: bool = True) -> None:
+    """Prints versions, devices, cores, memory and communication backends; ``verbose`` adds the hints."""
+    print(RULE)
+    print("DeepSpeed general environment info")
+    print(RULE)
+    sections = (_versions(), _devices(), _host(), _communication())
+    for title, value in (row for section in sections for row in section):
+        print(_row(title, value))
+    if verbose:
+        for hint in _environment_hints():
+            print(_warn(hint))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> str:
+    """Commit and branch: those the package was built from, else those of the source tree it lies in."""
+    if deepspeed.git_hash != "unknown":
+        return f"{deepspeed.git_hash} {deepspeed.git_branch}"
+    root = Path(deepspeed.__path__[0]).parent
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "-C", str(root), "log", "-1", "--format=%h %D"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def _versions() -> Iterator[tuple[str, object]]:
+    yield "deepspeed install path", list(deepspeed.__path__)
+    yield "deepspeed version, git", f"{deepspeed.__version__}, {_git()}"
+    yield "torch install path", list(torch.__path__)
+    yield "torch version", torch.__version__
+    yield "torch built for CUDA, HIP", f"{torch.version.cuda}, {torch.version.hip}"
+    yield "python version", f"{platform.python_version()} ({sys.executable})"
+    yield "system", platform.platform()
+    found = {package: _version(package) for package in PACKAGES}
+    yield "packages", ", ".join(f"{package} {version}" for package, version in found.items() if version)
+
+
+def _devices() -> Iterator[tuple[str, object]]:
+    accelerator = get_accelerator()
+    chosen_by = "DS_ACCELERATOR" if os.environ.get("DS_ACCELERATOR") else "what torch found"
+    yield "accelerator", f"{accelerator.device_name()} (by {chosen_by})"
+    if not accelerator.is_available():
+        yield "devices", "none"
+        return
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()]
+    yield "data types to train in", ", ".join(dtypes)
+    if accelerator.device_name() == "cpu":
+        return
+    for index in range(accelerator.device_count()):
+        total = human_readable_size(accelerator.total_memory(index))
+        name = torch.cuda.get_device_name(index) if accelerator.device_name() == "cuda" else ""
+        yield f"device {accelerator.device_name(index)}", f"{name} {total}".strip()
+
+
+def _host() -> Iterator[tuple[str, object]]:
+    cores = available_cores()
+    yield "CPU", _cpu_name()
+    yield "cores", f"{len(cores)} of {os.cpu_count()} ({format_range_list(cores)}), NUMA nodes: {_numa()}"
+    yield "threads of torch", torch.get_num_threads()
+    yield "native kernels", f"{native.isa() or 'no library'}, CPU capability of torch: {_capability()}"
+    available, total = host_memory.machine_available_bytes(), host_memory.machine_total_bytes()
+    yield "memory", f"{human_readable_size(available)} available of {human_readable_size(total)}"
+    size = get_shm_size()
+    yield f"shared memory ({SHARED_MEMORY})", "none" if size is None else human_readable_size(size)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _numa() -> str:
+    return "; ".join(format_range_list(node) for node in get_numa_cores()) or "unknown"
+
+
+def _capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _communication() -> Iterator[tuple[str, object]]:
+    available = [name for name, is_available in BACKENDS.items() if is_available()]
+    accelerator = get_accelerator()
+    yield "communication backends", ", ".join(available) or "none"
+    version = accelerator.communication_backend_version()
+    text = "" if version is None else " " + ".".join(map(str, version))
+    yield f"backend for {accelerator.device_name()}", accelerator.communication_backend_name() + text
+
+
+def _environment_hints() -> Iterator[str]:
+    accelerator = get_accelerator()
+    backend = accelerator.communication_backend_name()
+    if backend in BACKENDS and not BACKENDS[backend]():
+        yield f"This torch has no {backend}, which {accelerator.device_name()} needs: install another build."
+    if not accelerator.is_available():
+        yield f"No {accelerator.device_name()} device was found; unset DS_ACCELERATOR to use what there is."
+    size = get_shm_size()
+    if size is not None and size < ENOUGH_SHARED_MEMORY:
+        yield (
+            f"{SHARED_MEMORY} has only {human_readable_size(size)}: ranks and data loader workers may fail; "
+            f"start a container with --shm-size=1g or more."
+        )
+    if len(available_cores()) < (os.cpu_count() or 1) // 2:
+        yield "This process may use less than half of the cores (affinity); ranks started by it inherit that."
+
+
+# --- Command line ---------------------------------------------------------------------------------
+
+
+def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ds_report", description="Reports which ops can be used here, and the environment."
+    )
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops")
+    parser.add_argument(
+        "--hide_errors_and_warnings",
+        action="store_true",
+        help="leave out the lines that start with [WARNING]",
+    )
+    return parser.parse_args(args)
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    if not hide_operator_status:
+        op_report(verbose=not hide_errors_and_warnings)
+    debug_report(verbose=not hide_errors_and_warnings)
+
+
+def cli_main() -> None:
+    arguments = parse_arguments()
+    main(
+        hide_operator_status=arguments.hide_operator_status,
+        hide_errors_and_warnings=arguments.hide_errors_and_warnings,
+    )
+
+
+if __name__ == "__main__":
+    cli_main()

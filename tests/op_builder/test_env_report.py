@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import platform
+import sys
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import env_report
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops import native
+from deepspeed.ops.op_builder import ALL_OPS
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    options = env_report.parse_arguments(list(arguments))
+    env_report.main(options.hide_operator_status, options.hide_errors_and_warnings)
+    return capsys.readouterr().out
+
+
+def test_every_op_has_a_line_with_status_and_path(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = report(capsys).splitlines()
+    for builder in (make() for make in ALL_OPS.values()):
+        (line,) = [line for line in lines if line.startswith(f"{builder.name} ")]
+        if builder.is_compatible():
+            assert "[OKAY]" in line and line.endswith(f" {builder.path()}")
+        else:
+            assert "[NO]" in line and builder.OP.instead in line
+
+
+def test_versions_and_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    out = report(capsys, "--hide_operator_status")
+    assert "cpu_adam" not in out
+    for text in (deepspeed.__version__, torch.__version__, platform.python_version(), sys.executable, "gloo"):
+        assert text in out
+    for title in ("cores", "memory", "accelerator", "communication backends", "shared memory", "data types"):
+        assert f"\n{title}" in out
+    assert "\033" not in out  # colours are for terminals
+
+
+def test_hints_name_the_remedy_and_can_be_hidden(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "isa", lambda: None)
+    monkeypatch.setattr(env_report, "get_shm_size", lambda: 64 * 1024**2)
+    out = report(capsys)
+    assert out.count("[WARNING] The native library was not built") == 1 and "apt install g++" in out
+    assert "[WARNING] /dev/shm has only 64.00 MB" in out and "--shm-size" in out
+    assert "cpu_adam ................. [OKAY]    pytorch" in out
+    assert "[WARNING]" not in report(capsys, "--hide_errors_and_warnings")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_a_device_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("deepspeed.env_report", "deepspeed.ops.op_builder.builder"):
+        monkeypatch.setattr(f"{module}.get_accelerator", CUDA_Accelerator)
+    out = report(capsys)
+    assert "[WARNING] No cuda device was found" in out and "nccl" in out
+
+
+def test_an_instruction_set_that_was_lowered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_NATIVE_ISA", "avx2")
+    monkeypatch.setattr(native, "isa", lambda: "avx2")
+    assert "[WARNING] DS_NATIVE_ISA=avx2: native kernels use avx2" in report(capsys)
+
+
+def test_sizes() -> None:
+    assert [env_report.human_readable_size(size) for size in (0, 1023, 1536, 5 * 1024**4)] == [
+        "0.00 B",
+        "1023.00 B",
+        "1.50 KB",
+        "5.00 TB",
+    ]
+    size = env_report.get_shm_size()
+    assert size is None or size > 0
+
+
+def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ds_report", "--help"])
+    with pytest.raises(SystemExit) as end:
+        env_report.cli_main()
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "--hide_operator_status" in out and "--hide_errors_and_warnings" in out
+    monkeypatch.setattr(sys, "argv", ["ds_report", "--hide_operator_status"])
+    env_report.cli_main()
+    assert "torch version" in capsys.readouterr().out
