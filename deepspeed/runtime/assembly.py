@@ -20,11 +20,21 @@ from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.precision import wire_dtypes
 from deepspeed.runtime.zero.access import StateAccess
-from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
+from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
-from deepspeed.runtime.zero.optimizer import BF16_Optimizer, DeepSpeedZeroOptimizer, FP16_Optimizer, ZeroOptimizer
+from deepspeed.runtime.zero.optimizer import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_Optimizer,
+    ZeroOptimizer,
+)
+from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
+from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
@@ -34,7 +44,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 MERGE_NUMEL = 4 * 1024 * 1024
-"""Consecutive small blocks share a bucket up to this size: fewer collectives, and still some to overlap."""
+"""Stages 0 to 2: consecutive small blocks share a bucket up to this size: fewer collectives, and still some to overlap."""
+
+UNIT_NUMEL = 2**31 - 1
+"""Stage 3: a gather unit is cut further only above this size, which 32-bit element counts can still address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,10 @@ class TrainedParams:
     names: list[str]
     shared: list[tuple[str, ...]]
     units: list[int]
+
+    @classmethod
+    def none(cls) -> TrainedParams:
+        return cls(params=[], names=[], shared=[], units=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +125,7 @@ def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[A
 
 
 def require_optimizer(plan: Plan, given: bool) -> None:
-    if plan.zero.shard_state and not given:
+    if plan.zero.shard_state and not plan.zero.shard_params and not given:
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} requires an optimizer: pass optimizer= or model_parameters= to "
             "deepspeed.initialize with an 'optimizer' section in the config, or use stage 0."
@@ -138,25 +155,27 @@ def build_core(
     plan: Plan,
     mesh: ProcessMesh,
     clock: AccumulationClock,
+    sharded: ShardedModel | None = None,
 ) -> TrainingCore:
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them."""
     trained = trained_params(module, optimizer)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")
-    specs = _specs(module, trained, plan)
-    policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
-    layouts = cut(specs, policy, communicator.size if plan.zero.shard_state else 1)
-
-    param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
-    for bucket in param_buckets:
-        bucket.flatten()
-    by_rows = sparse_parameters(module) if _sparse(plan) else set()
-    grad_buckets = _grad_buckets(param_buckets, communicator, plan, by_rows)
+    if sharded is None:
+        policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
+        layouts = cut(_specs(module, trained, plan), policy, communicator.size if plan.zero.shard_state else 1)
+        param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
+        for bucket in param_buckets:
+            bucket.flatten()
+    else:
+        param_buckets = sharded.trained_buckets
+    grad_buckets = _grad_buckets(module, param_buckets, communicator, plan)
     reducer = GradReducer(
         trained.params,
         grad_buckets,
         communicator,
         gradients=plan.gradients,
-        cadence=plan.zero.cadence,
+        cadence=sharded.cadence if sharded is not None else plan.zero.cadence,
         overlap=plan.zero.overlap,
         expose=not plan.zero.shard_state,
         at_boundary=lambda: clock.at_boundary,
@@ -165,8 +184,9 @@ def build_core(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
     )
     scaler = LossScaler(plan.precision.loss_scale)
-    executor = StepExecutor(plan, reducer, store, scaler, communicator, trained.names)
-    access = StateAccess(store, reducer, scaler, communicator, trained.names, trained.shared)
+    publisher = WeightPublisher(param_buckets, sharded.after_publish if sharded is not None else ())
+    executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
+    access = StateAccess(store, reducer, scaler, publisher, communicator, trained.names, trained.shared)
     for param in trained.params:
         param._ds_state_access = access  # type: ignore[attr-defined]
     reducer.install_hooks()
@@ -178,28 +198,70 @@ def build_core(
         scaler=scaler,
         executor=executor,
         access=access,
-        optimizer=_facade(plan, optimizer, executor, access),
+        optimizer=_facade(plan, optimizer, executor, access, sharded),
     )
 
 
 def _specs(module: nn.Module, trained: TrainedParams, plan: Plan) -> list[ParamSpec]:
     special = wire_dtypes(module, plan.precision)
     by_rows = sparse_parameters(module) if _sparse(plan) else set()
-    specs: list[ParamSpec] = []
-    for i, param in enumerate(trained.params):
-        wire = plan.precision.reduce or special.get(param, param.dtype)
-        specs.append(
-            ParamSpec(
-                index=i,
-                name=trained.names[i],
-                numel=param.numel(),
-                dtype=param.dtype,
-                unit=trained.units[i],
-                wire_dtype=wire,
-                alone=param in by_rows,
-            )
+    return [
+        ParamSpec(
+            index=i,
+            name=trained.names[i],
+            numel=full_numel(param),
+            dtype=param.dtype,
+            unit=trained.units[i],
+            wire_dtype=plan.precision.reduce or special.get(param, param.dtype),
+            requires_grad=param.requires_grad,
+            alone=param in by_rows,
         )
-    return specs
+        for i, param in enumerate(trained.params)
+    ]
+
+
+def shard_module(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, config: DeepSpeedConfig, mesh: ProcessMesh
+) -> ShardedModel:
+    """Stage 3: cut every parameter of ``module`` and install the hooks that gather them around their use."""
+    held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
+    trained = trained_params(module, optimizer) if optimizer is not None else TrainedParams.none()
+    everything = with_frozen(module, trained)
+    communicator = mesh.communicator("dp", "sp")
+    zero = config.zero_config
+    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=int(zero.param_persistence_threshold))
+    specs = _specs(module, everything, plan)
+    layouts = cut(specs, policy, communicator.size)
+    buckets = [
+        ShardedBucket(
+            layout,
+            everything.params,
+            communicator,
+            persistent=all(slot.numel <= policy.persist_numel for slot in layout.slots),
+        )
+        for layout in layouts
+    ]
+    known = {id(p) for p in held if p.requires_grad}
+    return ShardedModel(
+        module,
+        buckets,
+        communicator,
+        trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
+        budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
+    )
+
+
+def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
+    """The trained parameters, then the others of ``module`` (so that indices of the trained ones stay)."""
+    units = assign_units(module)
+    known = {id(p) for p in trained.params}
+    others = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
+    return TrainedParams(
+        params=trained.params + [p for _, p in others],
+        names=trained.names + [n for n, _ in others],
+        shared=trained.shared + [()] * len(others),
+        units=trained.units + [units[p] for _, p in others],
+    )
 
 
 def _sparse(plan: Plan) -> bool:
@@ -208,8 +270,9 @@ def _sparse(plan: Plan) -> bool:
 
 
 def _grad_buckets(
-    buckets: Sequence[ParamBucket], communicator: Communicator, plan: Plan, by_rows: set[nn.Parameter]
+    module: nn.Module, buckets: Sequence[ParamBucket], communicator: Communicator, plan: Plan
 ) -> list[GradBucket]:
+    by_rows = sparse_parameters(module) if _sparse(plan) else set()
     pool = BufferPool()
     result: list[GradBucket] = []
     for bucket in buckets:
@@ -230,10 +293,16 @@ def _grad_buckets(
 
 
 def _facade(
-    plan: Plan, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    executor: StepExecutor,
+    access: StateAccess,
+    sharded: ShardedModel | None,
 ) -> ZeroOptimizer | torch.optim.Optimizer:
     if not plan.wraps_optimizer:
         return optimizer
+    if sharded is not None:
+        return DeepSpeedZeroOptimizer_Stage3(optimizer, executor, access, sharded.offload)
     if plan.zero.shard_state:
         return DeepSpeedZeroOptimizer(optimizer, executor, access)
     kind = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
@@ -244,7 +313,8 @@ def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:
     """Every rank starts from the weights and buffers of rank 0: one flat broadcast per dtype."""
     if communicator.size == 1:
         return
-    tensors = [p.data for p in module.parameters()] + list(module.buffers())
+    # Parameters that zero.Init has cut came from rank 0 already.
+    tensors = [p.data for p in module.parameters() if not is_zero_param(p)] + list(module.buffers())
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -276,7 +346,7 @@ def check_ranks_agree(trained: TrainedParams, communicator: Communicator) -> Non
     """All ranks must train the same parameters; says which rank differs and how."""
     if communicator.size == 1:
         return
-    mine = torch.tensor([len(trained.params), sum(p.numel() for p in trained.params)], dtype=torch.int64)
+    mine = torch.tensor([len(trained.params), sum(full_numel(p) for p in trained.params)], dtype=torch.int64)
     device = trained.params[0].device if trained.params else torch.device("cpu")
     every = torch.empty(2 * communicator.size, dtype=torch.int64, device=device)
     communicator.all_gather(every, mine.to(device)).wait()

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.init_context import suspended_init_context
 
 
 def initialize(
@@ -53,23 +55,22 @@ def initialize(
         raise AssertionError("deepspeed.initialize requires a model")
     if mesh_param is not None:
         raise NotImplementedError("mesh_param (sequence parallelism through initialize) is not available yet.")
-    from deepspeed import comm as dist
-
     parsed = DeepSpeedConfig(config, mpu)
-    dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed)
-    engine = DeepSpeedEngine(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        dist_init_required=False,
-        collate_fn=collate_fn,
-        config=config,
-        config_class=parsed,
-    )
+    with suspended_init_context():  # what the engine builds is not to be partitioned by a surrounding zero.Init
+        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed)
+        engine = DeepSpeedEngine(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            dist_init_required=False,
+            collate_fn=collate_fn,
+            config=config,
+            config_class=parsed,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

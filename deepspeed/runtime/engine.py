@@ -22,6 +22,7 @@ from deepspeed.runtime.assembly import (
     check_ranks_agree,
     require_optimizer,
     resolve_optimizer,
+    shard_module,
 )
 from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -33,6 +34,7 @@ from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.start_report import log_start
+from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -100,10 +102,15 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.client_optimizer = client_optimizer
         self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, model)
         require_optimizer(self.plan, self.basic_optimizer is not None)
+        self.sharded: ShardedModel | None = None
+        if self.plan.zero.shard_params:
+            self.sharded = shard_module(model, self.basic_optimizer, self.plan, self._config, self.mesh)
         self.core: TrainingCore | None = None
-        self.optimizer: Any = None
+        self.optimizer: Any = self.sharded.offload if self.sharded is not None else None
         if self.basic_optimizer is not None:
-            self.core = build_core(model, self.basic_optimizer, self.plan, self.mesh, self.clock)
+            self.core = build_core(
+                model, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded
+            )
             check_ranks_agree(self.core.trained, communicator)
             self.optimizer = self.core.optimizer
         self.client_lr_scheduler = lr_scheduler
@@ -473,19 +480,27 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         return False
 
     def empty_partition_cache(self) -> None:
-        """Release gathered parameters (none are kept below stage 3)."""
+        """Stage 3: release every parameter that is gathered and not in use."""
+        if self.sharded is not None:
+            self.sharded.coordinator.release_all()
 
     def destroy(self) -> None:
-        """Remove hooks and give every parameter its own memory back; the module can be used without the engine."""
-        if self.core is None:
-            return
-        self.core.reducer.destroy()
-        for bucket in self.core.param_buckets:
-            bucket.destroy()
-        for param in self.core.trained.params:
-            if hasattr(param, "_ds_state_access"):
-                del param._ds_state_access
-        self.core = None
+        """Remove hooks and give every parameter its own memory back; the module can be used without the engine.
+
+        At stage 3 the parameters become whole on every rank: collective.
+        """
+        core, self.core = self.core, None
+        sharded, self.sharded = self.sharded, None
+        if core is not None:
+            core.reducer.destroy()
+            for param in core.trained.params:
+                if hasattr(param, "_ds_state_access"):
+                    del param._ds_state_access
+        if sharded is not None:
+            sharded.destroy()
+        elif core is not None:
+            for bucket in core.param_buckets:
+                bucket.destroy()
 
     # Plumbing ----------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.plan import PrecisionPlan
+from deepspeed.runtime.zero.params import is_zero_param
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
@@ -20,6 +21,8 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
             for param in module.parameters():
                 if param.is_floating_point() and param.dtype != plan.param:
                     param.data = param.data.to(plan.param)
+                    if is_zero_param(param):  # made under zero.Init in another dtype
+                        param.ds_home.cast(param, plan.param)
         if buffers is not None:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():

@@ -8,6 +8,7 @@ import torch
 
 from deepspeed import version
 from deepspeed.runtime.precision import precision_table
+from deepspeed.runtime.zero.params import full_numel
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def log_start(engine: DeepSpeedEngine) -> None:
     )
     core = engine.core
     if core is not None:
-        trained = sum(p.numel() for p in core.trained.params)
-        frozen = sum(p.numel() for p in engine.module.parameters()) - trained
+        trained = sum(full_numel(p) for p in core.trained.params)
+        frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
         log_dist(
             f"{trained:,} trained parameters in {len(core.param_buckets)} buckets, {max(0, frozen):,} frozen; "
             f"optimizer {type(core.store.optimizer).__name__}",

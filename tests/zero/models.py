@@ -150,9 +150,8 @@ def engine_losses(
             engine.step()
             losses.append(loss.item())
         norms.append(engine.get_global_grad_norm())
-    weights = {k: v.clone() for k, v in engine.module.state_dict().items()}
-    engine.destroy()
-    return losses, weights, norms
+    engine.destroy()  # at stage 3 the parameters become whole
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}, norms
 
 
 def config_for(stage: int, gas: int = 1, clip: float = 1.0, lr: float = 1e-2, **zero: Any) -> dict[str, Any]:

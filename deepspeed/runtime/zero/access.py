@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.zero.bucket import publish
+from deepspeed.runtime.zero.bucket import WeightPublisher
+from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
 
@@ -46,6 +47,7 @@ class StateAccess:
         store: StateStore,
         reducer: GradReducer,
         scaler: LossScaler,
+        publisher: WeightPublisher,
         communicator: Communicator,
         names: Sequence[str],
         shared: Sequence[tuple[str, ...]],
@@ -53,6 +55,7 @@ class StateAccess:
         self.store = store
         self.reducer = reducer
         self.scaler = scaler
+        self.publisher = publisher
         self.communicator = communicator
         self.names = list(names)
         self.shared = list(shared)
@@ -65,7 +68,7 @@ class StateAccess:
 
     def trainable(self) -> list[ParamEntry]:
         return [
-            ParamEntry(self.names[i], p, tuple(p.shape), p.dtype, self.store.group_of[i], self.shared[i])
+            ParamEntry(self.names[i], p, tuple(full_shape(p)), p.dtype, self.store.group_of[i], self.shared[i])
             for i, p in enumerate(self.store.params)
         ]
 
@@ -84,7 +87,7 @@ class StateAccess:
         start = owned.fragment.param_offset
         return ShardIndex(
             name=self.names[owned.param_index],
-            global_shape=tuple(self.store.params[owned.param_index].shape),
+            global_shape=tuple(full_shape(self.store.params[owned.param_index])),
             boxes=(),
             start=start,
             stop=start + owned.fragment.numel,
@@ -111,7 +114,7 @@ class StateAccess:
         """After masters were written: refresh the model's weights on all ranks. Collective."""
         with torch.no_grad():
             self.store.refresh_low(self.store.fragments)
-        publish(self.store.param_buckets)
+        self.publisher.publish()
 
     def weights_loaded(self) -> None:
         """After the model's own weights were written (whole, on every rank): take the masters from them."""
@@ -119,6 +122,13 @@ class StateAccess:
             for bucket in self.store.param_buckets:
                 bucket.relink(bucket.detached())
                 self.store.rebind(bucket)
+
+    def weights_written(self, param: nn.Parameter) -> None:
+        """One parameter's own weights were written: take its masters from them."""
+        with torch.no_grad():
+            for owned in self._fragments(param):
+                if owned.low is not None:
+                    owned.master.view(-1).copy_(owned.low)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -212,7 +222,7 @@ class StateAccess:
     def _publish_one(self, param: nn.Parameter) -> None:
         with torch.no_grad():
             self.store.refresh_low(self._fragments(param))
-        publish([b for b in self.store.param_buckets if any(p is param for p in b.params)])
+        self.publisher.publish([b for b in self.store.param_buckets if any(p is param for p in b.params)])
 
     def _fragments(self, param: nn.Parameter) -> list[OwnedFragment]:
         if id(param) not in self._index:
@@ -225,17 +235,18 @@ class StateAccess:
 
     def _assemble(self, param: nn.Parameter, parts: list[tuple[OwnedFragment, Tensor]]) -> Tensor | None:
         """Whole tensor from its parts on all ranks: each element has one owner, so the sum is exact."""
-        if len(parts) == 1 and parts[0][0].fragment.numel == param.numel() and not self._cut(param):
-            return parts[0][1].detach().reshape(param.shape).clone()
+        numel, shape = full_numel(param), full_shape(param)
+        if len(parts) == 1 and parts[0][0].fragment.numel == numel and not self._cut(param):
+            return parts[0][1].detach().reshape(shape).clone()
         dtype = parts[0][1].dtype if parts else torch.float32
-        full = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+        full = torch.zeros(numel, dtype=dtype, device=param.device)
         for owned, tensor in parts:
             start = owned.fragment.param_offset
             full[start : start + owned.fragment.numel] = tensor.reshape(-1)
         if self._cut(param):
             full = full.float()
             self.communicator.all_reduce(full).wait()
-        return full.view(param.shape)
+        return full.view(shape)
 
     def _cut(self, param: nn.Parameter) -> bool:
         return any(

@@ -8,7 +8,7 @@ between forward and backward, so every publish bumps the versions: a stale graph
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,19 @@ class ParamBucket:
         self.full = self.shard = None
 
 
-def publish(buckets: Sequence[ParamBucket]) -> None:
-    """Gather every bucket after its slices were updated, then mark the weights as changed for autograd."""
-    for pending in [bucket.gather() for bucket in buckets]:
-        if pending is not None:
-            pending.wait()
-    torch.autograd.graph.increment_version([param for bucket in buckets for param in bucket.params])
+class WeightPublisher:
+    """Brings updated slices to the other ranks and marks the weights as changed; ``after`` is told when done."""
+
+    def __init__(self, buckets: Sequence[ParamBucket], after: Sequence[Callable[[], None]] = ()) -> None:
+        self.buckets = list(buckets)
+        self.after = list(after)
+
+    def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
+        """Gather what changed (default: everything). Collective."""
+        chosen = self.buckets if buckets is None else buckets
+        for pending in [bucket.gather() for bucket in chosen]:
+            if pending is not None:
+                pending.wait()
+        torch.autograd.graph.increment_version([param for bucket in chosen for param in bucket.params])
+        for told in self.after:
+            told()

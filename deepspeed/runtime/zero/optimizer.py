@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
 
 
@@ -165,6 +166,33 @@ class ZeroOptimizer(ZeROOptimizer):
 
 class DeepSpeedZeroOptimizer(ZeroOptimizer):
     """Stages 1 and 2 (documented as ``deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer``)."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
+    """Stage 3 (documented as ``deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3``)."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: StepExecutor,
+        access: StateAccess,
+        parameter_offload: DeepSpeedZeRoOffload,
+    ) -> None:
+        super().__init__(optimizer, executor, access)
+        self.parameter_offload = parameter_offload
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's master weights, one flat tensor per optimizer group (a copy)."""
+        return ZeroOptimizer.single_partition_of_fp32_groups.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        raise AttributeError("single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat")
+
+    def empty_partition_cache(self) -> None:
+        """Release every parameter that is gathered and not in use."""
+        self.parameter_offload.empty_partition_cache()
 
 
 class BF16_Optimizer(ZeroOptimizer):

@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.plan import Plan
-from deepspeed.runtime.zero.bucket import ParamBucket, publish
+from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import OwnedFragment, StateStore
@@ -56,6 +56,7 @@ class StepExecutor:
         reducer: GradReducer,
         store: StateStore,
         scaler: LossScaler,
+        publisher: WeightPublisher,
         communicator: Communicator,
         names: Sequence[str],
     ) -> None:
@@ -63,6 +64,7 @@ class StepExecutor:
         self.reducer = reducer
         self.store = store
         self.scaler = scaler
+        self.publisher = publisher
         self.communicator = communicator
         self.names = list(names)
         self.sharded = plan.zero.shard_state
@@ -88,7 +90,7 @@ class StepExecutor:
         self._relink_detached()
         with torch.no_grad():
             self._update(report.used, clip / self.scaler.scale)
-        publish(self.store.param_buckets)
+        self.publisher.publish()
         self.scaler.update(overflow=False)
         return StepResult(True, norm, clip)
 

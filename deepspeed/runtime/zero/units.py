@@ -8,14 +8,29 @@ from torch import nn
 def assign_units(module: nn.Module) -> dict[nn.Parameter, int]:
     """Map every parameter of ``module`` to the number of its unit, in registration order.
 
-    A unit is one element of an outermost list of blocks (a ``ModuleList``, ``Sequential`` or any module with two
-    or more children of one class, at least half of its parametrised children), or a maximal run of parameters
-    that belong to no block. A tied parameter belongs to the unit that registers it first.
+    A unit is one block (see ``blocks_of``) or a maximal run of parameters that belong to no block. A tied parameter
+    belongs to the unit that registers it first.
     """
     units: dict[nn.Parameter, int] = {}
     counter = _Counter()
     _walk(module, units, counter)
     return units
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks of a model, in order.
+
+    A block is an element of a container (``ModuleList``, ``Sequential``, ``ModuleDict``) or a composite child of any
+    module, of a class that occurs at least twice there and makes up at least half of the candidates.
+    """
+    found: list[nn.Module] = []
+    repeated = _repeated_children(module)
+    for child in module.children():
+        if child in repeated:
+            found.append(child)
+        else:
+            found.extend(blocks_of(child))
+    return found
 
 
 class _Counter:
@@ -52,14 +67,18 @@ def _walk(module: nn.Module, units: dict[nn.Parameter, int], counter: _Counter) 
 
 
 def _repeated_children(module: nn.Module) -> set[nn.Module]:
-    """Children that are blocks: composite, of a class that occurs at least twice and makes up half of them."""
-    composite = [child for child in module.children() if any(True for _ in child.children())]
+    container = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    candidates = [
+        child
+        for child in module.children()
+        if next(child.parameters(), None) is not None and (container or next(child.children(), None) is not None)
+    ]
     by_class: dict[type, list[nn.Module]] = {}
-    for child in composite:
-        if next(child.parameters(), None) is not None:
-            by_class.setdefault(type(child), []).append(child)
-    blocks: set[nn.Module] = set()
-    for children in by_class.values():
-        if len(children) >= 2 and 2 * len(children) >= len(composite):
-            blocks.update(children)
-    return blocks
+    for child in candidates:
+        by_class.setdefault(type(child), []).append(child)
+    return {
+        child
+        for same in by_class.values()
+        if len(same) >= 2 and 2 * len(same) >= len(candidates)
+        for child in same
+    }

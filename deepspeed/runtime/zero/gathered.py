@@ -1,0 +1,101 @@
+"""``GatheredParameters``: whole parameters for the length of a block of code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.runtime.zero import params as zero_params
+from deepspeed.runtime.zero.parameter_offload import register_external_parameter
+from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
+
+_COUNT = zero_params.GATHER_COUNT
+
+
+class GatheredParameters:
+    """Gather partitioned parameters on entry and partition them again on exit. Collective on both.
+
+    Single tensors exchange only their own bytes; when every parameter of a bucket is asked for, the bucket itself is
+    gathered, so that a forward inside the block finds it. Blocks may nest and overlap.
+
+    Args:
+        params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
+        modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
+            fp32 master weights. None: changes are not kept.
+        fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
+        enabled: False makes it do nothing.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Any],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.modifier_rank = modifier_rank
+        given = [params] if torch.is_tensor(params) else list(params) if enabled else []
+        unique = {id(p): p for p in given if zero_params.is_zero_param(p)}
+        self.params: list[Any] = list(unique.values())
+        if fwd_module is not None and enabled:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
+        for param in self.params:
+            setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
+        self._held = list(_whole_buckets(first))
+        for bucket in self._held:
+            bucket.coordinator.hold(bucket.layout.index)
+        zero_params.all_gather(None, param_list=first)
+
+    def __exit__(self, *exc: object) -> None:
+        if not self.enabled:
+            return
+        if self.modifier_rank is not None and self.params:
+            with torch.no_grad():
+                self._keep_changes()
+        last = []
+        for param in self.params:
+            setattr(param, _COUNT, getattr(param, _COUNT) - 1)
+            if getattr(param, _COUNT) == 0:
+                last.append(param)
+        zero_params.partition(None, param_list=last)
+        for bucket in self._held:
+            bucket.coordinator.drop(bucket.layout.index)
+
+    def _keep_changes(self) -> None:
+        assert self.modifier_rank is not None
+        for param in self.params:
+            communicator = param.ds_home.communicator
+            source = communicator.ranks.index(self.modifier_rank)
+            value = param.data if param.data.is_contiguous() else param.data.contiguous()
+            if tuple(value.shape) != tuple(param.ds_shape):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.ds_shape)} has shape {tuple(value.shape)} at the end of "
+                    "GatheredParameters; a changed shape needs a new parameter."
+                )
+            communicator.broadcast(value.view(-1), src=source).wait()
+            param.ds_home.write_param(param.ds_position, value)
+            access = getattr(param, "_ds_state_access", None)
+            if access is not None:
+                access.weights_written(param)
+        for home in {id(p.ds_home): p.ds_home for p in self.params}.values():
+            if isinstance(home, ShardedBucket):
+                home.changed()
+
+
+def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
+    """Buckets all of whose parameters are in ``params``."""
+    asked = {id(param) for param in params}
+    homes = {id(p.ds_home): p.ds_home for p in params if isinstance(p.ds_home, ShardedBucket)}
+    for home in homes.values():
+        if all(id(param) in asked for param in home.params):
+            yield home

@@ -1,0 +1,173 @@
+"""Stage 3 inside a model: hooks that tell the coordinator which module runs, and reads of parameters elsewhere.
+
+Hooks are closures (modules get deep-copied with their hooks) and are not traced by ``torch.compile``. Every module
+that owns parameters has them, not only whole blocks, because clients call submodules directly; the outermost
+module of a unit keeps its bucket until it is left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.runtime.backward import output_tensors
+from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.params import is_zero_param
+from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+EXTERNAL = "_ds_external_params"
+
+
+class ZeROOrderedDict(OrderedDict):
+    """``module._parameters`` that notices when a partitioned parameter is read in another module's forward."""
+
+    def __init__(self, read: Callable[[nn.Parameter], None], items: Any = ()) -> None:
+        super().__init__(items)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        param = super().__getitem__(key)
+        if param is not None:
+            self._read(param)
+        return param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
+        # A copied module belongs to no engine: it gets a plain dict.
+        import copy
+
+        return OrderedDict((key, copy.deepcopy(value, memo)) for key, value in self.items())
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+class DeepSpeedZeRoOffload:
+    """Owns the hooks of one sharded model. ``forward_hooks`` and ``backward_hooks`` may be emptied and the model
+    registered again (``_register_deepspeed_module``), as TRL does around generation."""
+
+    def __init__(self, module: nn.Module, coordinator: ParamCoordinator) -> None:
+        self.module = module
+        self.param_coordinator = coordinator
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self._index = {
+            id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
+        }
+        self._needs: dict[nn.Module, list[int]] = {}
+        self._watch_reads()
+        self._register_deepspeed_module(module)
+
+    def get_param_coordinator(self) -> ParamCoordinator:
+        return self.param_coordinator
+
+    # Hooks -------------------------------------------------------------------------------------------------------
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Sequence[int] = (0,)) -> None:
+        """Install the hooks on ``module`` and everything below it."""
+        roots = set(blocks_of(self.module)) | {self.module}
+        self._walk(module, roots, set())
+
+    def _walk(self, module: nn.Module, roots: set[nn.Module], seen: set[nn.Module]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        leaf = z3_leaf_module(module)
+        whole = leaf or (module in roots and module is not self.module)
+        params = list(module.parameters() if whole else module.parameters(recurse=False))
+        params += [param for _, param in external_parameters(module)]
+        needs = self._needs.setdefault(module, [])
+        for b in self._buckets_of(params):
+            if b not in needs:
+                needs.append(b)
+        if needs or module is self.module or whole:
+            self._hook(module, needs)
+        if not leaf:
+            for child in module.children():
+                self._walk(child, roots, seen)
+
+    def _buckets_of(self, params: Sequence[nn.Parameter]) -> list[int]:
+        indices = dict.fromkeys(self._index[id(p)] for p in params if id(p) in self._index)
+        return [b for b in indices if not self.param_coordinator.buckets[b].persistent]
+
+    def _hook(self, module: nn.Module, needs: list[int]) -> None:
+        coordinator = self.param_coordinator
+
+        @torch._dynamo.disable
+        def before_forward(module: nn.Module, args: Any) -> None:
+            coordinator.enter(needs)
+
+        @torch._dynamo.disable
+        def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
+            frame = coordinator.leave()
+            if frame.held and torch.is_grad_enabled():
+
+                def before_backward(_: Tensor) -> None:
+                    coordinator.backward(frame)
+
+                for tensor in output_tensors(outputs):
+                    tensor.register_hook(before_backward)
+
+        self.forward_hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
+        self.forward_hooks.append(module.register_forward_hook(after_forward, always_call=True))
+
+    # Parameters read outside their own module ------------------------------------------------------------------------
+
+    def _watch_reads(self) -> None:
+        coordinator, index = self.param_coordinator, self._index
+
+        def read(param: nn.Parameter) -> None:
+            if coordinator.frames:
+                b = index.get(id(param))
+                if b is not None and not coordinator.buckets[b].persistent:
+                    coordinator.touch(b)
+
+        for module in self.module.modules():
+            if any(is_zero_param(param) for param in module._parameters.values()):
+                module._parameters = ZeROOrderedDict(read, module._parameters.items())  # type: ignore[assignment]
+            module.ds_external_parameters = lambda module=module: external_parameters(module)  # type: ignore[assignment]
+
+    # The end ---------------------------------------------------------------------------------------------------------
+
+    def partition_all_parameters(self) -> None:
+        self.param_coordinator.release_all()
+
+    empty_partition_cache = partition_all_parameters
+
+    def destroy(self) -> None:
+        for handle in [*self.forward_hooks, *self.backward_hooks]:
+            handle.remove()
+        self.forward_hooks, self.backward_hooks = [], []
+        for module in self.module.modules():
+            if isinstance(module._parameters, ZeROOrderedDict):
+                module._parameters = dict(module._parameters.items())
+            module.__dict__.pop("ds_external_parameters", None)
+
+
+def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:
+    """``(ds_id, parameter)`` of those registered for use in ``module`` though other modules own them."""
+    return list(getattr(module, EXTERNAL, {}).items())
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Gather ``parameter``, which another module owns, around the forward and backward of ``module``.
+
+    Needed only where reading it cannot be noticed; reads through the owning module are.
+    """
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
+    module.__dict__.setdefault(EXTERNAL, {})[getattr(parameter, "ds_id", id(parameter))] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"parameter must be a torch.nn.Parameter, not {type(parameter).__name__}")
+    registered = module.__dict__.get(EXTERNAL, {})
+    if registered.pop(getattr(parameter, "ds_id", id(parameter)), None) is None:
+        raise RuntimeError("the parameter was not registered for this module")

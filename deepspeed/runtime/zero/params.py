@@ -1,0 +1,207 @@
+"""The ``ds_*`` attributes that clients read on partitioned parameters; the only place that writes them.
+
+A partitioned parameter has a *home*: the bucket that holds its slices, or, between ``zero.Init`` and
+``initialize``, a shard of its own. Everything done to it from outside goes through the home.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the whole parameter is in memory; one per parameter, following the status of its home."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """Documented kinds of parameters; a partitioned one is PARTITIONED."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class Home(Protocol):
+    """What holds the slices of a partitioned parameter; ``position`` names it there."""
+
+    communicator: Any
+
+    def local_part(self, position: int) -> Tensor: ...
+    def read_param(self, position: int, out: Tensor) -> None: ...
+    def write_param(self, position: int, value: Tensor) -> None: ...
+
+
+GATHER_COUNT = "_ds_gather_count"
+"""Attribute of a parameter: how many ``GatheredParameters`` blocks it is open in."""
+
+_ids = itertools.count()
+
+_ATTRIBUTES = (
+    GATHER_COUNT,
+    "ds_active_sub_modules",
+    "ds_home",
+    "ds_id",
+    "ds_numel",
+    "ds_numel_aligned",
+    "ds_param_type",
+    "ds_persist",
+    "ds_position",
+    "ds_process_group",
+    "ds_secondary_tensor",
+    "ds_shape",
+    "ds_status",
+    "ds_tensor",
+    "ds_zero_param_process_group",
+    "all_gather",
+    "aligned_size",
+    "ds_summary",
+    "get_partition_rank",
+    "padding_size",
+    "partition",
+    "partition_numel",
+)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether the tensor is a partitioned parameter."""
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+def full_shape(param: Tensor) -> torch.Size:
+    return param.ds_shape if is_zero_param(param) else param.shape  # type: ignore[attr-defined]
+
+
+def full_numel(param: Tensor) -> int:
+    return param.ds_numel if is_zero_param(param) else param.numel()  # type: ignore[attr-defined]
+
+
+def convert(param: nn.Parameter, home: Home, position: int) -> None:
+    """Mark a whole parameter as partitioned and held by ``home``."""
+    attributes: Any = param
+    attributes.ds_shape = param.shape
+    attributes.ds_numel = param.numel()
+    attributes.ds_id = next(_ids)
+    attributes.ds_param_type = ZeroParamType.PARTITIONED
+    attributes.ds_persist = False
+    attributes.ds_active_sub_modules = set()
+    attributes.ds_secondary_tensor = None
+    attributes.ds_status = ZeroParamStatus.AVAILABLE
+    for method in (all_gather, aligned_size, ds_summary, get_partition_rank, padding_size, partition, partition_numel):
+        setattr(param, method.__name__, MethodType(method, param))
+    _house(param, home, position)
+
+
+def adopt(param: nn.Parameter, home: Home, position: int) -> None:
+    """Move a parameter, partitioned or not, into ``home``."""
+    if is_zero_param(param):
+        _house(param, home, position)
+    else:
+        shape = home.views[position].shape  # type: ignore[attr-defined]
+        convert(param, home, position)
+        attributes: Any = param
+        attributes.ds_shape, attributes.ds_numel = shape, shape.numel()
+
+
+def _house(param: nn.Parameter, home: Home, position: int) -> None:
+    attributes: Any = param
+    attributes.ds_home, attributes.ds_position = home, position
+    attributes.ds_process_group = attributes.ds_zero_param_process_group = home.communicator.group
+    local = home.local_part(position)
+    local.ds_numel = local.numel()  # type: ignore[attr-defined]
+    local.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    local.final_location = None  # type: ignore[attr-defined]
+    attributes.ds_tensor = local
+    attributes.ds_numel_aligned = local.numel() * home.communicator.size
+    attributes.ds_persist = getattr(home, "persistent", False)
+
+
+def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
+    for param in params:
+        param.ds_status = status  # type: ignore[attr-defined]
+
+
+def forget(param: nn.Parameter) -> None:
+    """Make it an ordinary parameter again."""
+    for name in _ATTRIBUTES:
+        param.__dict__.pop(name, None)
+
+
+def read_full(param: Tensor, out: Tensor) -> None:
+    """Copy the whole parameter into ``out`` of its full shape. Collective for partitioned ones."""
+    if is_zero_param(param):
+        param.ds_home.read_param(param.ds_position, out)  # type: ignore[attr-defined]
+    else:
+        out.copy_(param.data)
+
+
+# Documented methods of a partitioned parameter -----------------------------------------------------------------------
+
+
+def partition_numel(param: Any) -> int:
+    """Elements of this rank's part."""
+    return param.ds_tensor.ds_numel
+
+
+def aligned_size(param: Any) -> int:
+    return param.ds_numel_aligned
+
+
+def padding_size(param: Any) -> int:
+    return max(0, param.ds_numel_aligned - param.ds_numel)
+
+
+def get_partition_rank(param: Any) -> int:
+    return param.ds_home.communicator.rank
+
+
+def all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> None:
+    """Make this parameter (or those of ``param_list``) whole until ``partition`` is called. Collective."""
+    for each in param_list if param_list is not None else [param]:
+        if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            with torch.inference_mode(False), torch.no_grad():
+                whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
+                each.ds_home.read_param(each.ds_position, whole)
+                each.data = whole
+            each.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def partition(
+    param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+) -> None:
+    """Take what changed (``has_been_updated``) into the slices and drop the whole parameter."""
+    for each in param_list if param_list is not None else [param]:
+        if each.ds_status is not ZeroParamStatus.AVAILABLE:
+            continue
+        if has_been_updated:
+            each.ds_home.write_param(each.ds_position, each.data)
+        gathered = getattr(each.ds_home, "views", None)
+        if free_data and not (gathered and each.data_ptr() == gathered[each.ds_position].data_ptr()):
+            each.data = torch.empty(0, dtype=each.dtype, device=each.device)
+            each.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
+    return {
+        "id": param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+        "grad_shape": tuple(param.grad.shape) if param.grad is not None else None,
+        "persist": param.ds_persist,
+        "active_sub_modules": param.ds_active_sub_modules,
+        "ds_tensor.shape": tuple(param.ds_tensor.shape),
+    }

@@ -1,0 +1,166 @@
+"""Fetching slices from other ranks without their taking part: a small server thread per rank.
+
+Collectives need every rank to come at the same point. Control flow that differs by rank, generation that ends at
+different lengths or an evaluation on one rank alone do not have such a point. So every rank serves its own slices
+over a socket, and a rank that needs a bucket asks the others for theirs. Weights do not change between two steps;
+a request says which version it wants, and a rank that has not finished that update yet answers when it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+
+_REQUEST = struct.Struct("<qq")  # bucket, version
+_TOKEN_BYTES = 16
+_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+class ShardServer:
+    """Serves ``shards[i]`` [n_i] of this rank and fetches those of the others.
+
+    ``advance()`` is called by every rank after every change of its shards, the same number of times everywhere.
+    """
+
+    def __init__(self, communicator: Communicator, shards: Sequence[Tensor], timeout_s: float) -> None:
+        self.communicator = communicator
+        self.shards = list(shards)
+        self.timeout_s = timeout_s
+        self.version = 0
+        self.bytes_received = 0
+        self.fetches = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._peers: dict[int, socket.socket] = {}
+        self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        mine = (*self._listener.getsockname()[:2], secrets.token_bytes(_TOKEN_BYTES))
+        everyone: list[Any] = [None] * communicator.size
+        dist.all_gather_object(everyone, mine, group=communicator.group)
+        self._addresses: list[tuple[str, int, bytes]] = everyone
+        self._token = everyone[0][2]
+        threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
+
+    def advance(self) -> None:
+        with self._changed:
+            self.version += 1
+            self._changed.notify_all()
+
+    def fetch(self, bucket: int, full: Tensor) -> None:
+        """Fill ``full`` [size * n] with the slices of all ranks."""
+        n = full.numel() // self.communicator.size
+        mine = self.communicator.rank
+        full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
+        others = [rank for rank in range(self.communicator.size) if rank != mine]
+        for rank in others:
+            self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
+        for rank in others:
+            self._receive(rank, full[rank * n : (rank + 1) * n])
+        self.fetches += 1
+
+    def _receive(self, rank: int, target: Tensor) -> None:
+        host = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        view = _bytes_of(host)
+        self.bytes_received += len(view)
+        try:
+            while len(view):
+                count = self._connection(rank).recv_into(view, min(len(view), _CHUNK_BYTES))
+                if count == 0:
+                    raise ConnectionError("the connection was closed")
+                view = view[count:]
+        except OSError as error:
+            raise RuntimeError(
+                f"rank {self.communicator.ranks[rank]} did not deliver its slice of the parameters within "
+                f"{self.timeout_s:.0f} s ({error}): it ended or hangs; its own message is in its log."
+            ) from error
+        if host is not target:
+            target.copy_(host)
+
+    def _connection(self, rank: int) -> socket.socket:
+        if rank not in self._peers:
+            host, port, _ = self._addresses[rank]
+            connection = socket.create_connection((host, port), timeout=self.timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(self._token)
+            self._peers[rank] = connection
+        return self._peers[rank]
+
+    # The serving side ------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), name="shard-server", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), self._token):
+                return
+            while True:
+                request = _read(connection, _REQUEST.size)
+                if not request:
+                    return
+                bucket, version = _REQUEST.unpack(request)
+                with self._changed:
+                    self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
+                if self._closed:
+                    return
+                shard = self.shards[bucket]
+                shard = shard if shard.device.type == "cpu" else shard.cpu()
+                connection.sendall(_bytes_of(shard))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for connection in (self._listener, *self._peers.values()):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._peers.clear()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. (Through ``.numpy()`` its storage could not be resized any more.)"""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _listen(master: str) -> socket.socket:
+    """Listen on the address that this host uses towards the master."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master, 9))
+            host = probe.getsockname()[0]
+        except OSError:
+            host = "127.0.0.1"
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    listener.listen()
+    return listener
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes, or none at the end of the connection."""
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            return b""
+        data += piece
+    return data

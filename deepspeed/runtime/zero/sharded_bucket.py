@@ -1,0 +1,183 @@
+"""Stage 3: a bucket whose parameters exist as one slice per rank and are whole only around their use.
+
+[Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
+releasing gives the storage back and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place:
+what was saved is valid again. The views are made once, outside inference mode, because a view made inside it
+could never be trained on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.runtime.zero import params as zero_params
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.layout import BucketLayout
+
+
+class Status(enum.Enum):
+    SHARDED = "only this rank's slice exists; parameters have shape [0]"
+    GATHERING = "the buffer is allocated and slices are arriving"
+    GATHERED = "parameters are views of the whole buffer"
+
+
+class ShardedBucket(ParamBucket):
+    """Owns ``shard`` [shard_numel] for good and the memory of ``full`` [padded_numel] while gathered.
+
+    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[nn.Parameter],
+        communicator: Communicator,
+        *,
+        persistent: bool,
+    ) -> None:
+        super().__init__(layout, params, communicator)
+        self.rank = communicator.rank
+        self.fragments = layout.owned(self.rank)
+        self.persistent = persistent
+        self.status = Status.SHARDED
+        self.coordinator: Any = None  # set by its owner, who gathers this bucket
+        self.on_change: Callable[[], None] = lambda: None
+        self.device = self.params[0].device
+        self.views: list[Tensor] = []
+        self._empty = torch.empty(0, dtype=layout.dtype, device=self.device)
+        self._nbytes = layout.padded_numel * self._empty.element_size()
+
+    def flatten(self) -> None:
+        """Cut the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
+
+        Peak: the bucket itself. The old memory of each parameter is free as soon as it was copied.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self.full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
+            for slot, param in zip(self.layout.slots, self.params, strict=True):
+                view = self.full[slot.offset : slot.end].view(zero_params.full_shape(param))
+                zero_params.read_full(param, view)
+                param.data = self._empty
+                self.views.append(view)
+            start, stop = self.layout.shard_range(self.rank)
+            self.shard = self.full[start:stop].clone()
+        for position, param in enumerate(self.params):
+            zero_params.adopt(param, self, position)
+        self.status = Status.GATHERED
+        self._show()
+        if not self.persistent:
+            self.release()
+
+    # Transitions -------------------------------------------------------------------------------------------------
+
+    def allocate(self) -> Tensor:
+        """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
+        assert self.status is Status.SHARDED and self.full is not None
+        self.full.untyped_storage().resize_(self._nbytes)
+        self.status = Status.GATHERING
+        zero_params.mark(self.params, zero_params.ZeroParamStatus.INFLIGHT)
+        return self.full
+
+    def arrived(self) -> None:
+        """GATHERING -> GATHERED: ``full`` holds every slice."""
+        self.status = Status.GATHERED
+        self._show()
+
+    def _show(self) -> None:
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+        zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
+
+    def release(self) -> None:
+        """GATHERED -> SHARDED: give the memory back (Note: release and materialize)."""
+        if self.status is not Status.GATHERED:
+            return
+        assert self.full is not None
+        for param, view in zip(self.params, self.views, strict=True):
+            if getattr(param, zero_params.GATHER_COUNT, 0):  # open in a GatheredParameters block: stays whole
+                param.data = view.clone()
+            else:
+                param.data = self._empty
+                param.ds_status = zero_params.ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        self.full.untyped_storage().resize_(0)
+        self.status = Status.SHARDED
+
+    def changed(self) -> None:
+        """Slices were written outside a step (by every rank): tell whoever serves them."""
+        torch.autograd.graph.increment_version(self.params)
+        self.on_change()
+
+    # What the step sees ------------------------------------------------------------------------------------------
+
+    def gather(self) -> Pending | None:
+        """After an update: refresh persistent parameters, drop stale copies of the others."""
+        assert self.shard is not None and self.full is not None
+        if not self.persistent:
+            self.release()
+            return None
+        return self.communicator.all_gather(self.full, self.shard)
+
+    def detached(self) -> list[int]:
+        return []  # between uses a parameter has no memory that could be replaced
+
+    def destroy(self) -> None:
+        """Make every parameter whole, with memory of its own. Collective."""
+        if self.full is None or self.shard is None:
+            return
+        if self.status is Status.SHARDED:
+            self.communicator.all_gather(self.allocate(), self.shard).wait()
+            self.arrived()
+        for param in self.params:
+            zero_params.forget(param)
+            param.data = param.data.clone()
+        self.full = self.shard = None
+        self.views = []
+
+    # Single parameters -------------------------------------------------------------------------------------------
+
+    def owners(self, position: int) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
+        slot = self.layout.slots[position]
+        parts: list[tuple[int, int, int]] = []
+        for rank in range(self.layout.num_shards):
+            low, high = self.layout.shard_range(rank)
+            low, high = max(low, slot.offset), min(high, slot.end)
+            if low < high:
+                parts.append((rank, low - slot.offset, high - slot.offset))
+        return parts
+
+    def local_part(self, position: int) -> Tensor:
+        """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
+        assert self.shard is not None
+        slot = self.layout.slots[position]
+        start, stop = self.layout.shard_range(self.rank)
+        low, high = max(start, slot.offset), min(stop, slot.end)
+        return self.shard[low - start : high - start] if low < high else self.shard[:0]
+
+    def read_param(self, position: int, out: Tensor) -> None:
+        """Fill ``out`` with the whole parameter, moving only its own bytes. Collective."""
+        flat = out.view(-1)
+        if self.status is Status.GATHERED:
+            flat.copy_(self.views[position].reshape(-1))
+            return
+        mine = self.local_part(position)
+        for rank, start, stop in self.owners(position):
+            if rank == self.rank:
+                flat[start:stop] = mine
+            self.communicator.broadcast(flat[start:stop], src=rank).wait()
+
+    def write_param(self, position: int, value: Tensor) -> None:
+        """Take a new value of the whole parameter (the same on every rank) into the slices."""
+        flat = value.detach().reshape(-1)
+        for rank, start, stop in self.owners(position):
+            if rank == self.rank:
+                self.local_part(position).copy_(flat[start:stop])
+        if self.status is Status.GATHERED and self.views[position].data_ptr() != value.data_ptr():
+            self.views[position].copy_(value)

@@ -1,0 +1,59 @@
+"""The home of a parameter between ``zero.Init`` and ``initialize``: sharded alone, evenly, padded.
+
+Blocks, optimizer groups, freezing and tying are not known yet, so there are no buckets.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.zero import params as zero_params
+
+
+class SoloShard:
+    """Owns ``shard`` [ceil(numel / ranks)]: the documented ``ds_tensor`` of a parameter made under ``zero.Init``."""
+
+    persistent = False
+
+    def __init__(self, param: nn.Parameter, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.numel = param.numel()
+        size = communicator.size
+        per_rank = -(-self.numel // size)
+        start = min(communicator.rank * per_rank, self.numel)
+        stop = min(start + per_rank, self.numel)
+        self.shard = torch.zeros(per_rank, dtype=param.dtype, device=param.device)
+        self.shard[: stop - start] = param.data.reshape(-1)[start:stop]
+
+    def local_part(self, position: int) -> Tensor:
+        return self.shard
+
+    def read_param(self, position: int, out: Tensor) -> None:
+        """Fill ``out`` with the whole parameter. Collective."""
+        flat = out.view(-1)
+        padded = self.shard.numel() * self.communicator.size
+        whole = flat if padded == self.numel else torch.empty(padded, dtype=out.dtype, device=out.device)
+        self.communicator.all_gather(whole, self.shard).wait()
+        if whole is not flat:
+            flat.copy_(whole[: self.numel])
+
+    def write_param(self, position: int, value: Tensor) -> None:
+        start = self.communicator.rank * self.shard.numel()
+        part = value.detach().reshape(-1)[start : start + self.shard.numel()]
+        self.shard[: part.numel()].copy_(part)
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        self.shard = self.shard.to(dtype)
+        zero_params.adopt(param, self, 0)
+
+
+def shard_alone(param: nn.Parameter, communicator: Communicator) -> None:
+    """Cut a whole parameter over the ranks, with the values of rank 0. Collective."""
+    with torch.inference_mode(False), torch.no_grad():
+        param.data = param.data.contiguous()
+        communicator.broadcast(param.data.view(-1), src=0).wait()
+        zero_params.convert(param, SoloShard(param, communicator), 0)
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

@@ -1,0 +1,52 @@
+"""The order in which buckets were used in the last step, to foresee the next use. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+NEVER = sys.maxsize
+
+
+class UseTrace:
+    """Records uses of buckets and follows the record of the step before.
+
+    A changed order is followed, not punished: the cursor moves to the next place where the used bucket occurs, and
+    what was recorded meanwhile replaces the old trace at the end of the step.
+    """
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self.numels = list(numels)
+        self._last: list[int] = []
+        self._now: list[int] = []
+        self._cursor = 0
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._last)
+
+    def use(self, b: int) -> None:
+        if self._now and self._now[-1] == b:
+            return
+        self._now.append(b)
+        for position in range(self._cursor, len(self._last)):
+            if self._last[position] == b:
+                self._cursor = position + 1
+                return
+
+    def distance(self, b: int) -> int:
+        """Elements that pass before bucket ``b`` is used again; NEVER if it is not, or nothing is known."""
+        passed = 0
+        for other in self._last[self._cursor :]:
+            if other == b:
+                return passed
+            passed += self.numels[other]
+        return NEVER
+
+    def end_of_step(self) -> None:
+        if self._now:
+            self._last, self._now = self._now, []
+        self._cursor = 0
+
+    def forget(self) -> None:
+        self._last, self._now, self._cursor = [], [], 0
