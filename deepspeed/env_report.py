@@ -20,16 +20,17 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-import deepspeed
 from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS
 from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
+from deepspeed.version import __version__, git_branch, git_hash
 
 GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
 RULE = "-" * 70
 NAME_WIDTH = 26
 TITLE_WIDTH = 34
+PACKAGE = Path(__file__).parent
 SHARED_MEMORY = "/dev/shm"
 ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange through it
 
@@ -127,9 +128,9 @@ def _version(package: str) -> str | None:
 
 def _git() -> str:
     """Commit and branch: those the package was built from, else those of the source tree it lies in."""
-    if deepspeed.git_hash != "unknown":
-        return f"{deepspeed.git_hash} {deepspeed.git_branch}"
-    root = Path(deepspeed.__path__[0]).parent
+    if git_hash != "unknown":
+        return f"{git_hash} {git_branch}"
+    root = PACKAGE.parent
     if not (root / ".git").exists() or shutil.which("git") is None:
         return "unknown"
     command = ["git", "-C", str(root), "log", "-1", "--format=%h %D"]
@@ -137,9 +138,9 @@ def _git() -> str:
 
 
 def _versions() -> Iterator[tuple[str, object]]:
-    yield "deepspeed install path", list(deepspeed.__path__)
-    yield "deepspeed version, git", f"{deepspeed.__version__}, {_git()}"
-    yield "torch install path", list(torch.__path__)
+    yield "deepspeed install path", str(PACKAGE)
+    yield "deepspeed version, git", f"{__version__}, {_git()}"
+    yield "torch install path", torch.__path__[0]
     yield "torch version", torch.__version__
     yield "torch built for CUDA, HIP", f"{torch.version.cuda}, {torch.version.hip}"
     yield "python version", f"{platform.python_version()} ({sys.executable})"
@@ -245,10 +246,14 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
 
 def cli_main() -> None:
     arguments = parse_arguments()
-    main(
-        hide_operator_status=arguments.hide_operator_status,
-        hide_errors_and_warnings=arguments.hide_errors_and_warnings,
-    )
+    try:
+        main(
+            hide_operator_status=arguments.hide_operator_status,
+            hide_errors_and_warnings=arguments.hide_errors_and_warnings,
+        )
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

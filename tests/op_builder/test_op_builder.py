@@ -107,6 +107,8 @@ def test_paths_follow_the_library_and_the_device(monkeypatch: pytest.MonkeyPatch
         assert adam.path() == fused.path() == title and utils.path() == "pytorch"
     monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")
     assert adam.path() == "native AVX-512" and fused.path() == "pytorch"
+    monkeypatch.setattr(type(get_accelerator()), "is_triton_supported", lambda self: True)
+    assert fused.path() == "triton" and op_builder.FusedLionBuilder().path() == "pytorch"
     monkeypatch.setattr(native, "isa", lambda: None)
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr("deepspeed.comm.shared_memory.is_available", lambda: False)

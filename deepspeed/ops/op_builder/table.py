@@ -28,7 +28,7 @@ class Op:
     instead: str = ""
 
 
-def _optimizer(name: str, builder: str, family: str, source: str) -> Op:
+def _optimizer(name: str, builder: str, family: str, source: str, *, gpu: tuple[str, ...] = ()) -> Op:
     return Op(
         name=name,
         builder=builder,
@@ -36,7 +36,7 @@ def _optimizer(name: str, builder: str, family: str, source: str) -> Op:
         absolute_name=f"deepspeed.ops.{family}.{name}_op",
         module=f"deepspeed.ops.{family}.{name}",
         sources=(source,),
-        runs_on=("native",),
+        runs_on=("native", *gpu),
     )
 
 
@@ -52,7 +52,7 @@ OPS: tuple[Op, ...] = (
     _optimizer("cpu_adam", "CPUAdamBuilder", "adam", "csrc/adam/adam.cpp"),
     _optimizer("cpu_adagrad", "CPUAdagradBuilder", "adagrad", "csrc/adagrad/adagrad.cpp"),
     _optimizer("cpu_lion", "CPULionBuilder", "lion", "csrc/lion/lion.cpp"),
-    _optimizer("fused_adam", "FusedAdamBuilder", "adam", "csrc/adam/adam.cpp"),
+    _optimizer("fused_adam", "FusedAdamBuilder", "adam", "csrc/adam/adam.cpp", gpu=("triton",)),
     _optimizer("fused_lamb", "FusedLambBuilder", "lamb", "csrc/lamb/lamb.cpp"),
     _optimizer("fused_lion", "FusedLionBuilder", "lion", "csrc/lion/lion.cpp"),
     Op(
