@@ -14,6 +14,7 @@ MODULES = {
     "deepspeed.git_version_info": "deepspeed.version",
     "deepspeed.pipe": "deepspeed.runtime.pipe",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.runtime.loss_scaler",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.init_context",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
@@ -99,11 +100,14 @@ NAMES: dict[str, dict[str, str]] = {
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
     },
     "deepspeed.runtime.zero": {
+        "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
         "GatheredParameters": "deepspeed.runtime.zero.partition_parameters",
         "Init": "deepspeed.runtime.zero.partition_parameters",
         "MiCS_Init": "deepspeed.runtime.zero.mics",
         "TiledLinear": "deepspeed.runtime.zero.tiling",
         "TiledLinearReturnBias": "deepspeed.runtime.zero.tiling",
+        "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
+        "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.stage3",
     },
@@ -111,6 +115,9 @@ NAMES: dict[str, dict[str, str]] = {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
         "detect_model_sp_info": "deepspeed.sequence.autosp_detector",
+    },
+    "deepspeed.utils": {
+        "RepeatingLoader": "deepspeed.runtime.dataloader",
     },
 }
 

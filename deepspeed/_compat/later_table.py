@@ -19,7 +19,6 @@ INSTEAD = {
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
-    "deepspeed.runtime.optim": "Until then name the optimizer in the config; Muon is not there yet.",
     "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
     "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.runtime.zero": "Until then use ZeRO stage 0, 1 or 2.",
@@ -106,11 +105,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "def elasticity_enabled(ds_config)",
         "def ensure_immutable_elastic_config(runtime_elastic_config_dict)",
     ),
-    "deepspeed.inference.config": (
-        "class DeepSpeedInferenceConfig(**data): validate_dtype moe_backward_compat has_triton",
-        "class DeepSpeedTPConfig(**data)",
-        "class DtypeEnum(**data): from_str",
-    ),
     "deepspeed.inference.engine": (
         "class InferenceEngine(model, config): destroy profile_model_time "
         "remove_mask_prepare_for_bloom build_alibi_tensor build_attn_bias load_model_with_checkpoint "
@@ -126,7 +120,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class HuggingFaceCheckpointEngine(model_name_or_path, auth_token=None, **hf_kwargs): parameters",
     ),
     "deepspeed.inference.v2.checkpoint.in_memory_engine": ("class InMemoryModelEngine(model): parameters",),
-    "deepspeed.inference.v2.config_v2": ("class RaggedInferenceEngineConfig(**data)",),
     "deepspeed.inference.v2.engine_factory": (
         "def build_engine_from_ds_checkpoint(path, engine_config, debug_level=logging.INFO)",
         "def build_hf_engine(path, engine_config, debug_level=logging.INFO)",
@@ -134,11 +127,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.inference.v2.engine_v2": (
         "class InferenceEngineV2(policy, engine_config): free_blocks n_kv_cache_groups model put "
         "query can_schedule get_remaining_block_capacity flush serialize",
-    ),
-    "deepspeed.inference.v2.ragged.manager_configs": (
-        "class DSStateManagerConfig(**data): max_ragged_sequence_count_validator",
-        "class KVCacheConfig(**data)",
-        "class MemoryConfig(**data)",
     ),
     "deepspeed.inference.v2.scheduling_utils": (
         "error SchedulingError",
@@ -535,18 +523,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class Muon(params, lr=0.02, weight_decay=0, momentum=0.95, ns_method='gram'): step",
         "def muon_update(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method='gram', "
         "is_expert_group=False)",
-    ),
-    "deepspeed.runtime.zero.parameter_offload": (
-        "class DeepSpeedZeRoOffload(module, timers, ds_config, zenflow=False, overlap_comm=True, "
-        "prefetch_bucket_size=50000000, max_reuse_distance=1000000000, "
-        "max_live_parameters=1000000000, param_persistence_threshold=100000, "
-        "model_persistence_threshold=sys.maxsize, dp_process_group=None, offload_param_config=None, "
-        "mpu=None, zero_param_parallel_group=None, zero_quantized_weights=False, "
-        "zero_quantized_nontrainable_weights=False, zero_module_granularity_threshold=0, "
-        "log_trace_cache_warnings=False): partition_all_parameters release_backward_leftovers "
-        "get_param_coordinator empty_partition_cache destroy setup_zero_stage3_hooks "
-        "mark_persistent_parameters pre_sub_module_forward_function post_sub_module_forward_function "
-        "pre_sub_module_backward_function post_sub_module_backward_function",
     ),
     "deepspeed.runtime.zero.partition_parameters": (
         "class GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)",

@@ -22,6 +22,8 @@ class Missing:
     asked_for: Predicate
     instead: str
     changes_numbers: bool = True
+    value: str = ""
+    """Which values of the key are meant, where it has others that are fine (for docs/config.md)."""
 
     @property
     def message(self) -> str:
@@ -47,16 +49,17 @@ _REMOVE = "remove it or set it to false"
 
 MISSING: tuple[Missing, ...] = (
     # ZeRO
-    Missing("zero_optimization.stage", lambda c: c.zero_optimization.stage == 3, "use stage 0, 1 or 2"),
     Missing(
         "zero_optimization.offload_optimizer.device",
         lambda c: c.zero_optimization.stage > 0 and _offloads(c.zero_optimization.offload_optimizer),
         "use device 'none'",
+        value="cpu, nvme",
     ),
     Missing(
         "zero_optimization.offload_param.device",
         lambda c: c.zero_optimization.stage == 3 and _offloads(c.zero_optimization.offload_param),
         "use device 'none'",
+        value="cpu, nvme",
     ),
     Missing(
         "zero_optimization.offload_optimizer.super_offload",
@@ -75,9 +78,9 @@ MISSING: tuple[Missing, ...] = (
     Missing("zero_optimization.zeropp_loco_param", lambda c: c.zero_optimization.zeropp_loco_param is not None, "set it to null"),
     Missing("zero_optimization.mics_shard_size", lambda c: c.zero_optimization.mics_shard_size > 0, "use -1"),
     # Optimizers
-    Missing("optimizer.type", _optimizer("onebitadam", "onebitlamb", "zerooneadam"), _OTHER_OPTIMIZER),
-    Missing("optimizer.type", _optimizer("muon"), _OTHER_OPTIMIZER),
-    Missing("optimizer.type", _optimizer("muadam", "muadamw", "musgd"), _OTHER_OPTIMIZER),
+    Missing("optimizer.type", _optimizer("onebitadam", "onebitlamb", "zerooneadam"), _OTHER_OPTIMIZER, value="OneBitAdam, OneBitLamb, ZeroOneAdam"),
+    Missing("optimizer.type", _optimizer("muon"), _OTHER_OPTIMIZER, value="Muon"),
+    Missing("optimizer.type", _optimizer("muadam", "muadamw", "musgd"), _OTHER_OPTIMIZER, value="MuAdam, MuAdamW, MuSGD"),
     # Parallelism
     Missing("tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1, "use 0 or 1"),
     Missing("sequence_parallel_size", lambda c: (c.sequence_parallel_size or 1) > 1, "use 1"),

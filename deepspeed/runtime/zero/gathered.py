@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.zero import params as zero_params
-from deepspeed.runtime.zero.parameter_offload import register_external_parameter
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 _COUNT = zero_params.GATHER_COUNT
@@ -99,3 +100,18 @@ def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
     for home in homes.values():
         if all(id(param) in asked for param in home.params):
             yield home
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The bare module of an engine with every parameter whole and no hooks, for token-by-token generation."""
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(model, "optimizer", None)
+    if not isinstance(offload, DeepSpeedZeRoOffload):
+        yield getattr(model, "module", model)
+        return
+    with GatheredParameters(list(model.module.parameters())):
+        offload.remove_hooks()
+        try:
+            yield model.module
+        finally:
+            offload._register_deepspeed_module(offload.module)

@@ -138,10 +138,13 @@ class DeepSpeedZeRoOffload:
 
     empty_partition_cache = partition_all_parameters
 
-    def destroy(self) -> None:
+    def remove_hooks(self) -> None:
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
         self.forward_hooks, self.backward_hooks = [], []
+
+    def destroy(self) -> None:
+        self.remove_hooks()
         for module in self.module.modules():
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())

@@ -32,6 +32,10 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3
 
 
+class ZeRORuntimeException(RuntimeError):
+    """Documented error of operations on partitioned parameters."""
+
+
 class Home(Protocol):
     """What holds the slices of a partitioned parameter; ``position`` names it there."""
 
