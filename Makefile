@@ -23,7 +23,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 architecture: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py

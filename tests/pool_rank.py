@@ -247,9 +247,10 @@ def _import(job: Job) -> Any:
 
 def _tear_down(job: Job) -> None:
     gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
-    comm = sys.modules.get("deepspeed.comm")
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups.set_mesh(None)  # by design it speaks of the engine built last
     if dist.is_initialized():
-        (comm or dist).destroy_process_group()
+        sys.modules.get("deepspeed.comm", dist).destroy_process_group()
     after = snapshot()
     leaks = [
         f"  {name}: {_before.get(name)!r} before, {after.get(name)!r} after"
@@ -295,6 +296,11 @@ def snapshot() -> dict[str, Any]:
         "non-daemon threads": [thread.name for thread in threading.enumerate() if not thread.daemon],
         "process group": dist.is_initialized(),
     }
+    collectives = sys.modules.get("deepspeed.comm.collectives")
+    state["deepspeed.comm communicators"] = len(collectives._communicators) if collectives else 0
+    state["deepspeed.comm shared memory"] = collectives._shared_memory_wanted if collectives else True
+    log = sys.modules.get("deepspeed.comm.logging")
+    state["deepspeed.comm log enabled"] = log.comms_logger.enabled if log else False
     for owner, names in _PATCHABLE:
         state.update({f"{owner.__name__}.{name}": getattr(owner, name) for name in names.split()})
     state.update({f"os.environ[{k}]": v for k, v in os.environ.items() if not k.startswith(_LIBRARY_ENV)})

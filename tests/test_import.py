@@ -61,7 +61,7 @@ def test_version_agrees_everywhere() -> None:
 
 def test_import_alone_gives_dotted_access() -> None:
     paths = (
-        "zero.DeepSpeedZeroConfig comm.all_reduce utils.logger ops.adam runtime.lr_schedules.WarmupLR "
+        "zero.config.DeepSpeedZeroConfig comm.all_reduce utils.logger ops.adam runtime.lr_schedules.WarmupLR "
         "runtime.utils.see_memory_usage runtime.config.DeepSpeedConfig checkpointing.configure moe.layer "
         "pipe.PipelineModule module_inject accelerator.get_accelerator initialize DeepSpeedEngine"
     ).split()

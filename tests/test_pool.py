@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import deepspeed
 from tests.pool import RankError, RankSkip, distributed, run
 
 
@@ -49,6 +50,8 @@ def _leaks(what: str) -> None:
         os.environ["LEFT_BEHIND"] = "1"
     elif what == "threads":
         torch.set_num_threads(2)
+    elif what == "communication log":
+        deepspeed.comm.configure(enabled=True)
 
 
 def _skips_on(ranks: list[int]) -> None:
@@ -151,7 +154,9 @@ def test_idle_ranks_that_were_killed_are_replaced() -> None:
     assert run(_sum_of_ranks, 2, offset=0) == [1.0] * 2
 
 
-@pytest.mark.parametrize("what", ["dtype", "constructor", "nn.Module.__init__", "environment", "threads"])
+@pytest.mark.parametrize(
+    "what", ["dtype", "constructor", "nn.Module.__init__", "environment", "threads", "communication log"]
+)
 def test_a_leak_fails_the_test_that_leaked(what: str) -> None:
     with pytest.raises(RankError, match="left process-wide state behind"):
         run(_leaks, 2, what=what)

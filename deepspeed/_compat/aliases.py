@@ -118,6 +118,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.runtime.dataloader",
+        "is_initialized": "deepspeed.comm.comm",
     },
 }
 

@@ -21,7 +21,7 @@ INSTEAD = {
     "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
     "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
     "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
-    "deepspeed.runtime.zero": "Until then use ZeRO stage 0, 1 or 2.",
+    "deepspeed.runtime.zero": "Until then use plain ZeRO, stages 0 to 3.",
     "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.ops.sparse_attention": "Until then use torch.nn.attention.flex_attention.",
     "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
@@ -523,22 +523,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class Muon(params, lr=0.02, weight_decay=0, momentum=0.95, ns_method='gram'): step",
         "def muon_update(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method='gram', "
         "is_expert_group=False)",
-    ),
-    "deepspeed.runtime.zero.partition_parameters": (
-        "class GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)",
-        "class Init(module=None, data_parallel_group=None, mem_efficient_linear=True, "
-        "remote_device=None, pin_memory=False, config_dict_or_path=None, config=None, enabled=True, "
-        "dtype=None, mpu=None, zero_param_parallel_group=None, zero_quantized_weights=False, "
-        "zero_quantized_nontrainable_weights=False, sequence_data_parallel_group=None, "
-        "param_swapper=None, tensor_overrides=DEFAULT_TENSOR_OVERRIDES): get_partition_dp_group "
-        "get_partition_rank num_partitions get_dp_process_group",
-        "enum ZeroParamStatus AVAILABLE=1 INFLIGHT=3 NOT_AVAILABLE=2",
-        "enum ZeroParamType NORMAL=1 PARTITIONED=2 REMOTE=3",
-        "def register_external_parameter(module, parameter)",
-        "def restore_init_context()",
-        "def shutdown_init_context()",
-        "def unregister_external_parameter(module, parameter)",
-        "def zero_wrapper_for_fp_tensor_constructor(fn, target_fp_dtype, target_device)",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
         "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "
