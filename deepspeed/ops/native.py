@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -16,7 +17,7 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import log_dist
 
 ABI = 1
 """Version of `deepspeed_host.h` that the table below describes."""
@@ -84,7 +85,11 @@ def library() -> ctypes.CDLL | None:
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        logger.info(f"Native host kernels are not available ({error}); their operations run in PyTorch.")
+        log_dist(
+            f"Native host kernels are not available ({error}): their operations run in PyTorch, more slowly.",
+            ranks=[0],
+            level=logging.WARNING,
+        )
         return None
     return lib
 

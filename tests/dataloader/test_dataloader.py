@@ -287,7 +287,7 @@ def test_iterable_data_sets_resume(dataset: type[Stream]) -> None:
         len(resumed)
 
 
-def test_a_data_set_of_another_size_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_data_set_of_another_size_starts_anew() -> None:
     first = _loader(Numbers(6))
     next(iter(first))
     other = _loader(Numbers(9))

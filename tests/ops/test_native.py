@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed.ops import native
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.utils.logging import logger
 from tests.ops.cases import DTYPES, same_bits
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -146,7 +148,17 @@ def test_sum_of_squares_shows_what_is_not_finite(
         assert sums[0] == 3.0 and not math.isfinite(sums[1])
 
 
-def test_missing_library_is_noted_once_and_everything_runs(without_library: None) -> None:
+def test_missing_library_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    assert native.library.__wrapped__() is None
+    (record,) = set(caplog.records)
+    assert record.levelname == "WARNING" and "Native host kernels are not available" in record.message
+
+
+def test_everything_runs_without_the_library(without_library: None) -> None:
     assert native.isa() is None and native.path_of_ops() == "torch"
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)

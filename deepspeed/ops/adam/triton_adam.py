@@ -7,6 +7,8 @@ of blocks, where its memory is in the table of pointers (rows of `struct ds_segm
 tables]).
 """
 
+# A kernel is Triton, not Python: types of its arguments mean nothing to a checker.
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 from itertools import groupby
@@ -18,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops import native
-from deepspeed.ops.adam.multi_tensor_adam import corrections
+from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch
 
 BLOCK = 4096  # elements per program
