@@ -86,4 +86,3 @@ def _whole(name: str, sources: list[Source], reader: Reader) -> LazyTensor:
         return [whole]
 
     return LazyTensor(shape, dtype, make)
-

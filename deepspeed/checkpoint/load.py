@@ -196,12 +196,24 @@ class Restorer:
         else:
             self.state.ensure_state()
             self._check_kinds()
+            self._count_states()
             values: dict[str, dict[str, Tensor]] = {}
             for index, tensors in self._shards():
                 self._fill_states(index, {kind: t for kind, t in tensors.items() if kind != MASTER}, values)
             for kind, by_name in values.items():
                 self._set_values(kind, by_name)
         self._groups()
+
+    def _count_states(self) -> None:
+        """Per-element states of the model's parameters, over all ranks; an incomplete one raises when
+        filled."""
+        own = {kind for _, tensors in self._shards() for kind, tensor in tensors.items() if tensor.dim()} - {
+            MASTER
+        }
+        for entry in self.entries:
+            saved = set(self.catalog.fragments.get(self._find(entry) or "", {})) - {MASTER}
+            self.report.of_states += len(saved)
+            self.report.states += len(saved & own)
 
     def _check_kinds(self) -> None:
         """Another optimizer's state must not be taken for this one's, nor zeros for what is missing."""
@@ -241,16 +253,18 @@ class Restorer:
         fresh = not self._saved_state(index)  # it had had no gradient yet
         for kind, tensor in tensors.items():
             per_element = tensor.dim() == 1 and tensor.numel() == index.numel
-            self.report.of_states += 1
-            self.report.states += not fresh
-            if per_element and fresh:
-                tensor.zero_()
+            if kind in fragments and not per_element and index.global_shape in ((), (1,)):
+                value = fragments[kind][0].data  # of a scalar parameter, where the two look alike
+            else:
+                value = values.get(kind)
+            if fresh:
+                value = torch.zeros_like(tensor)
+            if per_element and value is not None:
+                tensor.copy_(torch.as_tensor(value))
             elif per_element:
                 self.reader.fill(index, tensor, fragments.get(kind, []), f"{kind} of {index.name}")
-            elif fresh:
-                collected.setdefault(kind, {})[index.name] = torch.zeros_like(tensor)
-            elif kind in values:
-                collected.setdefault(kind, {})[index.name] = torch.as_tensor(values[kind]).clone()
+            elif value is not None:
+                collected.setdefault(kind, {})[index.name] = torch.as_tensor(value).clone().view(tensor.shape)
             else:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {kind} of {index.name}")
 

@@ -29,10 +29,11 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: int | str, tp_rank:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """A copy of nested dicts, lists and tuples in which every tensor has a storage of its own size, on ``device``.
+    """A copy of nested dicts, lists and tuples in which every tensor has a storage of its own size, on
+    ``device``.
 
-    ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file. Container
-    types are kept; whatever is no tensor stays the same object.
+    ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file.
+    Container types are kept; whatever is no tensor stays the same object.
     """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)
