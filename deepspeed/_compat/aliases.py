@@ -13,8 +13,11 @@ MODULES = {
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.git_version_info": "deepspeed.version",
     "deepspeed.pipe": "deepspeed.runtime.pipe",
+    "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
+    "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.runtime.loss_scaler",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.init_context",
+    "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
@@ -109,7 +112,17 @@ NAMES: dict[str, dict[str, str]] = {
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
         "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
-        "unwrap_model_for_generation": "deepspeed.runtime.zero.stage3",
+    },
+    "deepspeed.runtime.zero.optimizer": {
+        "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
+        "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
+        "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
+        "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
+    },
+    "deepspeed.runtime.zero.utils": {
+        "ZeRORuntimeException": "deepspeed.runtime.zero.params",
+        "is_zero_param": "deepspeed.runtime.zero.params",
     },
     "deepspeed.sequence": {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",

@@ -291,15 +291,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "detailed=True, module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, "
         "ignore_modules=None, mode='forward')",
     ),
-    "deepspeed.runtime.bf16_optimizer": (
-        "class BF16_Optimizer(init_optimizer, param_names, bfloat16_config, mpu=None, clip_grad=0.0, "
-        "norm_type=2, allgather_bucket_size=5000000000, dp_process_group=None, timers=None, "
-        "grad_acc_dtype=None, graph_harvesting=False, has_moe_layers=False): destroy "
-        "configure_autoep_folding_tp_gradient_reduction step backward_prologue backward_epilogue "
-        "update_hp_grads get_grads_for_reduction get_grads_for_norm update_lp_params clear_hp_grads "
-        "clear_lp_grads zero_grad state_dict refresh_fp32_params load_state_dict param_groups state "
-        "accumulate_hp_grads_and_remove_lp create_grad_acc_hooks",
-    ),
     "deepspeed.runtime.checkpoint_engine.utils": (
         "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
     ),
@@ -376,14 +367,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class Eigenvalue(verbose=False, max_iter=100, tol=0.01, stability=0, "
         "gas_boundary_resolution=1, layer_name='', layer_num=0): nan_to_num normalize inner_product "
         "get_layers compute_eigenvalue post_process",
-    ),
-    "deepspeed.runtime.fp16.fused_optimizer": (
-        "class FP16_Optimizer(init_optimizer, deepspeed=None, loss_scale_config=None, "
-        "low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False, "
-        "initial_dynamic_scale=2 ** 32, dynamic_loss_args=None, verbose=True, mpu=None, "
-        "clip_grad=0.0, fused_adam_legacy=False, has_moe_layers=False, timers=None): "
-        "initialize_optimizer_states zero_grad step_fused_adam set_lr get_lr override_loss_scale step"
-        " unscale_and_clip_grads backward state_dict refresh_fp32_params load_state_dict",
     ),
     "deepspeed.runtime.fp16.onebit.adam": (
         "class OnebitAdam(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
@@ -491,10 +474,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "grad_requiring_tensor_key, compute_params=None, output_unshard_dimension=1, "
         "output_reduction='mean')",
     ),
-    "deepspeed.runtime.superoffload.superoffload_stage3": (
-        "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
-        "**kwargs): independent_gradient_partition_epilogue partition_grads step check_clip_grads",
-    ),
     "deepspeed.runtime.superoffload.superoffload_utils": (
         "class SuperOffloadCPUOptimizer(optimizer_config, cpuadam_cores_perc=0.8, "
         "max_grad_numel=1000000): async_step get_result close",
@@ -505,12 +484,16 @@ LATER: dict[str, tuple[str, ...]] = {
         "def is_autocast_initialized()",
     ),
     "deepspeed.runtime.zenflow.engine": ("def configure_zenflow(engine)",),
-    "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
     "deepspeed.runtime.zenflow.zenflow_config": ("class ZenFlowConfig(**data): validate_fields",),
-    "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": (
-        "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
-        " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
-        "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
+    "deepspeed.runtime.zero.memory": (
+        "def estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node=1, "
+        "num_nodes=1, additional_buffer_factor=1.5)",
+        "def estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
+        "additional_buffer_factor=1.5)",
+        "def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, "
+        "num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5)",
+        "def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
+        "additional_buffer_factor=1.5)",
     ),
     "deepspeed.runtime.zero.mics": (
         "class MiCS_Init(module=None, data_parallel_group=None, sequence_data_parallel_group=None, "
@@ -534,53 +517,13 @@ LATER: dict[str, tuple[str, ...]] = {
         "reset_step fetch_sub_module release_sub_module release_and_reset_all "
         "release_backward_leftovers",
     ),
-    "deepspeed.runtime.zero.stage3": (
-        "class DeepSpeedZeroOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
-        "static_loss_scale=1.0, dynamic_loss_scale=False, dynamic_loss_args=None, verbose=True, "
-        "contiguous_gradients=True, reduce_bucket_size=500000000, prefetch_bucket_size=50000000, "
-        "max_reuse_distance=1000000000, max_live_parameters=1000000000, "
-        "param_persistence_threshold=100000, model_persistence_threshold=sys.maxsize, "
-        "dp_process_group=None, reduce_scatter=True, overlap_comm=False, "
-        "offload_optimizer_config=None, offload_param_config=None, zenflow_config=None, "
-        "sub_group_size=1000000000000, offload_ratio=0.0, mpu=None, clip_grad=0.0, "
-        "gradient_accumulation_dtype=torch.float32, communication_data_type=torch.float16, "
-        "fp16_master_weights_and_gradients=False, bf16_master_weights_and_gradients=False, "
-        "bf16_optimizer_states=False, postscale_gradients=True, gradient_predivide_factor=1.0, "
-        "gradient_accumulation_steps=1, elastic_checkpoint=False, aio_config=None, "
-        "all2all_process_group=None, zero_hpz_partition_size=1, zero_quantized_weights=False, "
-        "zero_quantized_nontrainable_weights=False, zero_module_granularity_threshold=0, "
-        "zeropp_loco_param=None, log_trace_cache_warnings=False, enable_sanity_checks=False, "
-        "cpuadam_cores_perc=0.8, save_muon_momentum_buffer_in_memory=False): destroy "
-        "create_zenflow_hooks initialize_ds_offload invalidate_secondary_tensor set_lr get_lr "
-        "initialize_optimizer_states get_first_param_index "
-        "initialize_gradient_partitioning_data_structures independent_gradient_partition_epilogue "
-        "finalize_gradient_accumulation_boundary overlapping_partition_gradients_reduce_epilogue "
-        "create_reduce_and_remove_grad_hooks get_param_id "
-        "reduce_independent_p_g_buckets_and_remove_grads set_grad_positions "
-        "set_norm_for_param_grad_in_gpu complete_grad_norm_calculation_for_cpu_offload "
-        "partition_grads reduce_ready_partitions_and_remove_grads zero_reduced_gradients "
-        "quantize_nontrainable_params flatten_and_print get_grads_to_reduce sequential_execution "
-        "set_none_gradients_to_zero allreduce_bucket allreduce_and_copy allreduce_no_retain "
-        "get_data_parallel_partitions get_partition_info zero_grad clear_backward_seen_flag "
-        "get_grad_norm_direct get_flat_partition free_grad_in_param_list reset_cpu_buffers "
-        "flatten_dense_tensors_aligned override_loss_scale step",
-        "def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, "
-        "num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5)",
-        "def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
-        "additional_buffer_factor=1.5)",
-        "def unwrap_model_for_generation(model)",
-    ),
     "deepspeed.runtime.zero.tiling": (
         "class TiledLinear(in_features, out_features, bias=True, in_splits=1, out_splits=1, "
         "input_is_already_split=False, combine_out_splits=True, linear_cls=torch.nn.Linear, "
         "init_linear=None, **kwargs): forward copy_params_from",
         "class TiledLinearReturnBias(**data)",
     ),
-    "deepspeed.runtime.zero.utils": (
-        "error ZeRORuntimeException",
-        "def is_zero_param(parameter)",
-        "def is_zero_supported_optimizer(optimizer)",
-    ),
+    "deepspeed.runtime.zero.utils": ("def is_zero_supported_optimizer(optimizer)",),
     "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
     "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
     "deepspeed.sequence.autosp_vit": (
