@@ -103,6 +103,7 @@ NAMES: dict[str, dict[str, str]] = {
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
     },
     "deepspeed.runtime.zero": {
+        "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
         "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",
         "GatheredParameters": "deepspeed.runtime.zero.partition_parameters",
         "Init": "deepspeed.runtime.zero.partition_parameters",
@@ -112,6 +113,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
         "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
     },
     "deepspeed.runtime.zero.optimizer": {
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
