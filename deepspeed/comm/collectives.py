@@ -74,6 +74,7 @@ class Transport:
     """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
 
     name: str
+    background: bool  # asynchronous operations finish without anybody waiting for them
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     all_reduce: AllReduce
@@ -199,9 +200,9 @@ class Communicator:
         if self.size == 1:
             return DONE
         self._count("barrier", 0)
-        return self._transport_for(self._any_device()).barrier()
+        return self._transport_for(self._device_type()).barrier()
 
-    def _any_device(self) -> str:
+    def _device_type(self) -> str:
         assert self.group is not None
         return "cpu" if _is_gloo(self.group) else get_accelerator().device_name()
 
@@ -222,6 +223,19 @@ class Communicator:
     def transport_name(self, device_type: str) -> str:
         """Which transport moves tensors of this device: "gloo", "shared_memory" or "native"."""
         return self._transport_for(device_type).name
+
+    def prepare(self) -> Communicator:
+        """Choose the transport now. Otherwise the first collective does, also an asynchronous one, and waits
+        for the other ranks to come to it."""
+        if self.size > 1:
+            self._transport_for(self._device_type())
+        return self
+
+    def works_in_background(self, device_type: str) -> bool:
+        """Whether an asynchronous operation can be issued without waiting for others, and then finishes
+        whatever this rank does next."""
+        transport = self._transports.get(device_type)
+        return self.size == 1 or (transport is not None and transport.background)
 
     def _transport(self, tensor: Tensor) -> Transport:
         return self._transport_for(tensor.device.type)
@@ -269,6 +283,7 @@ def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
     channel = gloo.GlooChannel(group, ranks)
     return Transport(
         name="gloo",
+        background=False,
         all_gather=gloo.GlooAllGather(channel),
         reduce_scatter=gloo.GlooReduceScatter(channel),
         all_reduce=gloo.GlooAllReduce(channel),
@@ -284,6 +299,7 @@ def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallbac
     """`fallback` reduces the dtypes that the native code does not."""
     return Transport(
         name="shared_memory",
+        background=True,
         all_gather=shared_memory.SharedMemoryAllGather(channel),
         reduce_scatter=shared_memory.SharedMemoryReduceScatter(channel, fallback.reduce_scatter),
         all_reduce=shared_memory.SharedMemoryAllReduce(channel, fallback.all_reduce),
@@ -299,6 +315,7 @@ def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallbac
 def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
     return Transport(
         name="native",
+        background=True,
         all_gather=native.NativeAllGather(group, ranks),
         reduce_scatter=native.NativeReduceScatter(group, ranks),
         all_reduce=native.NativeAllReduce(group, ranks),

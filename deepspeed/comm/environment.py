@@ -89,9 +89,10 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
     rank, world_size = _number(env, launcher.rank), _number(env, launcher.size)
     if not 0 <= rank < world_size:
         raise ValueError(f"{launcher.rank}={rank} with {launcher.size}={world_size}: a rank is in [0, size)")
-    local_size = _optional(env, launcher.local_size)
     if launcher is SLURM:
-        local_size = _optional({"": env.get(SLURM.local_size, "").partition("(")[0]}, "")  # "4(x2)"
+        local_size = _first_task_count(env.get(SLURM.local_size, ""))
+    else:
+        local_size = _optional(env, launcher.local_size)
     if local_size is None and launcher is TORCHRUN:
         local_size = _optional(env, "LOCAL_SIZE")
     local_rank = _optional(env, launcher.local_rank)
@@ -129,6 +130,12 @@ def _master(
         hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or ""
         return first_host(hosts) or None, port
     return None, port
+
+
+def _first_task_count(text: str) -> int | None:
+    """Tasks per node in Slurm's notation: "4(x2),3" -> 4."""
+    match = re.match(r"\d+", text)
+    return int(match.group()) if match else None
 
 
 def first_host(nodelist: str) -> str:

@@ -110,7 +110,7 @@ def measured(op_name: str, message: Tensor, group_size: int, issue: Callable[[],
     """Issue a collective of a communicator as a recorded one."""
     record_name = op_name
     if comms_logger.debug:
-        record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=4)}]"
+        record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=3)}]"
     measurement = Measurement(op_name, record_name, message.nbytes, group_size, message.device.type != "cpu")
     pending = issue()
 

@@ -245,7 +245,7 @@ class ProcessMesh:
         """The communicator over these axes; one rank alone needs no process group."""
         if self.size(*axes) == 1:
             return Communicator(None)
-        return communicator(self.group(*axes))
+        return communicator(self.group(*axes)).prepare()
 
     def _compute_ranks(self, key: tuple[str, ...]) -> tuple[int, ...]:
         if self.layout is not None:

@@ -5,7 +5,7 @@ What a `Communicator` does faster than the process group (flat CPU tensors over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,13 +112,13 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        ours = None if async_op else _communicator_for(group, tensor)
+        ours = _communicator_for(group, async_op, tensor)
         kind = to_torch(op)
         if ours is not None and kind == dist.ReduceOp.MAX:
-            return _finished(ours.all_reduce_max(tensor))
+            return _in_place(tensor, ours.all_reduce_max, async_op)
         scale = None if ours is None else _scale(kind, tensor, ours)
         if ours is not None and scale is not None:
-            return _finished(ours.all_reduce(tensor, scale=scale))
+            return _in_place(tensor, lambda flat: ours.all_reduce(flat, scale=scale), async_op)
         return dist.all_reduce(tensor, kind, group, async_op)
 
     def inference_all_reduce(
@@ -162,7 +162,13 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        return dist.reduce(tensor, dst, to_torch(op), group, async_op)
+        ours = _communicator_for(group, async_op, tensor)
+        kind = to_torch(op)
+        scale = None if ours is None else _scale(kind, tensor, ours)
+        if ours is not None and scale is not None and dst in ours.ranks:
+            root = ours.ranks.index(dst)
+            return _in_place(tensor, lambda flat: ours.reduce(flat, root, scale=scale), async_op)
+        return dist.reduce(tensor, dst, kind, group, async_op)
 
     def reduce_scatter(
         self,
@@ -183,10 +189,13 @@ class TorchBackend(Backend):
         async_op: bool = False,
     ) -> Any:
         kind = to_torch(op)
-        ours = None if async_op else _communicator_for(group, output_tensor, input_tensor)
+        ours = _communicator_for(group, async_op, output_tensor, input_tensor)
         scale = None if ours is None else _scale(kind, input_tensor, ours)
         if ours is not None and scale is not None:
-            return _finished(ours.reduce_scatter(output_tensor, input_tensor, scale=scale))
+            given = input_tensor.contiguous()
+            return _in_place(
+                output_tensor, lambda flat: ours.reduce_scatter(flat, given, scale=scale), async_op
+            )
         return reduce_scatter_single(output_tensor, input_tensor, kind, group, async_op)
 
     # ---- copies and exchanges
@@ -194,9 +203,9 @@ class TorchBackend(Backend):
     def broadcast(
         self, tensor: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
     ) -> Any:
-        ours = None if async_op else _communicator_for(group, tensor)
+        ours = _communicator_for(group, async_op, tensor)
         if ours is not None and src in ours.ranks:
-            return _finished(ours.broadcast(tensor, ours.ranks.index(src)))
+            return _in_place(tensor, lambda flat: ours.broadcast(flat, ours.ranks.index(src)), async_op)
         return dist.broadcast(tensor, src, group, async_op)
 
     def broadcast_object_list(
@@ -220,9 +229,10 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        ours = _communicator_for(group, output_tensor, input_tensor)
+        ours = _communicator_for(group, async_op, output_tensor, input_tensor)
         if ours is not None and output_tensor.dtype == input_tensor.dtype:
-            return _result(ours.all_gather(output_tensor, input_tensor), async_op)
+            given = input_tensor.contiguous()
+            return _in_place(output_tensor, lambda flat: ours.all_gather(flat, given), async_op)
         return all_gather_single(output_tensor, input_tensor, group, async_op)
 
     def all_gather_base(
@@ -265,6 +275,12 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
+        ours = _communicator_for(group, async_op, output, input)
+        if ours is not None and output.dtype == input.dtype:
+            given = input.contiguous()
+            received = _element_counts(output, output_split_sizes)
+            sent = _element_counts(input, input_split_sizes)
+            return _in_place(output, lambda flat: ours.all_to_all(flat, given, received, sent), async_op)
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
     def all_to_all(
@@ -318,6 +334,10 @@ class TorchBackend(Backend):
     def barrier(
         self, group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
     ) -> Any:
+        if dist.get_backend(group) == dist.Backend.GLOO:
+            ours = _communicator_for(group, async_op)
+            if ours is not None:
+                return _result(ours.barrier(), async_op)
         return dist.barrier(group, async_op, device_ids)
 
     def monitored_barrier(
@@ -330,14 +350,20 @@ class TorchBackend(Backend):
         dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
-def _communicator_for(group: ProcessGroup | None, *tensors: Tensor) -> Communicator | None:
-    """The communicator that moves these tensors faster than the process group itself, if one does."""
-    if any(tensor.device.type != "cpu" or not tensor.is_contiguous() for tensor in tensors):
+def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tensor) -> Communicator | None:
+    """The communicator that moves these tensors faster than the process group itself, if one does. All ranks
+    get the same answer: it depends on nothing that may differ between them, such as strides."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         return None
     if group is not None and not isinstance(group, ProcessGroup):  # not a member
         return None
     found = communicator(group)
-    return found if found.size == 1 or found.transport_name("cpu") != "native" else None
+    if found.size > 1:
+        if async_op and not found.works_in_background("cpu"):
+            return None
+        if found.transport_name("cpu") == "native":
+            return None
+    return found
 
 
 def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
@@ -349,8 +375,26 @@ def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
     return None
 
 
-def _finished(pending: Pending) -> None:
-    pending.wait()
+def _element_counts(tensor: Tensor, split_sizes: list[int] | None) -> list[int] | None:
+    """Rows per rank as elements per rank."""
+    if not split_sizes:
+        return None
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
+    return [rows * row for rows in split_sizes]
+
+
+def _in_place(tensor: Tensor, issue: Callable[[Tensor], Pending], async_op: bool = False) -> Pending | None:
+    """Issue an operation that writes to `tensor`, through a contiguous copy where it has other strides."""
+    if tensor.is_contiguous():
+        return _result(issue(tensor), async_op)
+    copy = tensor.detach().contiguous()
+    pending = issue(copy)
+
+    def finish() -> None:
+        pending.wait()
+        tensor.detach().copy_(copy)
+
+    return _result(Pending(finish), async_op)
 
 
 def _result(pending: Pending, async_op: bool) -> Pending | None:

@@ -1,0 +1,54 @@
+"""Helpers of the tests of communication: one transport or the other, and the arithmetic to match."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.comm import shared_memory
+from deepspeed.comm.collectives import Communicator, communicator, forget_communicators, use_shared_memory
+
+TRANSPORTS = ("gloo", "shared_memory")
+
+
+@contextlib.contextmanager
+def using(transport: str) -> Iterator[Communicator]:
+    """The default group's communicator on this transport."""
+    if transport == "shared_memory" and not shared_memory.is_available():
+        pytest.skip("no native library")
+    forget_communicators()
+    use_shared_memory(transport == "shared_memory")
+    try:
+        found = communicator(dist.group.WORLD)
+        assert found.size == 1 or found.transport_name("cpu") == transport
+        yield found
+    finally:
+        forget_communicators()
+        use_shared_memory(True)
+
+
+def values(numel: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
+    """What a rank contributes: any other rank can compute it too."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point:
+        return (torch.randn(numel, generator=generator) * 10).to(dtype)
+    return torch.randint(-100, 100, (numel,), generator=generator).to(dtype)
+
+
+def rank_order_sum(parts: Sequence[Tensor], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """(x0 + x1 + ...) * scale in the accumulation dtype, one rounding at the end."""
+    kept = parts[0].dtype == torch.float64 or not parts[0].dtype.is_floating_point
+    wide = parts[0].dtype if kept else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return (total * scale if scale != 1.0 else total).to(dtype)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
