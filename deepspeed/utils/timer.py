@@ -22,6 +22,7 @@ BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 
+MOST_UNREAD_SPANS = 256  # per timer
 OUTLIER_SHARE = 0.1  # of the intervals, dropped at each end before a mean is taken
 
 
@@ -104,6 +105,10 @@ class SynchronizedWallClockTimer:
                 self._total_ms = 0.0
             self._finished.append((self._span, record))
             self._span, self.started_ = None, False
+            if (
+                len(self._finished) == MOST_UNREAD_SPANS
+            ):  # nobody asks; old ones have long passed on the device
+                self._settle(MOST_UNREAD_SPANS // 2)
 
         def reset(self) -> None:
             """Forgets everything, also a running interval."""
@@ -130,13 +135,14 @@ class SynchronizedWallClockTimer:
             self._settle()
             return trim_mean(self._recorded_ms, OUTLIER_SHARE) if self._recorded_ms else self._total_ms
 
-        def _settle(self) -> None:
-            for span, record in self._finished:
+        def _settle(self, count: int | None = None) -> None:
+            """Adds the first ``count`` finished intervals (None: all) to the sums."""
+            for span, record in self._finished[:count]:
                 interval = span.elapsed_ms()
                 self._total_ms += interval
                 if record:
                     self._recorded_ms.append(interval)
-            self._finished.clear()
+            del self._finished[:count]
 
     def __init__(self) -> None:
         self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}

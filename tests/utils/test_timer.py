@@ -75,6 +75,14 @@ def test_mean_of_recorded_intervals(clock: Clock) -> None:
     assert timers.get_mean(["a"]) == {"a": 0}
 
 
+def test_a_timer_that_nobody_reads_stays_small(clock: Clock) -> None:
+    timer = SynchronizedWallClockTimer.Timer("a")
+    for _ in range(1000):
+        run(timer, clock, 1)
+    assert len(timer._finished) < ds.MOST_UNREAD_SPANS
+    assert timer.elapsed() == pytest.approx(1000)
+
+
 def test_misuse_is_refused(clock: Clock) -> None:
     timer = SynchronizedWallClockTimer.Timer("a")
     with pytest.raises(RuntimeError, match="'a' is not started"):

@@ -10,11 +10,16 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     """How inputs of checkpointed regions are kept until backward runs them again."""
 
-    partition_activations: bool = Field(False, description="Cut the kept inputs over the model-parallel ranks.")
+    partition_activations: bool = Field(
+        False, description="Cut the kept inputs over the model-parallel ranks."
+    )
     cpu_checkpointing: bool = Field(False, description="Keep the inputs in host memory.")
     contiguous_memory_optimization: bool = Field(
-        False, description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`."
+        False,
+        description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`.",
     )
     number_checkpoints: Int | None = Field(None, ge=1, description="Checkpointed regions per forward.")
-    synchronize_checkpoint_boundary: bool = Field(False, description="Wait for the device at the edges of each region.")
+    synchronize_checkpoint_boundary: bool = Field(
+        False, description="Wait for the device at the edges of each region."
+    )
     profile: bool = Field(False, description="Time forward and backward of each region.")
