@@ -83,7 +83,8 @@ class Table:
             elements = [state[name] for name in self.names if name != "step"]
             low = None if self.low_precision is None else self.low_precision[i]
             tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
-            if param.device.type not in device_types or not all(_fits(t, param.device) for t in tensors):
+            fits = param.device.type in device_types and all(_fits(t, param.device) for t in tensors)
+            if not fits or len({state.dtype for state in elements}) > 1:
                 self.others.append(i)
                 continue
             for tensor in tensors:

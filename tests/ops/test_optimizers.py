@@ -238,6 +238,16 @@ def test_state_dicts_of_torch_can_be_loaded(case: Case) -> None:
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rate_may_be_a_tensor(case: Case) -> None:
+    params, twins = parameters(), parameters()
+    ours, twin = case.ours(params), case.ours(twins)
+    ours.param_groups[0]["lr"], twin.param_groups[0]["lr"] = torch.tensor(0.5), 0.5
+    train(ours, params, steps=1)
+    train(twin, twins, steps=1)
+    assert all(same_bits(p, q) for p, q in zip(params, twins, strict=True))
+
+
 def test_tables_follow_replaced_tensors() -> None:
     """State, data or gradients at a new address, or another dtype: the next step uses what is there now."""
     params, twin_params = parameters(), parameters()
@@ -281,6 +291,18 @@ def test_strided_and_double_tensors_take_the_torch_path() -> None:
     torch.testing.assert_close(strided, theirs, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(double.float(), theirs.contiguous(), rtol=2e-6, atol=2e-6)
     assert ours.state[double]["exp_avg"].dtype is torch.float64
+
+
+def test_moments_of_two_dtypes_take_the_torch_path() -> None:
+    params, twins = parameters(), parameters()
+    ours, twin = FusedAdam(params, lr=1e-2), FusedAdam(twins, lr=1e-2)
+    for p in params:
+        state = ours.state_for(p, ours.param_groups[0])
+        state["exp_avg"] = state["exp_avg"].double()
+    train(ours, params)
+    train(twin, twins)
+    for p, q in zip(params, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
 def test_stale_graphs_are_errors_after_a_step() -> None:

@@ -42,7 +42,7 @@ class Adagrad(MultiTensorOptimizer):
     ) -> None:
         lib.ds_adagrad(
             *launch.arguments(),
-            group["lr"],
+            float(group["lr"]),
             group.get("lr_decay", 0.0),
             group["eps"],
             group["weight_decay"],

@@ -36,7 +36,7 @@ class MultiTensorAdam(MultiTensorOptimizer):
         beta1, beta2 = group["betas"]
         lib.ds_adam(
             *launch.arguments(),
-            group["lr"],
+            float(group["lr"]),
             beta1,
             beta2,
             group["eps"],

@@ -8,7 +8,7 @@ tables]).
 """
 
 # A kernel is Triton, not Python: types of its arguments mean nothing to a checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
 from itertools import groupby

@@ -63,6 +63,12 @@ class FusedLamb(MultiTensorOptimizer):
         whole."""
         self._coefficients: list[float] = []
 
+    @staticmethod
+    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        return torch.promote_types(
+            param.dtype, torch.float32
+        )  # both passes read the moments: no rounding between
+
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one per parameter that was updated."""
         return self._coefficients
@@ -143,7 +149,7 @@ class FusedLamb(MultiTensorOptimizer):
     def _native_apply(lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], ratios: Tensor) -> None:
         lib.ds_lamb_apply(
             *launch.arguments(),
-            group["lr"],
+            float(group["lr"]),
             *group["betas"],
             group["eps"],
             group["weight_decay"],

@@ -26,7 +26,7 @@ class MultiTensorLion(MultiTensorOptimizer):
         beta1, beta2 = group["betas"]
         lib.ds_lion(
             *launch.arguments(),
-            group["lr"],
+            float(group["lr"]),
             beta1,
             beta2,
             group["weight_decay"],

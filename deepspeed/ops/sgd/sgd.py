@@ -45,7 +45,7 @@ class SGD(MultiTensorOptimizer):
     ) -> None:
         lib.ds_sgd(
             *launch.arguments(),
-            group["lr"],
+            float(group["lr"]),
             group["momentum"],
             group["dampening"],
             group["weight_decay"],
