@@ -15,7 +15,6 @@ MODULES = {
     "deepspeed.pipe": "deepspeed.runtime.pipe",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
-    "deepspeed.runtime.fp16.loss_scaler": "deepspeed.runtime.loss_scaler",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.init_context",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
@@ -52,6 +51,9 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.inference.v2.checkpoint": {
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
+        "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    },
+    "deepspeed.inference.v2.engine_factory": {
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
     },
     "deepspeed.inference.v2.ragged": {

@@ -18,6 +18,7 @@ INSTEAD = {
     "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
+    "deepspeed.runtime.fp16.loss_scaler": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
     "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
     "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
@@ -76,6 +77,9 @@ LATER: dict[str, tuple[str, ...]] = {
         "def selective_gather(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
         "mem_budget, param_manager, bwd)",
     ),
+    "deepspeed.compile.passes.sp_compile": (
+        "def prepare_autosp_inputs(input_id, label_id, position_id=None, attention_mask=None, seq_dim=1)",
+    ),
     "deepspeed.compile.passes.zero3_compile": (
         "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
         "mem_budget, param_manager, bwd)",
@@ -108,7 +112,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.inference.engine": (
         "class InferenceEngine(model, config): destroy profile_model_time "
         "remove_mask_prepare_for_bloom build_alibi_tensor build_attn_bias load_model_with_checkpoint "
-        "model_times forward compile is_compiled",
+        "model_times forward compile is_compiled generate cuda_graph_created",
     ),
     "deepspeed.inference.entry": (
         "def default_inference_config()",
@@ -120,6 +124,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "class HuggingFaceCheckpointEngine(model_name_or_path, auth_token=None, **hf_kwargs): parameters",
     ),
     "deepspeed.inference.v2.checkpoint.in_memory_engine": ("class InMemoryModelEngine(model): parameters",),
+    "deepspeed.inference.v2.config_v2": ("class RaggedInferenceEngineConfig(**data)",),
     "deepspeed.inference.v2.engine_factory": (
         "def build_engine_from_ds_checkpoint(path, engine_config, debug_level=logging.INFO)",
         "def build_hf_engine(path, engine_config, debug_level=logging.INFO)",
@@ -127,6 +132,11 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.inference.v2.engine_v2": (
         "class InferenceEngineV2(policy, engine_config): free_blocks n_kv_cache_groups model put "
         "query can_schedule get_remaining_block_capacity flush serialize",
+    ),
+    "deepspeed.inference.v2.ragged.manager_configs": (
+        "class DSStateManagerConfig(**data): max_ragged_sequence_count_validator",
+        "class KVCacheConfig(**data)",
+        "class MemoryConfig(**data)",
     ),
     "deepspeed.inference.v2.scheduling_utils": (
         "error SchedulingError",
@@ -192,6 +202,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
         "def revert_transformer_layer(orig_layer_impl, model, config, preln=False)",
     ),
+    "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
     "deepspeed.moe.experts": ("class Experts(expert, num_local_experts=1, expert_group_name=None): forward",),
     "deepspeed.moe.layer": (
         "class MoE(hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, "
@@ -368,6 +379,12 @@ LATER: dict[str, tuple[str, ...]] = {
         "gas_boundary_resolution=1, layer_name='', layer_num=0): nan_to_num normalize inner_product "
         "get_layers compute_eigenvalue post_process",
     ),
+    "deepspeed.runtime.fp16.loss_scaler": (
+        "def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args)",
+        "class DynamicLossScaler(init_scale, scale_window, min_scale, delayed_shift, "
+        "consecutive_hysteresis, raise_error_at_min_scale=True, dtype=torch.half): "
+        "has_overflow_serial update_scale",
+    ),
     "deepspeed.runtime.fp16.onebit.adam": (
         "class OnebitAdam(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
         " betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
@@ -474,6 +491,10 @@ LATER: dict[str, tuple[str, ...]] = {
         "grad_requiring_tensor_key, compute_params=None, output_unshard_dimension=1, "
         "output_reduction='mean')",
     ),
+    "deepspeed.runtime.superoffload.superoffload_stage3": (
+        "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
+        "**kwargs): independent_gradient_partition_epilogue partition_grads step check_clip_grads",
+    ),
     "deepspeed.runtime.superoffload.superoffload_utils": (
         "class SuperOffloadCPUOptimizer(optimizer_config, cpuadam_cores_perc=0.8, "
         "max_grad_numel=1000000): async_step get_result close",
@@ -484,7 +505,13 @@ LATER: dict[str, tuple[str, ...]] = {
         "def is_autocast_initialized()",
     ),
     "deepspeed.runtime.zenflow.engine": ("def configure_zenflow(engine)",),
+    "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
     "deepspeed.runtime.zenflow.zenflow_config": ("class ZenFlowConfig(**data): validate_fields",),
+    "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": (
+        "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
+        " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
+        "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
+    ),
     "deepspeed.runtime.zero.memory": (
         "def estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node=1, "
         "num_nodes=1, additional_buffer_factor=1.5)",
@@ -515,7 +542,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "log_trace_cache_warnings=False): is_complete_trace is_invalid_trace is_record_trace "
         "trace_prologue record_module record_parameters construct_parameter_trace_from_module_trace "
         "reset_step fetch_sub_module release_sub_module release_and_reset_all "
-        "release_backward_leftovers",
+        "release_backward_leftovers _invalidate_trace",
     ),
     "deepspeed.runtime.zero.tiling": (
         "class TiledLinear(in_features, out_features, bias=True, in_splits=1, out_splits=1, "
