@@ -184,8 +184,11 @@ def build_core(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
     )
     scaler = LossScaler(plan.precision.loss_scale)
-    publisher = WeightPublisher(param_buckets, sharded.after_publish if sharded is not None else ())
+    publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
+    if sharded is not None:
+        executor.before_step.append(sharded.before_step)
+        publisher.after.append(sharded.after_step)
     access = StateAccess(store, reducer, scaler, publisher, communicator, trained.names, trained.shared)
     for param in trained.params:
         param._ds_state_access = access  # type: ignore[attr-defined]
@@ -248,6 +251,7 @@ def shard_module(
         communicator,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
         budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
+        prefetch_numel=int(zero.prefetch_bucket_size),
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.runtime.zero import sharded_model
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tests.pool import distributed
 from tests.zero.models import (
@@ -47,6 +48,21 @@ def test_equals_ddp(world_size: int, budget: str) -> None:
     expected_losses, expected_weights, expected_norms = ddp_losses(make_zoo, STEPS, gas=1, clip=1.0)
     assert losses == expected_losses
     assert norms == expected_norms
+    assert_same(weights, expected_weights)
+
+
+@pytest.mark.parametrize("budget", list(BUDGETS))
+@distributed(world_size=[2, 4])
+def test_scheduled_collectives_equal_fetching(world_size: int, budget: str) -> None:
+    """The way that GPUs go, with control flow that differs by rank."""
+    chosen = sharded_model.prefers_collectives
+    sharded_model.prefers_collectives = lambda device_type: True
+    try:
+        losses, weights, _ = engine_losses(make_zoo, config_for(3, gas=2, **BUDGETS[budget]), STEPS)
+    finally:
+        sharded_model.prefers_collectives = chosen
+    expected_losses, expected_weights, _ = engine_losses(make_zoo, config_for(3, gas=2, **BUDGETS[budget]), STEPS)
+    assert losses == expected_losses
     assert_same(weights, expected_weights)
 
 
@@ -107,7 +123,7 @@ def test_parameters_exist_only_around_their_use() -> None:
 def test_one_gather_per_unit_and_forward(grad: bool) -> None:
     model = nn.Sequential(*(Block(16) for _ in range(6)))
     engine = start(model)
-    server = engine.sharded.server
+    server = engine.sharded.gatherer.server
     for _ in range(2):
         before = server.fetches
         with torch.set_grad_enabled(grad):

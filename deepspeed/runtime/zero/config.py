@@ -28,14 +28,14 @@ class ZeroStageEnum(int, Enum):
     optimizer_states = 1
     gradients = 2
     weights = 3
-    max_stage = 3
+    max_stage = 3  # noqa: PIE796 - documented second name
 
 
 class ZeroPPLoCoConfig(DeepSpeedConfigModel):
     """Error feedback of quantized gradients (LoCo)."""
 
-    err_beta: Float = Field(0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
-    reset_T: Int = Field(1024, ge=1, description="Steps after which the kept error is dropped.")
+    err_beta: Float = Field(default=0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
+    reset_T: Int = Field(default=1024, ge=1, description="Steps after which the kept error is dropped.")
 
 
 def _offload_param(on: bool) -> DeepSpeedZeroOffloadParamConfig | None:
@@ -50,73 +50,112 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """Cutting optimizer state, gradients and parameters over the ranks. Sizes count elements, not bytes."""
 
     stage: ZeroStageEnum = Field(
-        ZeroStageEnum.disabled, description="0: nothing is cut; 1: optimizer state; 2: gradients too; 3: parameters too."
+        default=ZeroStageEnum.disabled,
+        description="0: nothing is cut; 1: optimizer state; 2: gradients too; 3: parameters too.",
     )
-    contiguous_gradients: bool = Field(True, description="Collect gradients in one buffer while backward makes them.")
-    reduce_scatter: bool = Field(True, description="Reduce gradients with reduce-scatter; false: all-reduce.")
-    reduce_bucket_size: Int = Field(pp_int(5e8), ge=0, description="Largest number of elements reduced in one call.")
-    use_multi_rank_bucket_allreduce: bool = Field(True, description="Join the buckets of several ranks in one all-reduce.")
-    allgather_partitions: bool = Field(True, description="Collect updated parameters with all-gather; false: broadcasts.")
-    allgather_bucket_size: Int = Field(pp_int(5e8), ge=0, description="Largest number of elements gathered in one call.")
+    contiguous_gradients: bool = Field(
+        default=True, description="Collect gradients in one buffer while backward makes them."
+    )
+    reduce_scatter: bool = Field(
+        default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
+    )
+    reduce_bucket_size: Int = Field(
+        default=pp_int(5e8), ge=0, description="Largest number of elements reduced in one call."
+    )
+    use_multi_rank_bucket_allreduce: bool = Field(
+        default=True, description="Join the buckets of several ranks in one all-reduce."
+    )
+    allgather_partitions: bool = Field(
+        default=True, description="Collect updated parameters with all-gather; false: broadcasts."
+    )
+    allgather_bucket_size: Int = Field(
+        default=pp_int(5e8), ge=0, description="Largest number of elements gathered in one call."
+    )
     overlap_comm: bool | None = Field(
-        None, description="Reduce gradients while backward goes on; null becomes true at stage 3 and false below."
+        default=None,
+        description="Reduce gradients while backward goes on; null becomes true at stage 3 and false below.",
     )
-    load_from_fp32_weights: bool = Field(True, description="Restore master weights from the fp32 values of a checkpoint.")
+    load_from_fp32_weights: bool = Field(
+        default=True, description="Restore master weights from the fp32 values of a checkpoint."
+    )
     elastic_checkpoint: bool = deprecated(
-        False, "No effect: every checkpoint loads at any number of ranks.", message="every checkpoint is elastic"
+        False,
+        "No effect: every checkpoint loads at any number of ranks.",
+        message="every checkpoint is elastic",
     )
-    offload_param: DeepSpeedZeroOffloadParamConfig | None = Field(None, description="Parameters outside the device (stage 3).")
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = Field(
+        default=None, description="Parameters outside the device (stage 3)."
+    )
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = Field(
-        None, description="Optimizer state and update outside the device (stages 1 to 3)."
+        default=None, description="Optimizer state and update outside the device (stages 1 to 3)."
     )
-    zenflow: ZenFlowConfig | None = Field(None, description="ZenFlow: asynchronous offloaded updates.")
-    sub_group_size: Int = Field(pp_int(1e9), ge=0, description="Elements updated at a time at stage 3.")
+    zenflow: ZenFlowConfig | None = Field(
+        default=None, description="ZenFlow: asynchronous offloaded updates."
+    )
+    sub_group_size: Int = Field(
+        default=pp_int(1e9), ge=0, description="Elements updated at a time at stage 3."
+    )
     prefetch_bucket_size: Int = Field(
-        pp_int(5e7), ge=0, alias="stage3_prefetch_bucket_size", description="Elements gathered ahead of their use."
+        default=pp_int(5e7),
+        ge=0,
+        alias="stage3_prefetch_bucket_size",
+        description="Elements gathered ahead of their use.",
     )
     param_persistence_threshold: Int = Field(
-        pp_int(1e5),
+        default=pp_int(1e5),
         ge=0,
         alias="stage3_param_persistence_threshold",
         description="Parameters with fewer elements stay gathered between uses.",
     )
     model_persistence_threshold: Int = Field(
-        pp_int(sys.maxsize, "sys.maxsize"),
+        default=pp_int(sys.maxsize, "sys.maxsize"),
         ge=0,
         alias="stage3_model_persistence_threshold",
         description="Limit on the elements of all parameters that stay gathered.",
     )
     max_live_parameters: Int = Field(
-        pp_int(1e9), ge=0, alias="stage3_max_live_parameters", description="Most elements gathered at one time."
+        default=pp_int(1e9),
+        ge=0,
+        alias="stage3_max_live_parameters",
+        description="Most elements gathered at one time.",
     )
     max_reuse_distance: Int = Field(
-        pp_int(1e9),
+        default=pp_int(1e9),
         ge=0,
         alias="stage3_max_reuse_distance",
         description="A parameter used again within so many elements is not released in between.",
     )
     gather_16bit_weights_on_model_save: bool = Field(
-        False,
+        default=False,
         alias="stage3_gather_16bit_weights_on_model_save",
         description="Let `save_16bit_model` put whole weights together at stage 3.",
     )
     stage3_gather_fp16_weights_on_model_save: bool = deprecated(
-        False, "Old name of `stage3_gather_16bit_weights_on_model_save`.", new_param="gather_16bit_weights_on_model_save"
+        False,
+        "Old name of `stage3_gather_16bit_weights_on_model_save`.",
+        new_param="gather_16bit_weights_on_model_save",
     )
     module_granularity_threshold: Int = Field(
-        pp_int(0),
+        default=pp_int(0),
         ge=0,
         alias="stage3_module_granularity_threshold",
         description="Modules with fewer parameters per descendant are gathered as a whole; 0: off.",
     )
     use_all_reduce_for_fetch_params: bool = Field(
-        False, alias="stage3_use_all_reduce_for_fetch_params", description="Gather parameters by an all-reduce."
+        default=False,
+        alias="stage3_use_all_reduce_for_fetch_params",
+        description="Gather parameters by an all-reduce.",
     )
     allgather_sequential: bool = Field(
-        False, alias="stage3_allgather_sequential", description="Gather parameters one by one, without look-ahead."
+        default=False,
+        alias="stage3_allgather_sequential",
+        description="Gather parameters one by one, without look-ahead.",
     )
     cpu_offload: bool | None = deprecated(
-        None, "Old switch of `offload_optimizer`.", new_param="offload_optimizer", new_param_fn=_offload_optimizer
+        None,
+        "Old switch of `offload_optimizer`.",
+        new_param="offload_optimizer",
+        new_param_fn=_offload_optimizer,
     )
     cpu_offload_param: bool | None = deprecated(
         None, "Old switch of `offload_param`.", new_param="offload_param", new_param_fn=_offload_param
@@ -124,26 +163,52 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     cpu_offload_use_pin_memory: bool | None = deprecated(
         None, "No effect.", message="no effect; set 'pin_memory' in 'offload_param' or 'offload_optimizer'"
     )
-    ignore_unused_parameters: bool = Field(True, description="Parameters without a gradient are no error.")
-    legacy_stage1: bool = Field(False, description="True is refused: the old stage 1 is gone.")
-    round_robin_gradients: bool = Field(False, description="Spread gradients over the ranks in turns, for even offload copies.")
-    zero_hpz_partition_size: Int = Field(
-        1, ge=0, description="Ranks that hold a second copy of the shards near by (ZeRO++ hpZ); 1: off."
+    ignore_unused_parameters: bool = Field(
+        default=True, description="Parameters without a gradient are no error."
     )
-    zero_quantized_weights: bool = Field(False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
-    zero_quantized_nontrainable_weights: bool = Field(False, description="Keep frozen weights in 8 bits.")
-    zero_quantized_gradients: bool = Field(False, description="Exchange gradients in 4 bits (ZeRO++ qgZ).")
-    zeropp_loco_param: ZeroPPLoCoConfig | None = Field(None, description="Error feedback for quantized gradients.")
-    mics_shard_size: Int = Field(-1, description="Ranks that share one copy of the states (MiCS); -1: off.")
-    mics_hierarchical_params_gather: bool = Field(False, description="Gather MiCS parameters in two levels.")
-    memory_efficient_linear: bool = Field(True, description="Linear layers do not keep their weight for backward (stage 3).")
-    pipeline_loading_checkpoint: bool = Field(False, description="Ranks load a stage-3 checkpoint one after the other.")
-    override_module_apply: bool = Field(True, description="`Module.apply` gathers parameters under `zero.Init`.")
-    log_trace_cache_warnings: bool = Field(False, description="Log when modules run in another order than recorded.")
-    enable_sanity_checks: bool = Field(False, description="Extra checks while running.")
-    save_muon_momentum_buffer_in_memory: bool = Field(False, description="Keep Muon's momentum out of the NVMe swap.")
+    legacy_stage1: bool = Field(default=False, description="True is refused: the old stage 1 is gone.")
+    round_robin_gradients: bool = Field(
+        default=False, description="Spread gradients over the ranks in turns, for even offload copies."
+    )
+    zero_hpz_partition_size: Int = Field(
+        default=1,
+        ge=0,
+        description="Ranks that hold a second copy of the shards near by (ZeRO++ hpZ); 1: off.",
+    )
+    zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
+    zero_quantized_nontrainable_weights: bool = Field(
+        default=False, description="Keep frozen weights in 8 bits."
+    )
+    zero_quantized_gradients: bool = Field(
+        default=False, description="Exchange gradients in 4 bits (ZeRO++ qgZ)."
+    )
+    zeropp_loco_param: ZeroPPLoCoConfig | None = Field(
+        default=None, description="Error feedback for quantized gradients."
+    )
+    mics_shard_size: Int = Field(
+        default=-1, description="Ranks that share one copy of the states (MiCS); -1: off."
+    )
+    mics_hierarchical_params_gather: bool = Field(
+        default=False, description="Gather MiCS parameters in two levels."
+    )
+    memory_efficient_linear: bool = Field(
+        default=True, description="Linear layers do not keep their weight for backward (stage 3)."
+    )
+    pipeline_loading_checkpoint: bool = Field(
+        default=False, description="Ranks load a stage-3 checkpoint one after the other."
+    )
+    override_module_apply: bool = Field(
+        default=True, description="`Module.apply` gathers parameters under `zero.Init`."
+    )
+    log_trace_cache_warnings: bool = Field(
+        default=False, description="Log when modules run in another order than recorded."
+    )
+    enable_sanity_checks: bool = Field(default=False, description="Extra checks while running.")
+    save_muon_momentum_buffer_in_memory: bool = Field(
+        default=False, description="Keep Muon's momentum out of the NVMe swap."
+    )
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
-        DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
+        default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."
     )
     grad_hooks: bool = deprecated(True, "No effect.", message="no effect")
 
@@ -151,12 +216,14 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     def resolve_overlap(self) -> DeepSpeedZeroConfig:
         """null becomes the stage's default, and still does not count as given (`model_fields_set`)."""
         if self.overlap_comm is None:
-            self.__dict__["overlap_comm"] = self.stage == ZeroStageEnum.weights
+            object.__setattr__(self, "overlap_comm", self.stage == ZeroStageEnum.weights)
         return self
 
 
 def read_zero_config_deprecated(param_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The section behind the old form `"zero_optimization": true`: stage 1, with the top-level `allgather_size`."""
+    """The section behind the old form `"zero_optimization": true`: stage 1, with the top-level
+    `allgather_size`.
+    """
     section: dict[str, Any] = {"stage": 1 if param_dict[ZERO_OPTIMIZATION] else 0}
     if section["stage"]:
         section["allgather_bucket_size"] = param_dict.get("allgather_size", 500_000_000)

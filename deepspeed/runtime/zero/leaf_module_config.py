@@ -14,10 +14,13 @@ DEFAULT_LEAF_MODULE_CLASSES = (
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """Which modules are leaves: their parameters are fetched together, however few of them one forward uses."""
+    """Which modules are leaves: their parameters are fetched together, however few of them one forward
+    uses.
+    """
 
     classes: list[str] = Field(
-        list(DEFAULT_LEAF_MODULE_CLASSES), description="Full names of module classes (sparse mixture-of-experts blocks by default)."
+        default=list(DEFAULT_LEAF_MODULE_CLASSES),
+        description="Full names of module classes (sparse mixture-of-experts blocks by default).",
     )
-    names: list[str] = Field([], description="Names of single modules, as in `named_modules()`.")
-    name_suffixes: list[str] = Field([], description="Endings of module names.")
+    names: list[str] = Field(default=[], description="Names of single modules, as in `named_modules()`.")
+    name_suffixes: list[str] = Field(default=[], description="Endings of module names.")

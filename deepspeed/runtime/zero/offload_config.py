@@ -1,4 +1,6 @@
-"""`zero_optimization.offload_param` and `zero_optimization.offload_optimizer` (ZeRO-Offload, ZeRO-Infinity)."""
+"""`zero_optimization.offload_param` and `zero_optimization.offload_optimizer` (ZeRO-Offload, ZeRO-
+Infinity).
+"""
 
 from __future__ import annotations
 
@@ -31,31 +33,60 @@ class OffloadStateTypeEnum(str, Enum):
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters of stage 3 outside the device memory."""
 
-    device: OffloadDeviceEnum = Field(OffloadDeviceEnum.none, description="Where the parameter shards are kept.")
-    nvme_path: Path | None = Field(None, description="Folder for swap files; needed with device `nvme`.")
-    buffer_count: Int = Field(5, ge=0, description="Host buffers that parameters pass through on their way from storage.")
-    buffer_size: Int = Field(pp_int(1e8), ge=0, description="Elements in one such buffer.")
-    max_in_cpu: Int = Field(pp_int(1e9), ge=0, description="Elements that stay in host memory with device `nvme`.")
-    pin_memory: bool = Field(True, description="Page-locked host memory: quicker copies, cannot be swapped out.")
+    device: OffloadDeviceEnum = Field(
+        default=OffloadDeviceEnum.none, description="Where the parameter shards are kept."
+    )
+    nvme_path: Path | None = Field(
+        default=None, description="Folder for swap files; needed with device `nvme`."
+    )
+    buffer_count: Int = Field(
+        default=5, ge=0, description="Host buffers that parameters pass through on their way from storage."
+    )
+    buffer_size: Int = Field(default=pp_int(1e8), ge=0, description="Elements in one such buffer.")
+    max_in_cpu: Int = Field(
+        default=pp_int(1e9), ge=0, description="Elements that stay in host memory with device `nvme`."
+    )
+    pin_memory: bool = Field(
+        default=True, description="Page-locked host memory: quicker copies, cannot be swapped out."
+    )
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Master weights, optimizer state and update on the host (stages 1 to 3)."""
 
-    device: OffloadDeviceEnum = Field(OffloadDeviceEnum.none, description="Where master weights and optimizer state are kept.")
-    nvme_path: Path | None = Field(None, description="Folder for swap files; needed with device `nvme`.")
+    device: OffloadDeviceEnum = Field(
+        default=OffloadDeviceEnum.none, description="Where master weights and optimizer state are kept."
+    )
+    nvme_path: Path | None = Field(
+        default=None, description="Folder for swap files; needed with device `nvme`."
+    )
     buffer_count: Int = Field(
-        4, ge=0, description="Host buffers for swapping; at least the number of state tensors per parameter plus one."
+        default=4,
+        ge=0,
+        description="Host buffers for swapping; at least the number of state tensors per parameter plus one.",
     )
-    pin_memory: bool = Field(True, description="Page-locked host memory: quicker copies, cannot be swapped out.")
-    pipeline_read: bool = Field(False, description="Read the next sub-group from storage while one is updated.")
-    pipeline_write: bool = Field(False, description="Write the previous sub-group to storage while one is updated.")
-    fast_init: bool = Field(False, description="Quicker creation of the swap files.")
+    pin_memory: bool = Field(
+        default=True, description="Page-locked host memory: quicker copies, cannot be swapped out."
+    )
+    pipeline_read: bool = Field(
+        default=False, description="Read the next sub-group from storage while one is updated."
+    )
+    pipeline_write: bool = Field(
+        default=False, description="Write the previous sub-group to storage while one is updated."
+    )
+    fast_init: bool = Field(default=False, description="Quicker creation of the swap files.")
     ratio: Float = Field(
-        1.0, ge=0.0, le=1.0, description="Share of the update that the host does (Twin-Flow); below 1 with stage 3 only."
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the update that the host does (Twin-Flow); below 1 with stage 3 only.",
     )
-    super_offload: bool = Field(False, description="Update asynchronously with rollback (SuperOffload, stage 3).")
-    cpuadam_cores_perc: Float = Field(0.8, ge=0.0, le=1.0, description="Share of the cores given to the SuperOffload worker.")
+    super_offload: bool = Field(
+        default=False, description="Update asynchronously with rollback (SuperOffload, stage 3)."
+    )
+    cpuadam_cores_perc: Float = Field(
+        default=0.8, ge=0.0, le=1.0, description="Share of the cores given to the SuperOffload worker."
+    )
 
     @property
     def pipeline(self) -> bool:

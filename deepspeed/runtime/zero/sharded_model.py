@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import nn
 
-from deepspeed.comm.collectives import Communicator
-from deepspeed.constants import default_pg_timeout
+from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.groups import default_timeout
 from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
+from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ScheduledGather
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.shard_server import ShardServer
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
@@ -18,32 +20,28 @@ from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 class ShardedModel:
     """Cuts the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
 
-    ``trained``: indices of the buckets that the optimizer updates.
+    ``trained``: indices of the buckets that the optimizer updates. ``prefetch_numel``: elements to gather ahead.
     """
 
     def __init__(
         self,
         module: nn.Module,
         buckets: Sequence[ShardedBucket],
-        communicator: Communicator,
+        dp: Communicator,
         *,
         trained: set[int],
         budget: LiveBudget,
+        prefetch_numel: int,
     ) -> None:
         self.buckets = list(buckets)
-        self.communicator = communicator
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.coordinator = ParamCoordinator(self.buckets, self._gather, budget)
-        self.server: ShardServer | None = None
-        if communicator.size > 1:
-            shards = [bucket.shard for bucket in self.buckets if bucket.shard is not None]
-            self.server = ShardServer(communicator, shards, default_pg_timeout.total_seconds())
+        self.gatherer = make_gatherer(self.buckets, dp, prefetch_numel)
+        self.coordinator = ParamCoordinator(self.buckets, self.gatherer.gather, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator
-            if self.server is not None:
-                bucket.on_change = self.server.advance
+            bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
 
     @property
@@ -52,25 +50,36 @@ class ShardedModel:
         wire carries each once per step."""
         return Cadence.AT_BOUNDARY if self.coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
 
-    @property
-    def after_publish(self) -> list[Callable[[], None]]:
-        advance = [self.server.advance] if self.server is not None else []
-        return [*advance, self.coordinator.end_of_step]
+    def before_step(self) -> None:
+        self.gatherer.end_of_step()
 
-    def _gather(self, index: int) -> None:
-        bucket = self.buckets[index]
-        full = bucket.allocate()
-        assert bucket.shard is not None
-        if self.server is None:
-            full.copy_(bucket.shard)
-        else:
-            self.server.fetch(index, full)
-        bucket.arrived()
+    def after_step(self) -> None:
+        self.gatherer.changed()
+        self.coordinator.end_of_step()
 
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
         self.offload.destroy()
         for bucket in self.buckets:
             bucket.destroy()
-        if self.server is not None:
-            self.server.close()
+        self.gatherer.close()
+
+
+def make_gatherer(buckets: Sequence[ShardedBucket], dp: Communicator, prefetch_numel: int) -> LocalGather:
+    """The one place that chooses how slices come together."""
+    if dp.size == 1 or not buckets:
+        return LocalGather(buckets)
+    shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
+    server = ShardServer(dp, shards, default_timeout().total_seconds())
+    if prefers_collectives(buckets[0].device.type):
+        # A group of its own: gathers and sums are then free to overtake each other.
+        group = torch.distributed.new_group(
+            list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True
+        )
+        return ScheduledGather(buckets, communicator(group), server, prefetch_numel=prefetch_numel)
+    return FetchingGather(buckets, dp, server)
+
+
+def prefers_collectives(device_type: str) -> bool:
+    """Devices move slices among themselves; a fetch would go through host memory."""
+    return device_type != "cpu"

@@ -69,6 +69,7 @@ class StepExecutor:
         self.names = list(names)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
+        self.before_step: list[Callable[[], None]] = []
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its present "
             "value was taken and linked again"
@@ -80,6 +81,8 @@ class StepExecutor:
 
     def step(self) -> StepResult:
         self.reducer.finish()
+        for told in self.before_step:
+            told()
         report = self._agree()
         norm = norm_from_squares(report.squares) / self.scaler.scale
         if self.plan.precision.check_overflow and not math.isfinite(norm):

@@ -1,4 +1,6 @@
-"""`zero_optimization.zenflow`: important gradient columns at once on the device, the rest later on the host."""
+"""`zero_optimization.zenflow`: important gradient columns at once on the device, the rest later on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,28 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, Int
 class ZenFlowConfig(DeepSpeedConfigModel):
     """Asynchronous offloaded updates (ZenFlow)."""
 
-    topk_ratio: Float = Field(0.1, ge=0.0, le=1.0, description="Share of the gradient columns that are updated on the device.")
-    select_strategy: Literal["auto", "step", "epoch"] = Field("auto", description="When the columns are chosen anew.")
-    select_interval: IntOrAuto = Field("auto", description="Steps or epochs between two choices.")
-    update_interval: IntOrAuto = Field("auto", description="Steps between two host updates.")
-    overlap_step: bool = Field(False, description="Run the host update in a process of its own, beside the next step.")
-    offload: bool = Field(False, description="Keep the state of the chosen columns in host memory.")
-    auto_ratio: Float = Field(0.99, ge=0.0, le=1.0, description="Threshold that `update_interval: auto` aims at.")
-    full_warm_up_rounds: Int = Field(0, ge=0, description="First rounds in which everything is updated.")
-    pt_reserved_cores_perc: Float = Field(0.5, ge=0.0, le=1.0, description="Share of the cores left to PyTorch.")
-    steps_per_epoch: Int | None = Field(None, description="Filled in by the engine; not for users.")
+    topk_ratio: Float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="Share of the gradient columns that are updated on the device.",
+    )
+    select_strategy: Literal["auto", "step", "epoch"] = Field(
+        default="auto", description="When the columns are chosen anew."
+    )
+    select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two choices.")
+    update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
+    overlap_step: bool = Field(
+        default=False, description="Run the host update in a process of its own, beside the next step."
+    )
+    offload: bool = Field(default=False, description="Keep the state of the chosen columns in host memory.")
+    auto_ratio: Float = Field(
+        default=0.99, ge=0.0, le=1.0, description="Threshold that `update_interval: auto` aims at."
+    )
+    full_warm_up_rounds: Int = Field(
+        default=0, ge=0, description="First rounds in which everything is updated."
+    )
+    pt_reserved_cores_perc: Float = Field(
+        default=0.5, ge=0.0, le=1.0, description="Share of the cores left to PyTorch."
+    )
+    steps_per_epoch: Int | None = Field(default=None, description="Filled in by the engine; not for users.")
