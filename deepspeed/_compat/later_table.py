@@ -124,7 +124,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class HuggingFaceCheckpointEngine(model_name_or_path, auth_token=None, **hf_kwargs): parameters",
     ),
     "deepspeed.inference.v2.checkpoint.in_memory_engine": ("class InMemoryModelEngine(model): parameters",),
-    "deepspeed.inference.v2.config_v2": ("class RaggedInferenceEngineConfig(**data)",),
     "deepspeed.inference.v2.engine_factory": (
         "def build_engine_from_ds_checkpoint(path, engine_config, debug_level=logging.INFO)",
         "def build_hf_engine(path, engine_config, debug_level=logging.INFO)",
@@ -132,11 +131,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.inference.v2.engine_v2": (
         "class InferenceEngineV2(policy, engine_config): free_blocks n_kv_cache_groups model put "
         "query can_schedule get_remaining_block_capacity flush serialize",
-    ),
-    "deepspeed.inference.v2.ragged.manager_configs": (
-        "class DSStateManagerConfig(**data): max_ragged_sequence_count_validator",
-        "class KVCacheConfig(**data)",
-        "class MemoryConfig(**data)",
     ),
     "deepspeed.inference.v2.scheduling_utils": (
         "error SchedulingError",
