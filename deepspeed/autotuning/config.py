@@ -14,36 +14,56 @@ AUTOTUNING_METRICS = ("latency", "throughput", "flops")
 class AutotuningModelInfoConfig(LenientConfigModel):
     """What is known of the model, or is to be measured."""
 
-    profile: bool = Field(False, description="Measure it in a first run.")
-    num_params: Int | None = Field(None, ge=0, description="Parameters.")
-    hidden_size: Int | None = Field(None, ge=1, description="Hidden size.")
-    num_layers: Int | None = Field(None, ge=1, description="Layers.")
+    profile: bool = Field(default=False, description="Measure it in a first run.")
+    num_params: Int | None = Field(default=None, ge=0, description="Parameters.")
+    hidden_size: Int | None = Field(default=None, ge=1, description="Hidden size.")
+    num_layers: Int | None = Field(default=None, ge=1, description="Layers.")
 
 
 class DeepSpeedAutotuningConfig(LenientConfigModel):
     """Search for the quickest configuration."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    fast: bool = Field(True, description="Only ZeRO stage and micro-batch size are tuned.")
-    results_dir: str = Field("autotuning_results", description="Folder of the results.")
-    exps_dir: str = Field("autotuning_exps", description="Folder of the configurations tried.")
-    overwrite: bool = Field(True, description="Replace earlier results.")
-    metric: Literal["latency", "throughput", "flops"] = Field("throughput", description="What is optimised.")
-    start_profile_step: Int = Field(3, ge=0, description="First step that is timed.")
-    end_profile_step: Int = Field(5, ge=0, description="Last step that is timed; not before the first.")
-    tuner_type: Literal["gridsearch", "random", "model_based"] = Field("gridsearch", description="How the space is searched.")
-    tuner_early_stopping: Int = Field(5, ge=0, description="Stop after so many trials without gain.")
-    tuner_num_trials: Int = Field(50, ge=1, description="Most trials.")
-    max_train_batch_size: Int | None = Field(None, ge=1, description="Largest global batch that is tried.")
-    min_train_batch_size: Int = Field(1, ge=1, description="Smallest global batch that is tried.")
-    max_train_micro_batch_size_per_gpu: Int = Field(1024, ge=1, description="Largest micro-batch that is tried.")
-    min_train_micro_batch_size_per_gpu: Int = Field(1, ge=1, description="Smallest micro-batch that is tried.")
-    num_tuning_micro_batch_sizes: Int = Field(3, ge=1, description="Micro-batch sizes tried per stage.")
-    mp_size: Int = Field(1, ge=1, description="Ranks that share one copy of the model.")
-    arg_mappings: dict[str, Any] | None = Field(None, description="Config key to the command-line flag of the user's script.")
-    metric_path: str | None = Field(None, description="File in which a run leaves its metric.")
-    model_info_path: str | None = Field(None, description="File in which a run leaves what it found out about the model.")
-    model_info: AutotuningModelInfoConfig | None = Field(None, description="What is known of the model.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    fast: bool = Field(default=True, description="Only ZeRO stage and micro-batch size are tuned.")
+    results_dir: str = Field(default="autotuning_results", description="Folder of the results.")
+    exps_dir: str = Field(default="autotuning_exps", description="Folder of the configurations tried.")
+    overwrite: bool = Field(default=True, description="Replace earlier results.")
+    metric: Literal["latency", "throughput", "flops"] = Field(
+        default="throughput", description="What is optimised."
+    )
+    start_profile_step: Int = Field(default=3, ge=0, description="First step that is timed.")
+    end_profile_step: Int = Field(
+        default=5, ge=0, description="Last step that is timed; not before the first."
+    )
+    tuner_type: Literal["gridsearch", "random", "model_based"] = Field(
+        default="gridsearch", description="How the space is searched."
+    )
+    tuner_early_stopping: Int = Field(default=5, ge=0, description="Stop after so many trials without gain.")
+    tuner_num_trials: Int = Field(default=50, ge=1, description="Most trials.")
+    max_train_batch_size: Int | None = Field(
+        default=None, ge=1, description="Largest global batch that is tried."
+    )
+    min_train_batch_size: Int = Field(default=1, ge=1, description="Smallest global batch that is tried.")
+    max_train_micro_batch_size_per_gpu: Int = Field(
+        default=1024, ge=1, description="Largest micro-batch that is tried."
+    )
+    min_train_micro_batch_size_per_gpu: Int = Field(
+        default=1, ge=1, description="Smallest micro-batch that is tried."
+    )
+    num_tuning_micro_batch_sizes: Int = Field(
+        default=3, ge=1, description="Micro-batch sizes tried per stage."
+    )
+    mp_size: Int = Field(default=1, ge=1, description="Ranks that share one copy of the model.")
+    arg_mappings: dict[str, Any] | None = Field(
+        default=None, description="Config key to the command-line flag of the user's script."
+    )
+    metric_path: str | None = Field(default=None, description="File in which a run leaves its metric.")
+    model_info_path: str | None = Field(
+        default=None, description="File in which a run leaves what it found out about the model."
+    )
+    model_info: AutotuningModelInfoConfig | None = Field(
+        default=None, description="What is known of the model."
+    )
 
     @field_validator("end_profile_step")
     @classmethod

@@ -13,11 +13,11 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 class CommsLoggerConfig(DeepSpeedConfigModel):
     """Count, size and time of collective calls."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    prof_all: bool = Field(True, description="Record every operation.")
-    prof_ops: list[str] = Field([], description="Operations to record when `prof_all` is false.")
-    verbose: bool = Field(False, description="Log a line per call.")
-    debug: bool = Field(False, description="Add the name of the calling function to each record.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    prof_all: bool = Field(default=True, description="Record every operation.")
+    prof_ops: list[str] = Field(default=[], description="Operations to record when `prof_all` is false.")
+    verbose: bool = Field(default=False, description="Log a line per call.")
+    debug: bool = Field(default=False, description="Add the name of the calling function to each record.")
 
 
 class DeepSpeedCommsConfig:
@@ -26,4 +26,6 @@ class DeepSpeedCommsConfig:
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         section = ds_config.get("comms_logger")
         self.comms_logger_enabled = section is not None
-        self.comms_logger = CommsLoggerConfig(**section) if isinstance(section, Mapping) else section or CommsLoggerConfig()
+        self.comms_logger = (
+            CommsLoggerConfig(**section) if isinstance(section, Mapping) else section or CommsLoggerConfig()
+        )

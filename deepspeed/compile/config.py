@@ -12,20 +12,28 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
 class CompileConfig(DeepSpeedConfigModel):
     """Graph passes over the compiled module. `engine.compile()` alone needs nothing here."""
 
-    deepcompile: bool = Field(False, description="Use the graph passes.")
-    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = Field(None, description="Which passes; null: by the ZeRO stage.")
-    free_activation: bool = Field(False, description="Free activations between their uses.")
-    free_activation_threshold: Int = Field(10 * 1024 * 1024, ge=0, description="Smallest activation that is freed, in bytes.")
-    offload_activation: bool = Field(False, description="Move activations to the host.")
-    offload_activation_pin_memory: bool = Field(True, description="Page-locked host memory for them.")
-    offload_opt_states: bool = Field(False, description="Move optimizer state to the host.")
-    double_buffer: bool = Field(True, description="Two reduction buffers, used in turn.")
-    symmetric_memory: bool = Field(False, description="Collectives over symmetric memory.")
-    debug_log: bool = Field(False, description="Log what the passes do.")
-    offload_parameters: bool = Field(False, description="Move parameters to the host.")
-    sync_before_reduce: bool = Field(False, description="Wait for the device before each reduction.")
-    sync_after_reduce: bool = Field(False, description="Wait for the device after each reduction.")
-    sync_before_allgather: bool = Field(False, description="Wait for the device before each gather.")
-    sync_after_allgather: bool = Field(False, description="Wait for the device after each gather.")
-    keep_int_input_tensors: bool = Field(True, description="Keep integer inputs of the graph alive until backward.")
-    keep_all_input_tensors: bool = Field(False, description="Keep all inputs of the graph alive until backward.")
+    deepcompile: bool = Field(default=False, description="Use the graph passes.")
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = Field(
+        default=None, description="Which passes; null: by the ZeRO stage."
+    )
+    free_activation: bool = Field(default=False, description="Free activations between their uses.")
+    free_activation_threshold: Int = Field(
+        default=10 * 1024 * 1024, ge=0, description="Smallest activation that is freed, in bytes."
+    )
+    offload_activation: bool = Field(default=False, description="Move activations to the host.")
+    offload_activation_pin_memory: bool = Field(default=True, description="Page-locked host memory for them.")
+    offload_opt_states: bool = Field(default=False, description="Move optimizer state to the host.")
+    double_buffer: bool = Field(default=True, description="Two reduction buffers, used in turn.")
+    symmetric_memory: bool = Field(default=False, description="Collectives over symmetric memory.")
+    debug_log: bool = Field(default=False, description="Log what the passes do.")
+    offload_parameters: bool = Field(default=False, description="Move parameters to the host.")
+    sync_before_reduce: bool = Field(default=False, description="Wait for the device before each reduction.")
+    sync_after_reduce: bool = Field(default=False, description="Wait for the device after each reduction.")
+    sync_before_allgather: bool = Field(default=False, description="Wait for the device before each gather.")
+    sync_after_allgather: bool = Field(default=False, description="Wait for the device after each gather.")
+    keep_int_input_tensors: bool = Field(
+        default=True, description="Keep integer inputs of the graph alive until backward."
+    )
+    keep_all_input_tensors: bool = Field(
+        default=False, description="Keep all inputs of the graph alive until backward."
+    )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, required
+from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, Says, required
 
 
 class LayerReductionConfig(LenientConfigModel):
     """A student with fewer layers, started from some of the teacher's."""
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
     keep_number_layer: Int | None = required("Layers of the student.")
     module_name_prefix: str | None = required("Name in front of the layer number.")
     teacher_layer: list[Int] | None = required("Layers of the teacher that are copied.")
@@ -22,19 +22,23 @@ class LayerReductionConfig(LenientConfigModel):
 class FP16MixedQuantizeConfig(LenientConfigModel):
     """Passing gradually from fp16 to quantized weights."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    quantize_change_ratio: Float = Field(0.001, ge=0.0, description="Change of the mixing ratio per step.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    quantize_change_ratio: Float = Field(
+        default=0.001, ge=0.0, description="Change of the mixing ratio per step."
+    )
 
 
 class _Group(LenientConfigModel):
-    modules: list[str] | Literal["*"] = Field("*", description="Regular expressions on module names.")
-    related_modules: list[list[str]] | None = Field(None, description="Modules cut along with them.")
+    modules: Annotated[list[str] | Literal["*"], Says("a list of regular expressions, or '*'")] = Field(
+        default="*", description="Regular expressions on module names."
+    )
+    related_modules: list[list[str]] | None = Field(default=None, description="Modules cut along with them.")
 
 
 class WeightQuantizationGroupParams(LenientConfigModel):
     start_bits: Int = Field(ge=1, description="Bits at the start.")
     target_bits: Int = Field(ge=1, description="Bits at the end.")
-    quantization_period: Int = Field(1, ge=0, description="Steps per reduction of the bits.")
+    quantization_period: Int = Field(default=1, ge=0, description="Steps per reduction of the bits.")
 
 
 class WeightQuantizationGroup(_Group):
@@ -42,22 +46,32 @@ class WeightQuantizationGroup(_Group):
 
 
 class WeightQuantizationShared(LenientConfigModel):
-    enabled: bool = Field(False, description="Turn it on.")
-    quantizer_kernel: bool = Field(False, description="Use the quantizer kernel.")
-    schedule_offset: Int = Field(0, ge=0, description="First step that quantizes.")
-    quantize_groups: Int = Field(1, ge=1, description="Groups of values with a scale of their own.")
-    quantize_verbose: bool = Field(False, description="Log what is quantized.")
-    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="With or without a zero point.")
-    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="How values are rounded.")
-    quantize_weight_in_forward: bool = Field(False, description="Quantize in forward; else in the optimizer (MoQ).")
-    fp16_mixed_quantize: FP16MixedQuantizeConfig | None = Field(None, description="Gradual change.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    quantizer_kernel: bool = Field(default=False, description="Use the quantizer kernel.")
+    schedule_offset: Int = Field(default=0, ge=0, description="First step that quantizes.")
+    quantize_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
+    quantize_verbose: bool = Field(default=False, description="Log what is quantized.")
+    quantization_type: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric", description="With or without a zero point."
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="How values are rounded."
+    )
+    quantize_weight_in_forward: bool = Field(
+        default=False, description="Quantize in forward; else in the optimizer (MoQ)."
+    )
+    fp16_mixed_quantize: FP16MixedQuantizeConfig | None = Field(default=None, description="Gradual change.")
 
 
 class WeightQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of weights."""
 
-    shared_parameters: WeightQuantizationShared = Field(WeightQuantizationShared(), description="For all groups.")
-    different_groups: dict[str, WeightQuantizationGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: WeightQuantizationShared = Field(
+        default=WeightQuantizationShared(), description="For all groups."
+    )
+    different_groups: dict[str, WeightQuantizationGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class ActivationQuantizationGroupParams(LenientConfigModel):
@@ -69,17 +83,25 @@ class ActivationQuantizationGroup(_Group):
 
 
 class ActivationQuantizationShared(LenientConfigModel):
-    enabled: bool = Field(False, description="Turn it on.")
-    quantization_type: Literal["symmetric", "asymmetric"] = Field("symmetric", description="With or without a zero point.")
-    range_calibration: Literal["dynamic", "static"] = Field("dynamic", description="Range per batch, or a running one.")
-    schedule_offset: Int = Field(1000, ge=0, description="First step that quantizes.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    quantization_type: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric", description="With or without a zero point."
+    )
+    range_calibration: Literal["dynamic", "static"] = Field(
+        default="dynamic", description="Range per batch, or a running one."
+    )
+    schedule_offset: Int = Field(default=1000, ge=0, description="First step that quantizes.")
 
 
 class ActivationQuantizationTraining(LenientConfigModel):
     """Quantization-aware training of activations."""
 
-    shared_parameters: ActivationQuantizationShared = Field(ActivationQuantizationShared(), description="For all groups.")
-    different_groups: dict[str, ActivationQuantizationGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: ActivationQuantizationShared = Field(
+        default=ActivationQuantizationShared(), description="For all groups."
+    )
+    different_groups: dict[str, ActivationQuantizationGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class PruningGroupParams(LenientConfigModel):
@@ -91,99 +113,127 @@ class PruningGroup(_Group):
 
 
 class _PruningShared(LenientConfigModel):
-    enabled: bool = Field(False, description="Turn it on.")
-    schedule_offset: Int = Field(1000, ge=0, description="First step that prunes.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    schedule_offset: Int = Field(default=1000, ge=0, description="First step that prunes.")
 
 
 class SparsePruningShared(_PruningShared):
-    method: Literal["l1", "topk", "snip_momentum"] = Field("l1", description="How values are chosen.")
-    schedule_offset_end: Int = Field(1000, ge=0, description="Last step that prunes (snip_momentum).")
-    schedule_offset_stride: Int = Field(1, ge=1, description="Steps between two prunings (snip_momentum).")
-    block_pattern: str = Field("4x1", description="Shape of the blocks (snip_momentum).")
-    dense_ratio: Float = Field(0.1, ge=0.0, le=1.0, description="Share that is kept (snip_momentum).")
-    excluded_modules: list[str] = Field([], description="Modules left alone.")
+    method: Literal["l1", "topk", "snip_momentum"] = Field(default="l1", description="How values are chosen.")
+    schedule_offset_end: Int = Field(default=1000, ge=0, description="Last step that prunes (snip_momentum).")
+    schedule_offset_stride: Int = Field(
+        default=1, ge=1, description="Steps between two prunings (snip_momentum)."
+    )
+    block_pattern: str = Field(default="4x1", description="Shape of the blocks (snip_momentum).")
+    dense_ratio: Float = Field(default=0.1, ge=0.0, le=1.0, description="Share that is kept (snip_momentum).")
+    excluded_modules: list[str] = Field(default=[], description="Modules left alone.")
 
 
 class RowPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = Field("l1", description="How rows are chosen.")
+    method: Literal["l1", "topk"] = Field(default="l1", description="How rows are chosen.")
 
 
 class ChannelPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = Field("l1", description="How channels are chosen.")
+    method: Literal["l1", "topk"] = Field(default="l1", description="How channels are chosen.")
 
 
 class HeadPruningShared(_PruningShared):
-    method: Literal["l1", "topk"] = Field("topk", description="How heads are chosen.")
+    method: Literal["l1", "topk"] = Field(default="topk", description="How heads are chosen.")
     num_heads: Int | None = required("Attention heads per layer.")
 
 
 class SparsePruningTraining(LenientConfigModel):
     """Single weights set to zero."""
 
-    shared_parameters: SparsePruningShared = Field(SparsePruningShared(), description="For all groups.")
-    different_groups: dict[str, PruningGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: SparsePruningShared = Field(
+        default=SparsePruningShared(), description="For all groups."
+    )
+    different_groups: dict[str, PruningGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class RowPruningTraining(LenientConfigModel):
     """Rows removed."""
 
-    shared_parameters: RowPruningShared = Field(RowPruningShared(), description="For all groups.")
-    different_groups: dict[str, PruningGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: RowPruningShared = Field(default=RowPruningShared(), description="For all groups.")
+    different_groups: dict[str, PruningGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class HeadPruningTraining(LenientConfigModel):
     """Attention heads removed."""
 
-    shared_parameters: HeadPruningShared = Field(HeadPruningShared(), description="For all groups.")
-    different_groups: dict[str, PruningGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: HeadPruningShared = Field(default=HeadPruningShared(), description="For all groups.")
+    different_groups: dict[str, PruningGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class ChannelPruningTraining(LenientConfigModel):
     """Channels of convolutions removed."""
 
-    shared_parameters: ChannelPruningShared = Field(ChannelPruningShared(), description="For all groups.")
-    different_groups: dict[str, PruningGroup] = Field({}, description="Groups by a name of your choice.")
+    shared_parameters: ChannelPruningShared = Field(
+        default=ChannelPruningShared(), description="For all groups."
+    )
+    different_groups: dict[str, PruningGroup] = Field(
+        default={}, description="Groups by a name of your choice."
+    )
 
 
 class CompressionConfig(LenientConfigModel):
     """Quantization, pruning and layer reduction while training."""
 
-    layer_reduction: LayerReductionConfig = Field(LayerReductionConfig(), description="Fewer layers.")
-    weight_quantization: WeightQuantizationTraining = Field(WeightQuantizationTraining(), description="Weights in few bits.")
-    activation_quantization: ActivationQuantizationTraining = Field(
-        ActivationQuantizationTraining(), description="Activations in few bits."
+    layer_reduction: LayerReductionConfig = Field(default=LayerReductionConfig(), description="Fewer layers.")
+    weight_quantization: WeightQuantizationTraining = Field(
+        default=WeightQuantizationTraining(), description="Weights in few bits."
     )
-    sparse_pruning: SparsePruningTraining = Field(SparsePruningTraining(), description="Fewer weights.")
-    row_pruning: RowPruningTraining = Field(RowPruningTraining(), description="Fewer rows.")
-    head_pruning: HeadPruningTraining = Field(HeadPruningTraining(), description="Fewer heads.")
-    channel_pruning: ChannelPruningTraining = Field(ChannelPruningTraining(), description="Fewer channels.")
+    activation_quantization: ActivationQuantizationTraining = Field(
+        default=ActivationQuantizationTraining(), description="Activations in few bits."
+    )
+    sparse_pruning: SparsePruningTraining = Field(
+        default=SparsePruningTraining(), description="Fewer weights."
+    )
+    row_pruning: RowPruningTraining = Field(default=RowPruningTraining(), description="Fewer rows.")
+    head_pruning: HeadPruningTraining = Field(default=HeadPruningTraining(), description="Fewer heads.")
+    channel_pruning: ChannelPruningTraining = Field(
+        default=ChannelPruningTraining(), description="Fewer channels."
+    )
 
 
 class EigenvalueConfig(LenientConfigModel):
     """Curvature of each block, by power iteration."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    verbose: bool = Field(False, description="Log the values.")
-    max_iter: Int = Field(100, ge=1, description="Most iterations.")
-    tol: Float = Field(1e-2, ge=0.0, description="Relative change at which it stops.")
-    stability: Float = Field(1e-6, ge=0.0, description="Added to denominators.")
-    gas_boundary_resolution: Int = Field(1, ge=1, description="Optimizer steps between two measurements.")
-    layer_name: str = Field("bert.encoder.layer", description="Name of the list of blocks.")
-    layer_num: Int = Field(0, ge=0, description="Number of blocks.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    verbose: bool = Field(default=False, description="Log the values.")
+    max_iter: Int = Field(default=100, ge=1, description="Most iterations.")
+    tol: Float = Field(default=1e-2, ge=0.0, description="Relative change at which it stops.")
+    stability: Float = Field(default=1e-6, ge=0.0, description="Added to denominators.")
+    gas_boundary_resolution: Int = Field(
+        default=1, ge=1, description="Optimizer steps between two measurements."
+    )
+    layer_name: str = Field(default="bert.encoder.layer", description="Name of the list of blocks.")
+    layer_num: Int = Field(default=0, ge=0, description="Number of blocks.")
 
 
 class QuantizeTrainingConfig(LenientConfigModel):
     """Left over from the first form of MoQ; other keys than this are ignored."""
 
-    eigenvalue: EigenvalueConfig | None = Field(None, description="Curvature of each block.")
+    eigenvalue: EigenvalueConfig | None = Field(default=None, description="Curvature of each block.")
 
 
 class WeightQuantConfig(LenientConfigModel):
     """Quantized weights for inference with ZeRO."""
 
-    enabled: bool = Field(True, description="Turn it on.")
-    num_bits: Int = Field(8, ge=1, description="Bits.")
-    q_type: Literal["asymmetric", "symmetric"] = Field("symmetric", description="With or without a zero point.")
-    q_groups: Int = Field(1, ge=1, description="Groups of values with a scale of their own.")
-    quantized_initialization: dict[str, Any] = Field({}, description="Quantize while the model is built: `num_bits`, `group_size`, ...")
-    post_init_quant: dict[str, Any] = Field({}, description="Quantize the built model: module name to `num_bits`, `group_size`, ...")
+    enabled: bool = Field(default=True, description="Turn it on.")
+    num_bits: Int = Field(default=8, ge=1, description="Bits.")
+    q_type: Literal["asymmetric", "symmetric"] = Field(
+        default="symmetric", description="With or without a zero point."
+    )
+    q_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
+    quantized_initialization: dict[str, Any] = Field(
+        default={}, description="Quantize while the model is built: `num_bits`, `group_size`, ..."
+    )
+    post_init_quant: dict[str, Any] = Field(
+        default={}, description="Quantize the built model: module name to `num_bits`, `group_size`, ..."
+    )

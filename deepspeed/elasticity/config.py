@@ -12,17 +12,25 @@ from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, depre
 class ElasticityConfig(LenientConfigModel):
     """Bounds between which batch size and number of ranks are chosen."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    max_train_batch_size: Int = Field(2000, ge=1, description="Largest global batch; must be written when enabled.")
-    micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
-        [2, 4, 6], description="Micro-batch sizes to choose from; must be written when enabled."
+    enabled: bool = Field(default=False, description="Turn it on.")
+    max_train_batch_size: Int = Field(
+        default=2000, ge=1, description="Largest global batch; must be written when enabled."
     )
-    min_gpus: Int = Field(1, ge=1, description="Fewest ranks.")
-    max_gpus: Int = Field(10000, ge=1, description="Most ranks.")
-    min_time: Int = Field(0, ge=0, description="Least minutes between two changes (version 0.1).")
-    prefer_larger_batch: bool = Field(True, description="Of several choices take the largest batch.")
-    prefer_large_batch: bool = deprecated(True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch")
-    ignore_non_elastic_batch_info: bool = Field(False, description="Batch keys beside this section are ignored, not an error.")
-    version: Float = Field(0.2, description="Version of the algorithm.")
-    num_gpus_per_node: Int = Field(1, ge=1, description="Devices per node (version 0.2).")
-    model_parallel_size: Int = Field(1, ge=1, description="Ranks that share one copy of the model (version 0.2).")
+    micro_batch_sizes: list[Annotated[Int, Field(ge=1)]] = Field(
+        default=[2, 4, 6], description="Micro-batch sizes to choose from; must be written when enabled."
+    )
+    min_gpus: Int = Field(default=1, ge=1, description="Fewest ranks.")
+    max_gpus: Int = Field(default=10000, ge=1, description="Most ranks.")
+    min_time: Int = Field(default=0, ge=0, description="Least minutes between two changes (version 0.1).")
+    prefer_larger_batch: bool = Field(default=True, description="Of several choices take the largest batch.")
+    prefer_large_batch: bool = deprecated(
+        True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
+    )
+    ignore_non_elastic_batch_info: bool = Field(
+        default=False, description="Batch keys beside this section are ignored, not an error."
+    )
+    version: Float = Field(default=0.2, description="Version of the algorithm.")
+    num_gpus_per_node: Int = Field(default=1, ge=1, description="Devices per node (version 0.2).")
+    model_parallel_size: Int = Field(
+        default=1, ge=1, description="Ranks that share one copy of the model (version 0.2)."
+    )

@@ -15,36 +15,71 @@ ABSENT = "<absent>"
 class AutoEPConfig(LenientConfigModel):
     """Experts of known mixture-of-experts models spread over ranks without changes to the model."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    autoep_size: Int = Field(1, ge=1, description="Ranks that share the experts of a layer; divides the number of experts.")
-    expert_tensor_parallel_size: Literal[1] = Field(1, description="Reserved; only 1.")
-    validate_folding_routing: bool = Field(False, description="Check the routing at every step (for debugging).")
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = Field(
-        None, description="Model family whose names and rules are used."
+    enabled: bool = Field(default=False, description="Turn it on.")
+    autoep_size: Int = Field(
+        default=1, ge=1, description="Ranks that share the experts of a layer; divides the number of experts."
     )
-    use_grouped_mm: bool = Field(True, description="One grouped matrix product for all local experts.")
-    disable_triton_grouped_mm: bool = Field(False, description="Never use the Triton kernel for it.")
-    moe_layer_pattern: str | None = Field(None, description="Regular expression on the names of expert layers.")
-    router_pattern: str | None = Field(None, description="Attribute that holds the router.")
-    expert_pattern: str | None = Field(None, description="Attribute that holds the experts.")
-    score_func: Literal["auto", "softmax", "sigmoid"] = Field("auto", description="From logits to scores.")
-    score_apply: Literal["auto", "pre", "post"] = Field("auto", description="Scores weight the experts' inputs or outputs.")
-    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = Field("auto", description="How outputs are put together.")
-    route_norm: bool | None = Field(None, description="Scale the chosen scores to sum 1; null: as the preset.")
-    route_scale: Float = Field(1.0, description="Factor on the scores.")
-    top_k: IntOrAuto = Field("auto", description="Experts per token.")
-    routed_scaling_factor: FloatOrAuto = Field("auto", description="Factor on the output of the experts.")
-    num_expert_groups: Int | None = Field(None, ge=1, description="Groups of experts for limited routing.")
-    num_limited_groups: Int | None = Field(None, ge=1, description="Groups a token may use; at most `num_expert_groups`.")
-    load_balance_coeff: None = Field(None, description="Reserved; only null.")
-    expert_w1: str | None = Field(None, description="Name of the gate (and up) weight.")
-    expert_w2: str | None = Field(None, description="Name of the down weight.")
-    expert_w3: str | None = Field(ABSENT, description="Name of the up weight; null: fused with the gate; left out: as the preset.")
-    num_experts_attr: str | None = Field(None, description="Attribute of the model's config with the number of experts.")
-    top_k_attr: str | None = Field(None, description="Attribute of the model's config with the experts per token.")
-    has_shared_experts: bool | None = Field(None, description="Whether every token also visits shared experts.")
-    shared_experts_pattern: str | None = Field(None, description="Attribute that holds the shared experts.")
-    shared_experts_gate_pattern: str | None = Field(None, description="Attribute that holds their gate.")
+    expert_tensor_parallel_size: Literal[1] = Field(default=1, description="Reserved; only 1.")
+    validate_folding_routing: bool = Field(
+        default=False, description="Check the routing at every step (for debugging)."
+    )
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3"] | None = Field(
+        default=None, description="Model family whose names and rules are used."
+    )
+    use_grouped_mm: bool = Field(
+        default=True, description="One grouped matrix product for all local experts."
+    )
+    disable_triton_grouped_mm: bool = Field(default=False, description="Never use the Triton kernel for it.")
+    moe_layer_pattern: str | None = Field(
+        default=None, description="Regular expression on the names of expert layers."
+    )
+    router_pattern: str | None = Field(default=None, description="Attribute that holds the router.")
+    expert_pattern: str | None = Field(default=None, description="Attribute that holds the experts.")
+    score_func: Literal["auto", "softmax", "sigmoid"] = Field(
+        default="auto", description="From logits to scores."
+    )
+    score_apply: Literal["auto", "pre", "post"] = Field(
+        default="auto", description="Scores weight the experts' inputs or outputs."
+    )
+    combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = Field(
+        default="auto", description="How outputs are put together."
+    )
+    route_norm: bool | None = Field(
+        default=None, description="Scale the chosen scores to sum 1; null: as the preset."
+    )
+    route_scale: Float = Field(default=1.0, description="Factor on the scores.")
+    top_k: IntOrAuto = Field(default="auto", description="Experts per token.")
+    routed_scaling_factor: FloatOrAuto = Field(
+        default="auto", description="Factor on the output of the experts."
+    )
+    num_expert_groups: Int | None = Field(
+        default=None, ge=1, description="Groups of experts for limited routing."
+    )
+    num_limited_groups: Int | None = Field(
+        default=None, ge=1, description="Groups a token may use; at most `num_expert_groups`."
+    )
+    load_balance_coeff: None = Field(default=None, description="Reserved; only null.")
+    expert_w1: str | None = Field(default=None, description="Name of the gate (and up) weight.")
+    expert_w2: str | None = Field(default=None, description="Name of the down weight.")
+    expert_w3: str | None = Field(
+        default=ABSENT,
+        description="Name of the up weight; null: fused with the gate; left out: as the preset.",
+    )
+    num_experts_attr: str | None = Field(
+        default=None, description="Attribute of the model's config with the number of experts."
+    )
+    top_k_attr: str | None = Field(
+        default=None, description="Attribute of the model's config with the experts per token."
+    )
+    has_shared_experts: bool | None = Field(
+        default=None, description="Whether every token also visits shared experts."
+    )
+    shared_experts_pattern: str | None = Field(
+        default=None, description="Attribute that holds the shared experts."
+    )
+    shared_experts_gate_pattern: str | None = Field(
+        default=None, description="Attribute that holds their gate."
+    )
 
     @field_validator("num_limited_groups")
     @classmethod

@@ -15,26 +15,26 @@ MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 class TensorBoardConfig(DeepSpeedConfigModel):
     """Event files for TensorBoard."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    output_path: str = Field("", description="Folder of the event files; empty: `~/tensorboard`.")
-    job_name: str = Field("DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    output_path: str = Field(default="", description="Folder of the event files; empty: `~/tensorboard`.")
+    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
 
 
 class WandbConfig(DeepSpeedConfigModel):
     """Weights & Biases."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    group: str | None = Field(None, description="Group that the run belongs to.")
-    team: str | None = Field(None, description="Team (entity) that owns the run.")
-    project: str = Field("deepspeed", description="Project of the run.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    group: str | None = Field(default=None, description="Group that the run belongs to.")
+    team: str | None = Field(default=None, description="Team (entity) that owns the run.")
+    project: str = Field(default="deepspeed", description="Project of the run.")
 
 
 class CSVConfig(DeepSpeedConfigModel):
     """One CSV file per curve."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    output_path: str = Field("", description="Folder of the files; empty: `~/csv_monitor`.")
-    job_name: str = Field("DeepSpeedJobName", description="Folder of this run inside `output_path`.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    output_path: str = Field(default="", description="Folder of the files; empty: `~/csv_monitor`.")
+    job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
 
 
 def _experiment_key(value: str | None) -> str | None:
@@ -46,18 +46,22 @@ def _experiment_key(value: str | None) -> str | None:
 class CometConfig(DeepSpeedConfigModel):
     """Comet."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    samples_log_interval: Int = Field(100, ge=1, description="Samples between two points of a curve.")
-    project: str | None = Field(None, description="Project of the experiment.")
-    workspace: str | None = Field(None, description="Workspace of the project.")
-    api_key: str | None = Field(None, description="Key of the account; better kept in the environment.")
-    experiment_name: str | None = Field(None, description="Name shown for the experiment.")
-    experiment_key: Annotated[str | None, AfterValidator(_experiment_key), Says("32 to 50 letters and digits, or null")] = (
-        Field(None, description="Identifier of an experiment to go on with or to make.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    samples_log_interval: Int = Field(default=100, ge=1, description="Samples between two points of a curve.")
+    project: str | None = Field(default=None, description="Project of the experiment.")
+    workspace: str | None = Field(default=None, description="Workspace of the project.")
+    api_key: str | None = Field(
+        default=None, description="Key of the account; better kept in the environment."
     )
-    online: bool | None = Field(None, description="Send at once (true) or keep files (false); null: Comet decides.")
+    experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
+    experiment_key: Annotated[
+        str | None, AfterValidator(_experiment_key), Says("32 to 50 letters and digits, or null")
+    ] = Field(default=None, description="Identifier of an experiment to go on with or to make.")
+    online: bool | None = Field(
+        default=None, description="Send at once (true) or keep files (false); null: Comet decides."
+    )
     mode: Literal["get", "create", "get_or_create"] | None = Field(
-        None, description="Continue an experiment, make a new one, or whichever is possible."
+        default=None, description="Continue an experiment, make a new one, or whichever is possible."
     )
 
 
@@ -73,7 +77,7 @@ class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     @model_validator(mode="after")
     def check_enabled(self) -> DeepSpeedMonitorConfig:
         """Whether any of the four is on."""
-        self.__dict__["enabled"] = any(getattr(self, name).enabled for name in MONITORS)
+        object.__setattr__(self, "enabled", any(getattr(self, name).enabled for name in MONITORS))
         return self
 
 

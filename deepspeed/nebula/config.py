@@ -10,9 +10,11 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel
 class DeepSpeedNebulaConfig(LenientConfigModel):
     """Asynchronous checkpoints of the Nebula service."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    persistent_storage_path: str | None = Field(None, description="Folder of the kept checkpoints.")
-    persistent_time_interval: Int = Field(100, ge=1, description="Seconds between two kept checkpoints.")
-    num_of_version_in_retention: Int = Field(2, ge=1, description="How many are kept.")
-    enable_nebula_load: bool = Field(True, description="Load through the service.")
-    nebula_load_path: str | None = Field(None, description="Folder to load from.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    persistent_storage_path: str | None = Field(default=None, description="Folder of the kept checkpoints.")
+    persistent_time_interval: Int = Field(
+        default=100, ge=1, description="Seconds between two kept checkpoints."
+    )
+    num_of_version_in_retention: Int = Field(default=2, ge=1, description="How many are kept.")
+    enable_nebula_load: bool = Field(default=True, description="Load through the service.")
+    nebula_load_path: str | None = Field(default=None, description="Folder to load from.")

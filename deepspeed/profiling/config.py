@@ -10,25 +10,34 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, Len
 class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
     """One-shot profile of FLOPs, parameters and time per module."""
 
-    enabled: bool = Field(False, description="Turn it on; also turns on `wall_clock_breakdown`.")
+    enabled: bool = Field(default=False, description="Turn it on; also turns on `wall_clock_breakdown`.")
     recompute_fwd_factor: Float = Field(
-        0.0, ge=0.0, le=1.0, description="Share of forward that checkpointing runs again; counted into the total."
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of forward that checkpointing runs again; counted into the total.",
     )
-    profile_step: Int = Field(1, ge=0, description="Optimizer step that is profiled.")
-    module_depth: Int = Field(-1, ge=-1, description="Depth of the modules that are summed up; -1: the innermost.")
-    top_modules: Int = Field(1, ge=0, description="How many of the costliest modules are listed per depth.")
-    detailed: bool = Field(True, description="Print the whole module tree.")
-    output_file: str | None = Field(None, description="File for the report; null: standard output.")
+    profile_step: Int = Field(default=1, ge=0, description="Optimizer step that is profiled.")
+    module_depth: Int = Field(
+        default=-1, ge=-1, description="Depth of the modules that are summed up; -1: the innermost."
+    )
+    top_modules: Int = Field(
+        default=1, ge=0, description="How many of the costliest modules are listed per depth."
+    )
+    detailed: bool = Field(default=True, description="Print the whole module tree.")
+    output_file: str | None = Field(default=None, description="File for the report; null: standard output.")
 
 
 class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
     """Samples per second."""
 
-    enabled: bool = Field(True, description="Turn it on.")
-    synchronized: bool = Field(True, description="Wait for the device before each reading.")
+    enabled: bool = Field(default=True, description="Turn it on.")
+    synchronized: bool = Field(default=True, description="Wait for the device before each reading.")
 
 
 class TimersConfig(LenientConfigModel):
     """Timers that run all the time."""
 
-    throughput: DeepSpeedThroughputTimerConfig = Field(DeepSpeedThroughputTimerConfig(), description="The throughput timer.")
+    throughput: DeepSpeedThroughputTimerConfig = Field(
+        default=DeepSpeedThroughputTimerConfig(), description="The throughput timer."
+    )

@@ -13,13 +13,17 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel, deprecated
 class AioConfig(LenientConfigModel):
     """How storage is read and written."""
 
-    block_size: Int = Field(1048576, ge=1, description="Bytes per request.")
-    queue_depth: Int = Field(8, ge=1, description="Requests under way at one time.")
-    intra_op_parallelism: Int = Field(1, ge=1, description="Threads that share one read or write.")
-    thread_count: Int = deprecated(1, "Other name of `intra_op_parallelism`.", new_param="intra_op_parallelism")
-    single_submit: bool = Field(False, description="Hand requests to the kernel one by one.")
-    overlap_events: bool = Field(True, description="Submit further requests while earlier ones are waited for.")
-    use_gds: bool = Field(False, description="GPUDirect Storage (NVIDIA GPUs).")
+    block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
+    queue_depth: Int = Field(default=8, ge=1, description="Requests under way at one time.")
+    intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share one read or write.")
+    thread_count: Int = deprecated(
+        1, "Other name of `intra_op_parallelism`.", new_param="intra_op_parallelism"
+    )
+    single_submit: bool = Field(default=False, description="Hand requests to the kernel one by one.")
+    overlap_events: bool = Field(
+        default=True, description="Submit further requests while earlier ones are waited for."
+    )
+    use_gds: bool = Field(default=False, description="GPUDirect Storage (NVIDIA GPUs).")
 
 
 def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What the schema knows and this release does not do yet. One row per feature; a feature that comes deletes its row.
+"""What the schema knows and this release does not do yet. One row per feature; a feature that comes deletes
+its row.
 
-A feature that could change the numbers of a training run is refused by name; one that cannot (monitors, profilers,
-other ways of writing checkpoints) is one warning.
+A feature that could change the numbers of a training run is refused by name; one that cannot (monitors,
+profilers, other ways of writing checkpoints) is one warning.
 """
 
 from __future__ import annotations
@@ -63,24 +64,57 @@ MISSING: tuple[Missing, ...] = (
     ),
     Missing(
         "zero_optimization.offload_optimizer.super_offload",
-        lambda c: c.zero_optimization.offload_optimizer is not None and c.zero_optimization.offload_optimizer.super_offload,
+        lambda c: (
+            c.zero_optimization.offload_optimizer is not None
+            and c.zero_optimization.offload_optimizer.super_offload
+        ),
         _REMOVE,
     ),
-    Missing("zero_optimization.zenflow", lambda c: c.zero_optimization.zenflow is not None, "remove it or set it to null"),
-    Missing("zero_optimization.zero_hpz_partition_size", lambda c: c.zero_optimization.zero_hpz_partition_size > 1, "use 1"),
-    Missing("zero_optimization.zero_quantized_weights", lambda c: c.zero_optimization.zero_quantized_weights, _REMOVE),
+    Missing(
+        "zero_optimization.zenflow",
+        lambda c: c.zero_optimization.zenflow is not None,
+        "remove it or set it to null",
+    ),
+    Missing(
+        "zero_optimization.zero_hpz_partition_size",
+        lambda c: c.zero_optimization.zero_hpz_partition_size > 1,
+        "use 1",
+    ),
+    Missing(
+        "zero_optimization.zero_quantized_weights",
+        lambda c: c.zero_optimization.zero_quantized_weights,
+        _REMOVE,
+    ),
     Missing(
         "zero_optimization.zero_quantized_nontrainable_weights",
         lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
         _REMOVE,
     ),
-    Missing("zero_optimization.zero_quantized_gradients", lambda c: c.zero_optimization.zero_quantized_gradients, _REMOVE),
-    Missing("zero_optimization.zeropp_loco_param", lambda c: c.zero_optimization.zeropp_loco_param is not None, "set it to null"),
+    Missing(
+        "zero_optimization.zero_quantized_gradients",
+        lambda c: c.zero_optimization.zero_quantized_gradients,
+        _REMOVE,
+    ),
+    Missing(
+        "zero_optimization.zeropp_loco_param",
+        lambda c: c.zero_optimization.zeropp_loco_param is not None,
+        "set it to null",
+    ),
     Missing("zero_optimization.mics_shard_size", lambda c: c.zero_optimization.mics_shard_size > 0, "use -1"),
     # Optimizers
-    Missing("optimizer.type", _optimizer("onebitadam", "onebitlamb", "zerooneadam"), _OTHER_OPTIMIZER, value="OneBitAdam, OneBitLamb, ZeroOneAdam"),
+    Missing(
+        "optimizer.type",
+        _optimizer("onebitadam", "onebitlamb", "zerooneadam"),
+        _OTHER_OPTIMIZER,
+        value="OneBitAdam, OneBitLamb, ZeroOneAdam",
+    ),
     Missing("optimizer.type", _optimizer("muon"), _OTHER_OPTIMIZER, value="Muon"),
-    Missing("optimizer.type", _optimizer("muadam", "muadamw", "musgd"), _OTHER_OPTIMIZER, value="MuAdam, MuAdamW, MuSGD"),
+    Missing(
+        "optimizer.type",
+        _optimizer("muadam", "muadamw", "musgd"),
+        _OTHER_OPTIMIZER,
+        value="MuAdam, MuAdamW, MuSGD",
+    ),
     # Parallelism
     Missing("tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1, "use 0 or 1"),
     Missing("sequence_parallel_size", lambda c: (c.sequence_parallel_size or 1) > 1, "use 1"),
@@ -88,9 +122,15 @@ MISSING: tuple[Missing, ...] = (
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
     # Compression and data efficiency
-    Missing("compression_training.layer_reduction.enabled", lambda c: c.compression_training.layer_reduction.enabled, _REMOVE),
+    Missing(
+        "compression_training.layer_reduction.enabled",
+        lambda c: c.compression_training.layer_reduction.enabled,
+        _REMOVE,
+    ),
     *(
-        Missing(f"compression_training.{technique}.shared_parameters.enabled", _compression(technique), _REMOVE)
+        Missing(
+            f"compression_training.{technique}.shared_parameters.enabled", _compression(technique), _REMOVE
+        )
         for technique in (
             "weight_quantization",
             "activation_quantization",
@@ -102,12 +142,24 @@ MISSING: tuple[Missing, ...] = (
     ),
     Missing(
         "quantize_training.eigenvalue.enabled",
-        lambda c: c.quantize_training is not None and c.quantize_training.eigenvalue and c.quantize_training.eigenvalue.enabled,
+        lambda c: (
+            c.quantize_training is not None
+            and c.quantize_training.eigenvalue
+            and c.quantize_training.eigenvalue.enabled
+        ),
         _REMOVE,
     ),
-    Missing("weight_quantization.enabled", lambda c: c.weight_quantization is not None and c.weight_quantization.enabled, _REMOVE),
+    Missing(
+        "weight_quantization.enabled",
+        lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
+        _REMOVE,
+    ),
     Missing("data_efficiency.enabled", lambda c: c.data_efficiency.enabled, _REMOVE),
-    Missing("curriculum_learning.enabled", lambda c: c.curriculum_learning is not None and c.curriculum_learning.enabled, _REMOVE),
+    Missing(
+        "curriculum_learning.enabled",
+        lambda c: c.curriculum_learning is not None and c.curriculum_learning.enabled,
+        _REMOVE,
+    ),
     Missing(
         "progressive_layer_drop.enabled",
         lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
@@ -124,8 +176,18 @@ MISSING: tuple[Missing, ...] = (
     Missing("comet.enabled", lambda c: c.comet.enabled, "no curves are written", False),
     Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
-    Missing("datastates_ckpt", lambda c: c.datastates_ckpt is not False, "checkpoints are written the ordinary way", False),
-    Missing("checkpoint.writer", lambda c: c.checkpoint.writer is not None, "checkpoints are written the ordinary way", False),
+    Missing(
+        "datastates_ckpt",
+        lambda c: c.datastates_ckpt is not False,
+        "checkpoints are written the ordinary way",
+        False,
+    ),
+    Missing(
+        "checkpoint.writer",
+        lambda c: c.checkpoint.writer is not None,
+        "checkpoints are written the ordinary way",
+        False,
+    ),
     Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),
 )
 

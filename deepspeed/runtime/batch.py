@@ -1,4 +1,5 @@
-"""The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps * data_parallel_ranks`.
+"""The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps *
+data_parallel_ranks`.
 
 Pure arithmetic on the three numbers a user may give, any two of which (or one) determine the rest.
 """
@@ -46,8 +47,9 @@ def resolve(
 ) -> Batch:
     """The full triangle for `dp_world` data-parallel ranks.
 
-    Missing numbers are derived; `accumulation` is 1 where one batch size alone is given. `world_from` says in messages
-    where the number of ranks was read. Raises BatchError naming all numbers, their origin, and the nearest that fit.
+    Missing numbers are derived; `accumulation` is 1 where one batch size alone is given. `world_from` says
+    in messages where the number of ranks was read. Raises BatchError naming all numbers, their origin, and
+    the nearest that fit.
     """
     for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation)):
         if value is not None and value < 1:
@@ -55,7 +57,8 @@ def resolve(
     if dp_world < 1:
         raise BatchError(TRAIN, f"the number of data-parallel ranks is {dp_world}, but must be at least 1")
     origin = {
-        key: GIVEN if value is not None else DERIVED for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation))
+        key: GIVEN if value is not None else DERIVED
+        for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation))
     }
     ranks = _ranks(dp_world) + (f" ({world_from})" if world_from else "")
 
@@ -76,11 +79,18 @@ def resolve(
     if train % unit:
         near = _neighbours(train, unit)
         ways = [f"{TRAIN} {_either(near)}"]
-        fitting = [d for d in _divisors(train // dp_world) if train % (d * dp_world) == 0] if train % dp_world == 0 else []
+        fitting = (
+            [d for d in _divisors(train // dp_world) if train % (d * dp_world) == 0]
+            if train % dp_world == 0
+            else []
+        )
         if fitting:
             ways.append(f"{known_key} {_either(_nearest(fitting, known))}")
         given = f"{known_key} {known} ({origin[known_key]}) x {ranks} = {unit}"
-        raise BatchError(TRAIN, f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}")
+        raise BatchError(
+            TRAIN,
+            f"{TRAIN} {train} (given) is not a multiple of {given}. Nearest that fit: {', or '.join(ways)}",
+        )
     rest = train // unit
     if micro is None:
         micro = rest
@@ -90,7 +100,9 @@ def resolve(
     return Batch(train, micro, accumulation, dp_world, origin)
 
 
-def _check_all(train: int, micro: int, accumulation: int, dp_world: int, ranks: str, origin: dict[str, str]) -> Batch:
+def _check_all(
+    train: int, micro: int, accumulation: int, dp_world: int, ranks: str, origin: dict[str, str]
+) -> Batch:
     product = micro * accumulation * dp_world
     if product == train:
         return Batch(train, micro, accumulation, dp_world, origin)
@@ -103,7 +115,8 @@ def _check_all(train: int, micro: int, accumulation: int, dp_world: int, ranks: 
         ways.append(f"{train // (micro * accumulation)} data-parallel ranks")
     raise BatchError(
         TRAIN,
-        f"{TRAIN} {train} (given) is not {MICRO} {micro} (given) x {GAS} {accumulation} (given) x {ranks} = {product}. "
+        f"{TRAIN} {train} (given) is not {MICRO} {micro} (given) x {GAS} {accumulation} (given) x {ranks} "
+        f"= {product}. "
         f"Change one of them: {', or '.join(ways)}; or leave one batch key out and it is derived",
     )
 

@@ -37,33 +37,41 @@ class CheckpointDataParallel(str, Enum):
 class ParallelWriteConfig(LenientConfigModel):
     """Sharing the writing of a checkpoint."""
 
-    pipeline_stage: bool = Field(False, description="Spread the layer files of a pipeline stage over its data-parallel ranks.")
+    pipeline_stage: bool = Field(
+        default=False, description="Spread the layer files of a pipeline stage over its data-parallel ranks."
+    )
 
 
 class CheckpointWriterConfig(LenientConfigModel):
     """The fast writer."""
 
     type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = Field(
-        CheckpointWriterType.FAST, description="FAST: through large buffers; PYTHON: plain files; MOCK: nothing is written."
+        default=CheckpointWriterType.FAST,
+        description="FAST: through large buffers; PYTHON: plain files; MOCK: nothing is written.",
     )
-    decoupled: bool = Field(False, description="Write while training goes on.")
-    io_buffer_size: Int = Field(64 * 1024 * 1024, ge=1, description="Bytes in a buffer.")
-    io_buffer_double: bool = Field(True, description="Two buffers, used in turn.")
-    show_statistics: bool = Field(False, description="Print bytes and speed after each file.")
+    decoupled: bool = Field(default=False, description="Write while training goes on.")
+    io_buffer_size: Int = Field(default=64 * 1024 * 1024, ge=1, description="Bytes in a buffer.")
+    io_buffer_double: bool = Field(default=True, description="Two buffers, used in turn.")
+    show_statistics: bool = Field(default=False, description="Print bytes and speed after each file.")
     data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = Field(
-        None, description="Ranks that share the writing of one file."
+        default=None, description="Ranks that share the writing of one file."
     )
-    io_multiplier: Int = Field(1, ge=1, description="Writers per rank.")
+    io_multiplier: Int = Field(default=1, ge=1, description="Writers per rank.")
 
 
 class CheckpointConfig(LenientConfigModel):
     """Saving and loading."""
 
     tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
-        ValidationMode.WARN, description="Ranks that give different tags: say nothing, warn, or raise. In any case of letters."
+        default=ValidationMode.WARN,
+        description="Ranks that give different tags: say nothing, warn, or raise. In any case of letters.",
     )
-    load_universal: bool = Field(False, description="The checkpoint to load is a universal one.")
-    use_node_local_storage: bool = Field(False, description="Every node has a folder of its own, not a shared one.")
-    parallel_write: ParallelWriteConfig = Field(ParallelWriteConfig(), description="Who writes what.")
-    checkpoint_serialization: bool = Field(True, description="Write `torch.save` archives in the zip format.")
-    writer: CheckpointWriterConfig | None = Field(None, description="The fast checkpoint writer.")
+    load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")
+    use_node_local_storage: bool = Field(
+        default=False, description="Every node has a folder of its own, not a shared one."
+    )
+    parallel_write: ParallelWriteConfig = Field(default=ParallelWriteConfig(), description="Who writes what.")
+    checkpoint_serialization: bool = Field(
+        default=True, description="Write `torch.save` archives in the zip format."
+    )
+    writer: CheckpointWriterConfig | None = Field(default=None, description="The fast checkpoint writer.")

@@ -65,12 +65,15 @@ __all__ = [
 class DeepSpeedConfig:
     """A config, read, validated and resolved for the ranks of this job. Values do not change afterwards.
 
-    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-parallel
-    ranks comes from `mpu`, else `mesh_device`, else `torch.distributed`, else the launcher's environment, else it is 1.
-    Raises DeepSpeedConfigError listing everything that is wrong. No process group is made and nothing is allocated.
+    `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
+    parallel ranks comes from `mpu`, else `mesh_device`, else `torch.distributed`, else the launcher's
+    environment, else it is 1. Raises DeepSpeedConfigError listing everything that is wrong. No process
+    group is made and nothing is allocated.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
         source = load_source(config)
         self.global_rank = global_rank()
         self.world_size, world_from = data_parallel_world(source.data, mpu, mesh_device)
@@ -222,11 +225,17 @@ class DeepSpeedConfig:
 
     @property
     def curriculum_params_legacy(self) -> dict[str, Any] | None:
-        return self.curriculum_config_legacy.model_dump(exclude={"enabled"}) if self.curriculum_config_legacy else None
+        return (
+            self.curriculum_config_legacy.model_dump(exclude={"enabled"})
+            if self.curriculum_config_legacy
+            else None
+        )
 
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
-        text = json.dumps(self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder, separators=(",", ":"))
+        text = json.dumps(
+            self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder, separators=(",", ":")
+        )
         logger.info(f"  json = {text}")
 
     def print(self, name: str) -> None:
@@ -304,7 +313,10 @@ def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: A
 def data_parallel_share(data: Mapping[str, Any], ranks: int) -> int:
     """Data-parallel ranks among `ranks` when tensor- and sequence-parallel sizes are read from the config."""
     tensor = data.get("tensor_parallel")
-    sizes = (data.get("sequence_parallel_size"), tensor.get("autotp_size") if isinstance(tensor, Mapping) else None)
+    sizes = (
+        data.get("sequence_parallel_size"),
+        tensor.get("autotp_size") if isinstance(tensor, Mapping) else None,
+    )
     share = 1
     for size in sizes:
         if isinstance(size, int) and not isinstance(size, bool) and size > 1:

@@ -1,7 +1,8 @@
 """From a config as written to a validated one: every error and every remark, found in one go.
 
-The order is: unknown keys, old spellings, types and bounds, rules between sections, features that do not exist yet,
-the batch triangle. What is invalid is taken out before the next step, so that one mistake never hides another.
+The order is: unknown keys, old spellings, types and bounds, rules between sections, features that do not
+exist yet, the batch triangle. What is invalid is taken out before the next step, so that one mistake never
+hides another.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from deepspeed.runtime.config_reader import ConfigSource, Path, copy_containers
 from deepspeed.runtime.config_rules import check_rules
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import LenientConfigModel, collect_notes, is_auto, note
-from deepspeed.runtime.precision_config import BFLOAT16_SPELLINGS
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
-# Keys that clients write beside ours and nobody here reads. Dotted keys (TRL) and comments are recognised by their form.
-FOREIGN_KEYS = frozenset({"cuda_visible_devices", "comment", "comments", "$schema", "allgather_size", "description"})
+# Keys that clients write beside ours and nobody here reads. Dotted keys (TRL) and comments are recognised
+# by their form.
+FOREIGN_KEYS = frozenset(
+    {"cuda_visible_devices", "comment", "comments", "$schema", "allgather_size", "description"}
+)
+OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
 # The first form of MoQ had keys of its own here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
@@ -44,6 +48,8 @@ class Analysis:
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
     """Keys whose value is "auto" and was filled in by nobody; each stands for its default."""
+    doubtful: set[str] = field(default_factory=set)
+    """Keys whose value is not known because it was refused, or stands under a misspelt key."""
 
     def error(self, path: Path | str, message: str) -> None:
         path = tuple(path.split(".")) if isinstance(path, str) else path
@@ -51,34 +57,41 @@ class Analysis:
         self.errors.append(Problem(key, message, self.source.line(path)))
 
 
-def analyse(source: ConfigSource, dp_world: int | None, *, world_from: str = "", auto_is_open: bool = False) -> Analysis:
+def analyse(
+    source: ConfigSource, dp_world: int | None, *, world_from: str = "", auto_is_open: bool = False
+) -> Analysis:
     """Validate a config for `dp_world` data-parallel ranks (None: the batch triangle is left out).
 
-    With `auto_is_open` batch keys that are "auto" are somebody else's to fill in, so their absence is no error.
+    With `auto_is_open` batch keys that are "auto" are somebody else's to fill in, so their absence is no
+    error.
     """
     result = Analysis(source)
     with collect_notes() as notes:
         data = _known_part(source.data, TrainingConfig, (), result)
-        _old_spellings(data, source.data)
+        _old_forms(data, source.data)
         result.auto_keys = [".".join(map(str, path)) for path in _auto_paths(data)]
-        result.config, invalid = _validate(data, result)
+        result.config = _validate(data, result)
         if result.config is not None:
-            _check_rules(result.config, invalid, result)
-        if dp_world is not None and result.config is not None and not invalid & set(BATCH_KEYS):
+            _check_rules(result.config, result)
+        if dp_world is not None and result.config is not None and not result.doubtful & set(BATCH_KEYS):
             _resolve_batch(result.config, dp_world, world_from, auto_is_open, result)
     result.warnings = notes
     return result
 
 
-# ------------------------------------------------------------------------------------------------- unknown keys
+# ------------------------------------------------------------------------------------------- unknown keys
 
 
-def _known_part(data: Mapping[str, Any], model: type[BaseModel], path: Path, result: Analysis) -> dict[str, Any]:
-    """A copy of a section without the keys that it does not know; each of those becomes an error or a note."""
+def _known_part(
+    data: Mapping[str, Any], model: type[BaseModel], path: Path, result: Analysis
+) -> dict[str, Any]:
+    """A copy of a section without the keys that it does not know; each of those is an error or a note."""
     table = keys_of(model)
     known: dict[str, Any] = {}
     for key, value in data.items():
-        if key in table:
+        if not path and key in OLD_TOP_LEVEL:
+            _old_section(key, value, data, known, result)
+        elif key in table:
             known[key] = _known_below(value, table[key], (*path, key), result)
         elif model.model_config.get("extra") == "allow":
             known[key] = copy_containers(value)
@@ -115,12 +128,13 @@ def _unknown_key(
     if key.startswith(COMMENT_MARKS) or path and path[0] in SILENT_SECTIONS:
         return
     lenient = issubclass(model, LenientConfigModel)
-    if not path and (key in FOREIGN_KEYS or "." in key or key in BFLOAT16_SPELLINGS):
+    if not path and (key in FOREIGN_KEYS or "." in key):
         return
-    candidates = _spellings_left(model, siblings)
-    suggestion = misspelt(key, candidates) if lenient else nearest(key, candidates)
-    if suggestion is not None and (not lenient or suggestion not in siblings):
-        result.error(here, f"unknown key; did you mean '{'.'.join(map(str, (*path, suggestion)))}'? (value: {shown(value)})")
+    suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
+    if suggestion is not None:
+        meant = ".".join(map(str, (*path, suggestion)))
+        result.doubtful.add(meant)
+        result.error(here, f"unknown key; did you mean '{meant}'? (value: {shown(value)})")
         return
     elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
     hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
@@ -140,15 +154,21 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
     return [spelling for spelling, key in table.items() if key.name not in taken]
 
 
-# ------------------------------------------------------------------------------------------------- old spellings
+# ------------------------------------------------------------------------------------------ old spellings
 
 
-def _old_spellings(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
+def _old_section(
+    key: str, value: Any, data: Mapping[str, Any], known: dict[str, Any], result: Analysis
+) -> None:
+    """A section under its old name: read unless the new name is there too."""
+    new = OLD_TOP_LEVEL[key]
+    note(f"config key '{key}' is deprecated, use '{new}'")
+    if new not in data:
+        known[new] = _known_below(value, keys_of(TrainingConfig)[new], (key,), result)
+
+
+def _old_forms(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
     """Old forms of whole sections, in place; old keys inside sections are the models' business."""
-    old = raw.get("bfloat16")
-    if old is not None and "bf16" not in data:
-        note("config key 'bfloat16' is deprecated, use 'bf16'")
-        data["bf16"] = copy_containers(old)
     if isinstance(data.get(ZERO_OPTIMIZATION), bool):
         data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
     for name in ("curriculum_learning", "elasticity", "comms_logger"):
@@ -157,39 +177,45 @@ def _old_spellings(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
 
 
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
-    """Paths of the values "auto" that wait for somebody to fill them in (not of keys that have "auto" as a choice)."""
+    """Paths of the values "auto" that wait for somebody to fill them in (not of keys that have "auto" as a
+    choice).
+    """
     if is_auto(value):
         found = field_at(TrainingConfig, path)
         return [] if found is not None and is_auto(found.get_default()) else [path]
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    )
     return [found for key, item in items for found in _auto_paths(item, (*path, key))]
 
 
-# ------------------------------------------------------------------------------------------------- types and bounds
+# --------------------------------------------------------------------------------------- types and bounds
 
 
-def _validate(data: dict[str, Any], result: Analysis) -> tuple[TrainingConfig | None, set[str]]:
-    """The model of what is valid in `data`, and the dotted paths of what is not (also reported)."""
-    invalid: set[str] = set()
-    while data or not invalid:
+def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
+    """The model of what is valid in `data`; what is not is reported, removed, and remembered as doubtful."""
+    refused: set[str] = set()
+    while True:
         try:
-            return TrainingConfig(**data), invalid
+            return TrainingConfig(**data)
         except ValidationError as error:
-            before = len(invalid)
+            before = len(refused)
             for path, message, missing in _told(error, data, result.source.data):
                 dotted = ".".join(map(str, path))
-                if dotted not in invalid and f"{dotted}.{missing}" not in invalid:
+                if not {dotted, f"{dotted}.{missing}"} & (refused | result.doubtful):
                     result.error(path, message)
-                invalid.add(dotted)
-            if len(invalid) == before:
-                break
-            for dotted in invalid:
+                refused.add(dotted)
+            if len(refused) == before:
+                return None
+            result.doubtful |= refused
+            for dotted in refused:
                 _remove(data, dotted)
-    return None, invalid
 
 
-def _told(error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]) -> list[tuple[Path, str, str]]:
-    """(path, message, missing key) per value that a pydantic error is about; `raw` has the values as written."""
+def _told(
+    error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
+) -> list[tuple[Path, str, str]]:
+    """(path, message, missing key) for each value that an error is about; `raw` has the values as written."""
     told: dict[Path, tuple[Path, str, str]] = {}
     for entry in error.errors():
         path, missing = _path_in(entry["loc"], data)
@@ -206,9 +232,7 @@ def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
     path: list[str | int] = []
     missing = ""
     for part in loc:
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+        if _has(data, part):
             data = data[part]
         else:
             missing = str(part) if isinstance(data, Mapping) else missing
@@ -220,13 +244,21 @@ def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
 def _message(path: Path, entry: Any, raw: Mapping[str, Any]) -> str:
     value = _value_at(raw, path, entry["input"])
     found = field_at(TrainingConfig, path)
-    own_text = str(entry.get("ctx", {}).get("error", "")) if entry["type"] in ("value_error", "assertion_error") else ""
+    own_text = (
+        str(entry.get("ctx", {}).get("error", ""))
+        if entry["type"] in ("value_error", "assertion_error")
+        else ""
+    )
     if isinstance(value, (dict, BaseModel)) and own_text:
         return own_text  # a rule about a whole section
     message = f"{shown(value)} is not allowed"
     if found is not None:
         message += f"; expected {_expected(found, path)}"
-        if own_text and not own_text.startswith("a boolean") and own_text.removeprefix("must be ") not in message:
+        if (
+            own_text
+            and not own_text.startswith("a boolean")
+            and own_text.removeprefix("must be ") not in message
+        ):
             message += f" ({own_text})"
         choices = [str(choice) for choice in choices_of(found) if choice is not None]
         hint = nearest(value, choices) if isinstance(value, str) and choices else None
@@ -244,7 +276,13 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
     *parents, leaf = dotted.split(".")
     owner: Any = data
     for part in parents:
-        owner = owner[int(part)] if isinstance(owner, list) else owner.get(part) if isinstance(owner, dict) else None
+        owner = (
+            owner[int(part)]
+            if isinstance(owner, list)
+            else owner.get(part)
+            if isinstance(owner, dict)
+            else None
+        )
         if owner is None:
             return
     if isinstance(owner, dict):
@@ -253,12 +291,14 @@ def _remove(data: dict[str, Any], dotted: str) -> None:
         _remove(data, ".".join(parents))
 
 
-# ------------------------------------------------------------------------------------------------- between sections
+# --------------------------------------------------------------------------------------- between sections
 
 
-def _check_rules(config: TrainingConfig, invalid: set[str], result: Analysis) -> None:
+def _check_rules(config: TrainingConfig, result: Analysis) -> None:
     def spoiled(key: str) -> bool:
-        return any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad in invalid)
+        return any(
+            key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad in result.doubtful
+        )
 
     for finding in check_rules(config):
         if any(spoiled(key) for key in finding.keys):
@@ -280,22 +320,33 @@ def _check_rules(config: TrainingConfig, invalid: set[str], result: Analysis) ->
 def _value_at(data: Any, path: Path, otherwise: Any) -> Any:
     """The value at a path of a config as written."""
     for part in path:
-        if isinstance(data, Mapping) and part in data or isinstance(data, list) and isinstance(part, int):
-            data = data[part]
-        else:
+        if not _has(data, part):
             return otherwise
+        data = data[part]
     return data
 
 
-def _resolve_batch(config: TrainingConfig, dp_world: int, world_from: str, auto_is_open: bool, result: Analysis) -> None:
+def _has(data: Any, part: str | int) -> bool:
+    """Whether an object holds the key, or a list the index."""
+    if isinstance(data, list):
+        return isinstance(part, int) and part < len(data)
+    return isinstance(data, Mapping) and part in data
+
+
+def _resolve_batch(
+    config: TrainingConfig, dp_world: int, world_from: str, auto_is_open: bool, result: Analysis
+) -> None:
     given = [getattr(config, key) for key in BATCH_KEYS]
     open_keys = [key for key in BATCH_KEYS if key in result.auto_keys]
-    if open_keys and auto_is_open and (given[0] is None or given[1] is None):
+    if open_keys and auto_is_open and given[0] is None and given[1] is None:
         return
     try:
-        result.batch = batch.resolve(*given, dp_world, world_from=world_from)
+        result.batch = batch.resolve(given[0], given[1], given[2], dp_world, world_from=world_from)
     except batch.BatchError as error:
         message = str(error)
         if open_keys and given[0] is None and given[1] is None:
-            message = f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and nobody filled in a number"
+            message = (
+                f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and "
+                f"nobody filled in a number"
+            )
         result.error(error.key, message)

@@ -1,4 +1,4 @@
-"""Walking a config beside its schema: which keys a section knows, what a field allows, where a key belongs."""
+"""A config beside its schema: which keys a section knows, what a field allows, where a key belongs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -29,9 +29,11 @@ class Key:
     """"dict" or "list" when the sections below are the values of an object or the items of a list."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def keys_of(model: type[BaseModel]) -> dict[str, Key]:
-    """Every accepted spelling (field name and alias) of every key of a section; the documented spelling first."""
+    """Every accepted spelling (field name and alias) of every key of a section; the documented spelling
+    first.
+    """
     table: dict[str, Key] = {}
     for name, field in model.model_fields.items():
         section, container = _section_in(field.annotation)
@@ -65,7 +67,8 @@ def _section_in(annotation: Any) -> tuple[type[BaseModel] | None, str | None]:
 def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Key]]:
     """Every key of a section and of the sections below it, as (path of documented spellings, key).
 
-    Sections inside an object of free names are found under `<name>`, those inside a list under the list itself.
+    Sections inside an object of free names are found under `<name>`, those inside a list under the list
+    itself.
     """
     for name, field in model.model_fields.items():
         key = keys_of(model)[name]
@@ -75,7 +78,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[t
             yield from walk(key.section, (*here, "<name>") if key.container == "dict" else here)
 
 
-@lru_cache(maxsize=None)
+@cache
 def homes(model: type[BaseModel]) -> dict[str, list[str]]:
     """Key -> the dotted paths under which it is known, for keys written in the wrong section."""
     table: dict[str, list[str]] = {}
@@ -101,7 +104,7 @@ def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo |
     return found.field if found else None
 
 
-# ------------------------------------------------------------------------------------------------- what is allowed
+# ---------------------------------------------------------------------------------------- what is allowed
 
 
 def type_of(field: FieldInfo) -> str:
@@ -144,7 +147,9 @@ def _type(annotation: Any) -> str:
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """The values that an enumerated field may have (null among them when it may be null), else an empty list."""
+    """The values that an enumerated field may have (null among them when it may be null), else an empty
+    list.
+    """
     return list(dict.fromkeys(_choices(field.annotation)))
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key (dotted), what is said about it, and the line when it came from a file."""
+    """One thing that is wrong: the key (dotted), what is said about it, and the line when it came from a
+    file.
+    """
 
     key: str
     message: str
@@ -38,7 +40,11 @@ class DeepSpeedConfigError(ValueError, AssertionError):
 
 def shown(value: Any) -> str:
     """A value as it would stand in JSON, shortened."""
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    text = (
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else repr(value)
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -1,4 +1,6 @@
-"""Reading a config: from a dict, a JSON or HJSON file, or urlsafe-base64 JSON text. Nothing is interpreted here."""
+"""Reading a config: from a dict, a JSON or HJSON file, or urlsafe-base64 JSON text. Nothing is interpreted
+here.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +54,10 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
             f"a config is a dict, a path to a JSON or HJSON file, or base64 text, not {type(config).__name__}"
         )
     name = os.fspath(config)
+    if os.path.isdir(name):
+        raise UnreadableConfig(
+            f"{name} is a folder; a config is a dict, a path to a JSON or HJSON file, or base64 text"
+        )
     if os.path.exists(name):
         with open(name, encoding="utf-8") as file:
             text = file.read()
@@ -116,7 +122,8 @@ def _duplicates(text: str, name: str, error: ValueError) -> UnreadableConfig:
     if not twice:
         return UnreadableConfig(f"{error} in {name}")
     places = ", ".join(
-        f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(map(str, lines))})" for path, lines in twice.items()
+        f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(map(str, lines))})"
+        for path, lines in twice.items()
     )
     return UnreadableConfig(f"Duplicate keys in DeepSpeed config {name}: {places}")
 
@@ -132,13 +139,27 @@ _TOKEN = re.compile(
 )
 
 
+@dataclass(slots=True)
+class _Level:
+    """An object or list that is open at the present place of the text."""
+
+    is_list: bool
+    path: Path
+    key: str = ""
+    index: int = 0
+
+    @property
+    def here(self) -> Path:
+        return (*self.path, self.index if self.is_list else self.key)
+
+
 def key_lines(text: str) -> dict[Path, list[int]]:
     """Path of every key -> the lines (1-based) on which it stands; list items count by their index.
 
     Best effort for HJSON, where a text without quotes may contain structure marks.
     """
     lines: dict[Path, list[int]] = {}
-    stack: list[list[Any]] = []  # [is a list, its own path, current index or key]
+    stack: list[_Level] = []
     previous: tuple[str, int] | None = None
     position, line = 0, 1
     for token in _TOKEN.finditer(text):
@@ -147,15 +168,14 @@ def key_lines(text: str) -> dict[Path, list[int]]:
         kind, value = token.lastgroup, token.group()
         if kind in ("string", "word"):
             previous = (value[1:-1] if kind == "string" else value, line)
-        elif value == ":" and previous and stack and not stack[-1][0]:
-            stack[-1][2] = previous[0]
-            lines.setdefault((*stack[-1][1], previous[0]), []).append(previous[1])
+        elif value == ":" and previous and stack and not stack[-1].is_list:
+            stack[-1].key = previous[0]
+            lines.setdefault(stack[-1].here, []).append(previous[1])
             previous = None
         elif value in "{[":
-            path: Path = (*stack[-1][1], stack[-1][2]) if stack else ()
-            stack.append([value == "[", path, 0])
+            stack.append(_Level(value == "[", stack[-1].here if stack else ()))
         elif value in "}]" and stack:
             stack.pop()
-        elif value == "," and stack and stack[-1][0]:
-            stack[-1][2] += 1
+        elif value == "," and stack:
+            stack[-1].index += 1
     return lines

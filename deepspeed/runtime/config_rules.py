@@ -1,7 +1,8 @@
 """Rules that tie several sections of a config together.
 
-Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others are those
-the rule looked at (a rule is not heard when one of its keys is invalid by itself). Rules inside one section live in the model.
+Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others
+are those the rule looked at (a rule is not heard when one of its keys is invalid by itself). Rules inside
+one section live in the model.
 """
 
 from __future__ import annotations
@@ -46,12 +47,22 @@ def offload_device(section: Any) -> str:
 
 def one_precision(config: TrainingConfig) -> Iterator[Finding]:
     if config.fp16.enabled and config.bf16.enabled:
-        yield Finding((BF16, FP16), "fp16 and bf16 are both enabled: bfloat16 and fp16 modes exclude each other, choose one")
+        yield Finding(
+            (BF16, FP16),
+            "fp16 and bf16 are both enabled: bfloat16 and fp16 modes exclude each other, choose one",
+        )
     if not config.amp.enabled:
         return
-    for key, on in ((FP16, config.fp16.enabled), (BF16, config.bf16.enabled), (STAGE, config.zero_optimization.stage > 0)):
+    for key, on in (
+        (FP16, config.fp16.enabled),
+        (BF16, config.bf16.enabled),
+        (STAGE, config.zero_optimization.stage > 0),
+    ):
         if on:
-            yield Finding((AMP, key), f"amp does not go with {key}: remove one of the two (torch_autocast goes with ZeRO)")
+            yield Finding(
+                (AMP, key),
+                f"amp does not go with {key}: remove one of the two (torch_autocast goes with ZeRO)",
+            )
 
 
 def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:
@@ -60,7 +71,8 @@ def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:
         key = "fp16.fp16_master_weights_and_grads"
         if stage == 0 or offload_device(zero.offload_optimizer) == "none":
             yield Finding(
-                (key, STAGE, OFFLOAD, f"{OFFLOAD}.device"), "needs ZeRO stage 1, 2 or 3 with zero_optimization.offload_optimizer"
+                (key, STAGE, OFFLOAD, f"{OFFLOAD}.device"),
+                "needs ZeRO stage 1, 2 or 3 with zero_optimization.offload_optimizer",
             )
     masters, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
     if config.bf16.bf16_master_weights_and_grads and stage == 0:
@@ -82,7 +94,9 @@ def unmanaged_accumulation(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding((key, AMP), "false does not go with amp")
     if "overlap_comm" in zero.model_fields_set and zero.overlap_comm and zero.stage not in (0, 2):
         overlap = "zero_optimization.overlap_comm"
-        yield Finding((key, overlap, STAGE), f"false goes with {overlap}: true at stage 2 only (stage is {zero.stage})")
+        yield Finding(
+            (key, overlap, STAGE), f"false goes with {overlap}: true at stage 2 only (stage is {zero.stage})"
+        )
 
 
 def summed_gradients(config: TrainingConfig) -> Iterator[Finding]:
@@ -101,24 +115,38 @@ def summed_gradients(config: TrainingConfig) -> Iterator[Finding]:
 
 def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
     zero = config.zero_optimization
-    for name, section, needed in (("offload_param", zero.offload_param, 3), ("offload_optimizer", zero.offload_optimizer, 1)):
+    for name, section, needed in (
+        ("offload_param", zero.offload_param, 3),
+        ("offload_optimizer", zero.offload_optimizer, 1),
+    ):
         key = f"zero_optimization.{name}"
         if section is None or section.device == "none":
             continue
         if section.device == "nvme" and section.nvme_path is None:
-            yield Finding((f"{key}.nvme_path", f"{key}.device"), "is needed for device 'nvme': give a folder for the swap files")
+            yield Finding(
+                (f"{key}.nvme_path", f"{key}.device"),
+                "is needed for device 'nvme': give a folder for the swap files",
+            )
         if zero.stage < needed:
-            yield Finding((key, STAGE), f"has no effect at stage {zero.stage}; it needs stage {needed} or higher", False)
+            yield Finding(
+                (key, STAGE), f"has no effect at stage {zero.stage}; it needs stage {needed} or higher", False
+            )
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.ratio < 1.0 and zero.stage != 3:
-        yield Finding((f"{OFFLOAD}.ratio", STAGE), f"{optimizer.ratio} is below 1, which needs stage 3 (stage is {zero.stage})")
+        yield Finding(
+            (f"{OFFLOAD}.ratio", STAGE),
+            f"{optimizer.ratio} is below 1, which needs stage 3 (stage is {zero.stage})",
+        )
     if optimizer is not None and optimizer.super_offload and zero.stage != 3:
         yield Finding((f"{OFFLOAD}.super_offload", STAGE), f"needs stage 3 (stage is {zero.stage})")
 
 
 def old_stage_one(config: TrainingConfig) -> Iterator[Finding]:
     if config.zero_optimization.legacy_stage1:
-        yield Finding(("zero_optimization.legacy_stage1",), "true is no longer supported: remove it, stage 1 is the current one")
+        yield Finding(
+            ("zero_optimization.legacy_stage1",),
+            "true is no longer supported: remove it, stage 1 is the current one",
+        )
 
 
 def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
@@ -127,7 +155,8 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
         return
     if "max_grad_norm" in (section.params or {}):
         yield Finding(
-            ("optimizer.params.max_grad_norm",), "is not an argument of the optimizer: set gradient_clipping at top level instead"
+            ("optimizer.params.max_grad_norm",),
+            "is not an argument of the optimizer: set gradient_clipping at top level instead",
         )
     name = section.type
     if name is None:
@@ -135,10 +164,17 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
             yield Finding(("optimizer.type",), "is missing beside optimizer.params: name the optimizer")
         return
     if name.lower() in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage > 0:
-        yield Finding(("optimizer.type", STAGE), f"{name} does not go with ZeRO (stage is {config.zero_optimization.stage})")
+        yield Finding(
+            ("optimizer.type", STAGE),
+            f"{name} does not go with ZeRO (stage is {config.zero_optimization.stage})",
+        )
     found = getattr(torch.optim, name, None)
-    if name.lower() not in BUILT_IN_OPTIMIZERS and not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        yield Finding(("optimizer.type",), _unknown_class(name, BUILT_IN_OPTIMIZERS, torch.optim, "torch.optim"))
+    if name.lower() not in BUILT_IN_OPTIMIZERS and not (
+        isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    ):
+        yield Finding(
+            ("optimizer.type",), _unknown_class(name, BUILT_IN_OPTIMIZERS, torch.optim, "torch.optim")
+        )
 
 
 def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
@@ -152,19 +188,29 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
         return
     module = torch.optim.lr_scheduler
     if name not in VALID_LR_SCHEDULES and not isinstance(getattr(module, name, None), type):
-        yield Finding(("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, module, "torch.optim.lr_scheduler"))
+        yield Finding(
+            ("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, module, "torch.optim.lr_scheduler")
+        )
     if name in WARMUP_LR_SCHEDULES and "warmup_num_steps" in params:
         steps = params["warmup_num_steps"]
         whole = isinstance(steps, (int, float)) and not isinstance(steps, bool) and float(steps).is_integer()
         if not whole or steps < 0:
-            yield Finding(("scheduler.params.warmup_num_steps",), f"{shown(steps)} is not allowed; expected a whole number > 0")
+            yield Finding(
+                ("scheduler.params.warmup_num_steps",),
+                f"{shown(steps)} is not allowed; expected a whole number > 0",
+            )
 
 
 def _unknown_class(name: str, own: tuple[str, ...], module: Any, module_name: str) -> str:
-    of_torch = [member for member, value in vars(module).items() if isinstance(value, type) and not member.startswith("_")]
+    of_torch = [
+        member
+        for member, value in vars(module).items()
+        if isinstance(value, type) and not member.startswith("_")
+    ]
     hint = nearest(name, [*own, *of_torch])
-    meant = f"; did you mean '{hint}'?" if hint else ""
-    return f"{shown(name)} is not known{meant} Built in: {', '.join(own)}; or the name of a class in {module_name}"
+    meant = f"; did you mean '{hint}'?" if hint else "."
+    known = f"Built in: {', '.join(own)}; or the name of a class in {module_name}"
+    return f"{shown(name)} is not known{meant} {known}"
 
 
 def contiguous_checkpoints(config: TrainingConfig) -> Iterator[Finding]:
@@ -187,7 +233,10 @@ def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:
         if name not in section.model_fields_set:
             yield Finding((f"elasticity.{name}",), "is missing: elasticity needs it")
     if section.max_gpus < section.min_gpus:
-        yield Finding(("elasticity.max_gpus", "elasticity.min_gpus"), f"{section.max_gpus} is below min_gpus ({section.min_gpus})")
+        yield Finding(
+            ("elasticity.max_gpus", "elasticity.min_gpus"),
+            f"{section.max_gpus} is below min_gpus ({section.min_gpus})",
+        )
     if not section.ignore_non_elastic_batch_info:
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if getattr(config, name) is not None:
@@ -200,13 +249,17 @@ def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:
 def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
     if config.expert_parallel.enabled and config.tensor_parallel.autotp_size > 1:
         keys = ("expert_parallel.enabled", "tensor_parallel.autotp_size")
-        yield Finding(keys, f"does not go with tensor_parallel.autotp_size {config.tensor_parallel.autotp_size}")
+        yield Finding(
+            keys, f"does not go with tensor_parallel.autotp_size {config.tensor_parallel.autotp_size}"
+        )
 
 
 def even_vocabulary(config: TrainingConfig) -> Iterator[Finding]:
     if config.vocabulary_size and config.vocabulary_size % 8:
         yield Finding(
-            ("vocabulary_size",), f"{config.vocabulary_size} is not a multiple of 8: matrix products on GPUs are slower", False
+            ("vocabulary_size",),
+            f"{config.vocabulary_size} is not a multiple of 8: matrix products on GPUs are slower",
+            False,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
@@ -71,23 +72,26 @@ class OptimizerConfig(LenientConfigModel):
     """The optimizer that the engine makes when none is passed to `initialize`."""
 
     type: str | None = Field(
-        None,
-        description="Name, in any case of letters, of a built-in one (adam, adamw, lamb, lion, adagrad, sgd, ...), "
+        default=None,
+        description="Name, in any case of letters, of a built-in one (adam, adamw, lamb, lion, adagrad, "
+        "sgd, ...), "
         "or the name of a class in `torch.optim`.",
     )
-    params: Arguments = Field(None, description="Arguments of the constructor (`lr`, `betas`, `weight_decay`, ...).")
-    legacy_fusion: bool = Field(False, description="No effect; chose an older way of flattening.")
+    params: Arguments = Field(
+        default=None, description="Arguments of the constructor (`lr`, `betas`, `weight_decay`, ...)."
+    )
+    legacy_fusion: bool = Field(default=False, description="No effect; chose an older way of flattening.")
 
 
 class SchedulerConfig(LenientConfigModel):
     """The learning-rate schedule that the engine makes and steps when none is passed to `initialize`."""
 
     type: str | None = Field(
-        None,
+        default=None,
         description="LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, "
         "or the name of a class in `torch.optim.lr_scheduler`.",
     )
-    params: Arguments = Field(None, description="Arguments of the constructor.")
+    params: Arguments = Field(default=None, description="Arguments of the constructor.")
 
 
 class TrainingConfig(LenientConfigModel):
@@ -96,98 +100,164 @@ class TrainingConfig(LenientConfigModel):
     model_config = ConfigDict(extra="ignore")
 
     train_batch_size: Int | None = Field(
-        None,
+        default=None,
         gt=0,
-        description="Samples per optimizer step over all ranks: micro-batch x accumulation x data-parallel ranks. "
+        description="Samples per optimizer step over all ranks: micro-batch x accumulation x "
+        "data-parallel ranks. "
         "Derived when missing; this or `train_micro_batch_size_per_gpu` must be given.",
     )
     train_micro_batch_size_per_gpu: Int | None = Field(
-        None, gt=0, description="Samples per rank in one forward and backward. Derived when missing."
+        default=None, gt=0, description="Samples per rank in one forward and backward. Derived when missing."
     )
     gradient_accumulation_steps: Int | None = Field(
-        None, gt=0, description="Micro-batches per optimizer step. Derived when missing; 1 if one batch size alone is given."
+        default=None,
+        gt=0,
+        description="Micro-batches per optimizer step. Derived when missing; 1 if one batch size alone is "
+        "given.",
     )
     managed_gradient_accumulation: bool = Field(
-        True,
-        description="The engine counts micro-batches and `step()` acts at the last one only. False: every `step()` acts. "
+        default=True,
+        description="The engine counts micro-batches and `step()` acts at the last one only. False: every "
+        "`step()` acts. "
         "False excludes `compile.deepcompile`, `amp`, and `overlap_comm` unless at stage 2.",
     )
-    optimizer: OptimizerConfig | None = Field(None, description="Optimizer made by the engine.")
-    scheduler: SchedulerConfig | None = Field(None, description="Learning-rate schedule made by the engine.")
-    communication_data_type: Dtype = Field(None, description="Dtype of gradients on the wire; null: that of training.")
+    optimizer: OptimizerConfig | None = Field(default=None, description="Optimizer made by the engine.")
+    scheduler: SchedulerConfig | None = Field(
+        default=None, description="Learning-rate schedule made by the engine."
+    )
+    communication_data_type: Dtype = Field(
+        default=None, description="Dtype of gradients on the wire; null: that of training."
+    )
     seq_parallel_communication_data_type: Dtype = Field(
-        "fp32", description="Dtype of gradients on the wire between sequence-parallel ranks."
+        default=torch.float32, description="Dtype of gradients on the wire between sequence-parallel ranks."
     )
     gradient_allreduce_op: Literal["mean", "sum"] = Field(
-        "mean", description="Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, DeepCompile."
+        default="mean",
+        description="Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, "
+        "DeepCompile.",
     )
-    prescale_gradients: bool = Field(False, description="Divide gradients before they are reduced instead of after.")
-    gradient_predivide_factor: Float = Field(1.0, gt=0, description="Divide by this before reducing, by the rest after.")
-    sparse_gradients: bool = Field(False, description="Reduce gradients of `nn.Embedding` as indices and values.")
-    disable_allgather: bool = Field(False, description="No effect; kept for old files.")
-    fp16: DeepSpeedFP16Config = Field(DeepSpeedFP16Config(), description="Training in fp16.")
-    bf16: DeepSpeedBF16Config = Field(DeepSpeedBF16Config(), description="Training in bf16. Old spelling: `bfloat16`.")
-    amp: AmpConfig = Field(AmpConfig(), description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO.")
-    torch_autocast: TorchAutocastConfig = Field(TorchAutocastConfig(), description="`torch.autocast` by the engine.")
-    gradient_clipping: Float = Field(1.0, ge=0, description="Largest global norm of the gradients; 0: no clipping.")
-    data_types: DataTypesConfig = Field(DataTypesConfig(), description="Dtypes other than the implied ones.")
-    zero_optimization: DeepSpeedZeroConfig = Field(DeepSpeedZeroConfig(), description="ZeRO.")
-    zero_allow_untested_optimizer: bool = Field(False, description="No note when ZeRO meets an optimizer it does not know.")
+    prescale_gradients: bool = Field(
+        default=False, description="Divide gradients before they are reduced instead of after."
+    )
+    gradient_predivide_factor: Float = Field(
+        default=1.0, gt=0, description="Divide by this before reducing, by the rest after."
+    )
+    sparse_gradients: bool = Field(
+        default=False, description="Reduce gradients of `nn.Embedding` as indices and values."
+    )
+    disable_allgather: bool = Field(default=False, description="No effect; kept for old files.")
+    fp16: DeepSpeedFP16Config = Field(default=DeepSpeedFP16Config(), description="Training in fp16.")
+    bf16: DeepSpeedBF16Config = Field(
+        default=DeepSpeedBF16Config(), description="Training in bf16. Old spelling: `bfloat16`."
+    )
+    amp: AmpConfig = Field(
+        default=AmpConfig(), description="Mixed precision by `torch.amp`; not with fp16, bf16 or ZeRO."
+    )
+    torch_autocast: TorchAutocastConfig = Field(
+        default=TorchAutocastConfig(), description="`torch.autocast` by the engine."
+    )
+    gradient_clipping: Float = Field(
+        default=1.0, ge=0, description="Largest global norm of the gradients; 0: no clipping."
+    )
+    data_types: DataTypesConfig = Field(
+        default=DataTypesConfig(), description="Dtypes other than the implied ones."
+    )
+    zero_optimization: DeepSpeedZeroConfig = Field(
+        default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
+    )
+    zero_allow_untested_optimizer: bool = Field(
+        default=False, description="No note when ZeRO meets an optimizer it does not know."
+    )
     zero_force_ds_cpu_optimizer: bool = Field(
-        True, description="With optimizer offload, refuse a client's optimizer that is not made for the host."
+        default=True,
+        description="With optimizer offload, refuse a client's optimizer that is not made for the host.",
     )
-    aio: AioConfig = Field(AioConfig(), description="File access for NVMe offload.")
-    tensor_parallel: TPTrainingConfig = Field(TPTrainingConfig(), description="AutoTP.")
-    sequence_parallel_size: Int | None = Field(None, ge=1, description="Ranks that share a sequence.")
+    aio: AioConfig = Field(default=AioConfig(), description="File access for NVMe offload.")
+    tensor_parallel: TPTrainingConfig = Field(default=TPTrainingConfig(), description="AutoTP.")
+    sequence_parallel_size: Int | None = Field(default=None, ge=1, description="Ranks that share a sequence.")
     data_parallel_size: Int | None = Field(
-        None, ge=1, description="Data-parallel ranks; with `sequence_parallel_size` it makes up the device mesh."
+        default=None,
+        ge=1,
+        description="Data-parallel ranks; with `sequence_parallel_size` it makes up the device mesh.",
     )
-    use_data_before_expert_parallelism: bool = Field(False, description="Order of the ranks: data groups inside expert groups.")
-    expert_parallel: AutoEPConfig = Field(AutoEPConfig(), description="AutoEP.")
-    hybrid_engine: HybridEngineConfig = Field(HybridEngineConfig(), description="Training and generation in one engine.")
+    use_data_before_expert_parallelism: bool = Field(
+        default=False, description="Order of the ranks: data groups inside expert groups."
+    )
+    expert_parallel: AutoEPConfig = Field(default=AutoEPConfig(), description="AutoEP.")
+    hybrid_engine: HybridEngineConfig = Field(
+        default=HybridEngineConfig(), description="Training and generation in one engine."
+    )
     steps_per_print: Annotated[
         int | float | None, PlainValidator(_print_period), Says("a number above 0 (infinity: never) or null")
-    ] = Field(None, description="Steps between two lines of progress; null: none.")
-    wall_clock_breakdown: bool = Field(False, description="Time forward, backward and step; `flops_profiler` turns it on.")
-    memory_breakdown: bool = Field(False, description="Report memory around forward, backward and step.")
-    dump_state: bool = Field(False, description="Print the config at the start.")
+    ] = Field(default=None, description="Steps between two lines of progress; null: none.")
+    wall_clock_breakdown: bool = Field(
+        default=False, description="Time forward, backward and step; `flops_profiler` turns it on."
+    )
+    memory_breakdown: bool = Field(
+        default=False, description="Report memory around forward, backward and step."
+    )
+    dump_state: bool = Field(default=False, description="Print the config at the start.")
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
-    ] = Field(None, description="Level of the logger; null: left as it is.")
-    vocabulary_size: Int | None = Field(None, ge=1, description="Only checked: a multiple of 8 is quicker on GPUs.")
-    dataloader_drop_last: bool = Field(False, description="The engine's loader drops an incomplete last batch.")
-    graph_harvesting: bool = Field(False, description="Run the optimizer step as a CUDA graph.")
-    timers: TimersConfig = Field(TimersConfig(), description="Timers.")
-    autotuning: DeepSpeedAutotuningConfig = Field(DeepSpeedAutotuningConfig(), description="Autotuner.")
-    flops_profiler: DeepSpeedFlopsProfilerConfig = Field(DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler.")
+    ] = Field(default=None, description="Level of the logger; null: left as it is.")
+    vocabulary_size: Int | None = Field(
+        default=None, ge=1, description="Only checked: a multiple of 8 is quicker on GPUs."
+    )
+    dataloader_drop_last: bool = Field(
+        default=False, description="The engine's loader drops an incomplete last batch."
+    )
+    graph_harvesting: bool = Field(default=False, description="Run the optimizer step as a CUDA graph.")
+    timers: TimersConfig = Field(default=TimersConfig(), description="Timers.")
+    autotuning: DeepSpeedAutotuningConfig = Field(
+        default=DeepSpeedAutotuningConfig(), description="Autotuner."
+    )
+    flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
+        default=DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler."
+    )
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
-        DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."
+        default=DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."
     )
-    sparse_attention: SparseAttentionConfig | None = Field(None, description="Block-sparse attention.")
-    data_efficiency: DataEfficiencyConfig = Field(DataEfficiencyConfig(), description="Data efficiency library.")
-    curriculum_learning: CurriculumLegacyConfig | None = Field(None, description="Curriculum on sequence length (older form).")
-    progressive_layer_drop: ProgressiveLayerDropConfig | None = Field(None, description="Progressive layer dropping.")
-    tensorboard: TensorBoardConfig = Field(TensorBoardConfig(), description="Curves for TensorBoard.")
-    wandb: WandbConfig = Field(WandbConfig(), description="Curves for Weights & Biases.")
-    csv_monitor: CSVConfig = Field(CSVConfig(), description="Curves in CSV files.")
-    comet: CometConfig = Field(CometConfig(), description="Curves for Comet.")
-    comms_logger: CommsLoggerConfig | None = Field(None, description="Log of communication.")
-    elasticity: ElasticityConfig | None = Field(None, description="Elastic batch size.")
-    compression_training: CompressionConfig = Field(CompressionConfig(), description="Compression.")
-    quantize_training: QuantizeTrainingConfig | None = Field(None, description="Left over from the first form of MoQ.")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="Checkpoints.")
-    pipeline: PipelineConfig = Field(PipelineConfig(), description="Pipeline engine.")
-    nebula: DeepSpeedNebulaConfig = Field(DeepSpeedNebulaConfig(), description="Checkpoints through Azure Nebula.")
+    sparse_attention: SparseAttentionConfig | None = Field(
+        default=None, description="Block-sparse attention."
+    )
+    data_efficiency: DataEfficiencyConfig = Field(
+        default=DataEfficiencyConfig(), description="Data efficiency library."
+    )
+    curriculum_learning: CurriculumLegacyConfig | None = Field(
+        default=None, description="Curriculum on sequence length (older form)."
+    )
+    progressive_layer_drop: ProgressiveLayerDropConfig | None = Field(
+        default=None, description="Progressive layer dropping."
+    )
+    tensorboard: TensorBoardConfig = Field(default=TensorBoardConfig(), description="Curves for TensorBoard.")
+    wandb: WandbConfig = Field(default=WandbConfig(), description="Curves for Weights & Biases.")
+    csv_monitor: CSVConfig = Field(default=CSVConfig(), description="Curves in CSV files.")
+    comet: CometConfig = Field(default=CometConfig(), description="Curves for Comet.")
+    comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
+    elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
+    compression_training: CompressionConfig = Field(default=CompressionConfig(), description="Compression.")
+    quantize_training: QuantizeTrainingConfig | None = Field(
+        default=None, description="Left over from the first form of MoQ."
+    )
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="Pipeline engine.")
+    nebula: DeepSpeedNebulaConfig = Field(
+        default=DeepSpeedNebulaConfig(), description="Checkpoints through Azure Nebula."
+    )
     datastates_ckpt: Annotated[Any, PlainValidator(_choices), Says("an object or false")] = Field(
-        False, description="Checkpoints through DataStates; anything but false turns it on."
+        default=False, description="Checkpoints through DataStates; anything but false turns it on."
     )
-    weight_quantization: WeightQuantConfig | None = Field(None, description="Quantized weights for inference with ZeRO.")
-    compile: CompileConfig = Field(CompileConfig(), description="DeepCompile.")
-    inference: Any = Field(None, description="Not read here; Transformers looks for `inference.tensor_parallel.tp_size`.")
-    msamp: Any = Field(None, description="Not read here; Accelerate writes it for MS-AMP.")
+    weight_quantization: WeightQuantConfig | None = Field(
+        default=None, description="Quantized weights for inference with ZeRO."
+    )
+    compile: CompileConfig = Field(default=CompileConfig(), description="DeepCompile.")
+    inference: Any = Field(
+        default=None, description="Not read here; Transformers looks for `inference.tensor_parallel.tp_size`."
+    )
+    msamp: Any = Field(default=None, description="Not read here; Accelerate writes it for MS-AMP.")
 
     @model_validator(mode="after")
     def profiler_needs_timers(self) -> TrainingConfig:
         if self.flops_profiler.enabled:
-            self.__dict__["wall_clock_breakdown"] = True
+            object.__setattr__(self, "wall_clock_breakdown", True)
         return self

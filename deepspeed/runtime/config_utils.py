@@ -1,7 +1,9 @@
-"""What every section of a config is made of: the pydantic base class, the value types, and small dict helpers.
+"""What every section of a config is made of: the pydantic base class, the value types, and small dict
+helpers.
 
-A *section model* says which keys a user may write, with their documented defaults and bounds. It decides nothing:
-`runtime/plan.py` reads the finished models. Each field's `description` is the text of `docs/config.md`.
+A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
+nothing: `runtime/plan.py` reads the finished models. Each field's `description` is the text of
+`docs/config.md`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from functools import cache
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_serializer
@@ -28,7 +30,9 @@ _notes: ContextVar[list[str] | None] = ContextVar("deepspeed_config_notes", defa
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list and not to the log."""
+    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list and not
+    to the log.
+    """
     notes: list[str] = []
     token = _notes.set(notes)
     try:
@@ -46,7 +50,7 @@ def note(message: str) -> None:
         notes.append(message)
 
 
-# ------------------------------------------------------------------------------------------------- value types
+# -------------------------------------------------------------------------------------------- value types
 
 
 class Says:
@@ -105,7 +109,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def parse_dtype(value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16", "bf16", "fp32")) -> torch.dtype | None:
+def parse_dtype(
+    value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16", "bf16", "fp32")
+) -> torch.dtype | None:
     """The torch dtype that a config word means ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, None).
 
     Raises ValueError for anything that is not one of the `allowed` types (given by their short words).
@@ -124,12 +130,12 @@ def parse_dtype(value: str | torch.dtype | None, allowed: Iterable[str] = ("fp16
 Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]
 
 
-# ------------------------------------------------------------------------------------------------- the base class
+# ----------------------------------------------------------------------------------------- the base class
 
 
 def required(description: str) -> Any:
     """A field that must be written as soon as its section says `enabled: true`."""
-    return Field(None, description=description, json_schema_extra={"required_when_enabled": True})
+    return Field(default=None, description=description, json_schema_extra={"required_when_enabled": True})
 
 
 def deprecated(
@@ -139,12 +145,13 @@ def deprecated(
     new_param: str | None = None,
     new_param_fn: Callable[[Any], Any] | None = None,
     message: str = "",
+    alias: str | None = None,
 ) -> Any:
     """An old spelling: accepted with one note and, when `new_param` is given, carried over to that field."""
     extra: dict[str, Any] = {"deprecated": True, "deprecated_msg": message}
     if new_param is not None:
         extra |= {"new_param": new_param, "set_new_param": True, "new_param_fn": new_param_fn or _same}
-    return Field(default, description=description, json_schema_extra=extra)
+    return Field(default, description=description, json_schema_extra=extra, alias=alias)
 
 
 def _same(value: Any) -> Any:
@@ -156,7 +163,7 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
     """(deprecated fields, fields that `enabled: true` requires) of a model class."""
     facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
@@ -167,11 +174,13 @@ def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[s
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are validated.
+    """Base of every section: unknown keys are refused, a value "auto" counts as absent, assignments are
+    validated.
 
-    Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that replaces
-    it, relative to the model), `set_new_param` (copy the value there, default True), `new_param_fn` (converts the value) and
-    `deprecated_msg` (added to the note). `strict=True` keeps "auto" values, so that they are validated like any other.
+    Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that
+    replaces it, relative to the model), `set_new_param` (copy the value there, default True),
+    `new_param_fn` (converts the value) and `deprecated_msg` (added to the note). `strict=True` keeps "auto"
+    values, so that they are validated like any other.
     """
 
     model_config = ConfigDict(
@@ -184,18 +193,19 @@ class DeepSpeedConfigModel(BaseModel):
         protected_namespaces=(),
     )
 
-    # True where the documented system ignores unknown keys: a far-away one is a note instead of an error.
-    unknown_keys_are_notes: ClassVar[bool] = False
-
     def __init__(self, /, strict: bool = False, **data: Any) -> None:
         if not strict:
-            data = {key: value for key, value in data.items() if key == "replace_method" or not is_auto(value)}
+            data = {
+                key: value for key, value in data.items() if key == "replace_method" or not is_auto(value)
+            }
         super().__init__(**data)
         old_spellings, required_fields = _special_fields(type(self))
         for name in sorted(old_spellings & self.model_fields_set):
             self._carry_over(name)
         if required_fields and getattr(self, "enabled", False):
-            missing = [name for name in type(self).model_fields if name in required_fields - self.model_fields_set]
+            missing = [
+                name for name in type(self).model_fields if name in required_fields - self.model_fields_set
+            ]
             if missing:
                 raise ValueError(f"enabled, but without {', '.join(missing)}")
 
@@ -214,19 +224,22 @@ class DeepSpeedConfigModel(BaseModel):
         for parent in parents:
             owner = getattr(owner, parent)
         if leaf in owner.model_fields_set:
-            raise ValueError(f"both '{target}' and its deprecated spelling '{name}' are given: keep '{target}'")
+            raise ValueError(
+                f"both '{target}' and its deprecated spelling '{name}' are given: keep '{target}'"
+            )
         setattr(owner, leaf, facts.get("new_param_fn", _same)(getattr(self, name)))
 
     @field_serializer("dtype", check_fields=False)
-    def serialize_torch_dtype(dtype: torch.dtype) -> str:  # noqa: N805 - pydantic passes the value alone
+    def serialize_torch_dtype(self, dtype: torch.dtype) -> str:
         return str(dtype)
 
 
 class LenientConfigModel(DeepSpeedConfigModel):
-    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys one note."""
+    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys one
+    note.
+    """
 
     model_config = ConfigDict(extra="ignore")
-    unknown_keys_are_notes: ClassVar[bool] = True
 
 
 def is_auto(value: Any) -> bool:
@@ -243,7 +256,7 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     return field.get_default()
 
 
-# ------------------------------------------------------------------------------------------------- dict helpers
+# ------------------------------------------------------------------------------------------- dict helpers
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
@@ -259,7 +272,9 @@ def get_dict_param(param_dict: Mapping[str, Any], param_name: str, param_default
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of a JSON or HJSON reader that refuses an object with the same key twice (ValueError)."""
+    """`object_pairs_hook` of a JSON or HJSON reader that refuses an object with the same key twice
+    (ValueError).
+    """
     pairs = list(ordered_pairs)
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -268,7 +283,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]])
     return result
 
 
-class pp_int(int):  # noqa: N801 - documented name
+class pp_int(int):
     """An int that prints with thousands separators, or as `custom_print_str`."""
 
     custom_print_str: str | None
@@ -292,7 +307,10 @@ class ScientificNotationEncoder(json.JSONEncoder):
         elif isinstance(o, (int, float)):
             yield f"{o:e}" if o > 1e3 else str(o)
         elif isinstance(o, Mapping):
-            items = [f"\n{pad}{json.dumps(str(k))}: {''.join(self.iterencode(v, level=level + 1))}" for k, v in o.items()]
+            items = [
+                f"\n{pad}{json.dumps(str(k))}: {''.join(self.iterencode(v, level=level + 1))}"
+                for k, v in o.items()
+            ]
             yield "{" + ", ".join(items) + "\n" + "    " * level + "}"
         elif isinstance(o, (list, tuple)):
             yield "[" + ", ".join("".join(self.iterencode(v, level=level)) for v in o) + "]"

@@ -10,12 +10,22 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
 class HybridEngineConfig(DeepSpeedConfigModel):
     """One engine that trains and generates (RLHF)."""
 
-    enabled: bool = Field(False, description="`initialize` returns the hybrid engine.")
-    max_out_tokens: Int = Field(512, ge=1, description="Longest sequence while generating.")
-    inference_tp_size: Int = Field(1, ge=1, description="Ranks that share each layer while generating.")
-    release_inference_cache: bool = Field(False, description="Free the key-value cache after each `generate`.")
-    pin_parameters: bool = Field(True, description="Keep copies of the weights in the layout of inference.")
-    tp_gather_partition_size: Int = Field(8, ge=1, description="Layers gathered at one time when several ranks share them.")
+    enabled: bool = Field(default=False, description="`initialize` returns the hybrid engine.")
+    max_out_tokens: Int = Field(default=512, ge=1, description="Longest sequence while generating.")
+    inference_tp_size: Int = Field(
+        default=1, ge=1, description="Ranks that share each layer while generating."
+    )
+    release_inference_cache: bool = Field(
+        default=False, description="Free the key-value cache after each `generate`."
+    )
+    pin_parameters: bool = Field(
+        default=True, description="Keep copies of the weights in the layout of inference."
+    )
+    tp_gather_partition_size: Int = Field(
+        default=8, ge=1, description="Layers gathered at one time when several ranks share them."
+    )
     enable_cuda_graph: bool = Field(
-        False, description="Capture decoding as a graph; no effect at stage 3, with several ranks per layer, or when the cache is freed."
+        default=False,
+        description="Capture decoding as a graph; no effect at stage 3, with several ranks per layer, or "
+        "when the cache is freed.",
     )

@@ -27,18 +27,24 @@ BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
     """16-bit floats with loss scaling (Micikevicius et al. 2018)."""
 
-    enabled: bool = Field(False, description="Train in fp16.")
-    auto_cast: bool = Field(False, description="Cast floating-point inputs of forward to fp16.")
+    enabled: bool = Field(default=False, description="Train in fp16.")
+    auto_cast: bool = Field(default=False, description="Cast floating-point inputs of forward to fp16.")
     loss_scale: Annotated[Float, AfterValidator(finite)] = Field(
-        0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
+        default=0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
     )
-    initial_scale_power: Int = Field(16, description="The dynamic scale starts at 2 to this power.")
-    loss_scale_window: Int = Field(1000, description="Clean steps before the dynamic scale doubles; above 0 when dynamic.")
-    hysteresis: Int = Field(2, description="Overflows tolerated before the scale is halved.")
-    consecutive_hysteresis: bool = Field(False, description="Every clean step restores the tolerated overflows.")
-    min_loss_scale: Int = Field(1, description="The dynamic scale never falls below; above 0 when dynamic.")
+    initial_scale_power: Int = Field(default=16, description="The dynamic scale starts at 2 to this power.")
+    loss_scale_window: Int = Field(
+        default=1000, description="Clean steps before the dynamic scale doubles; above 0 when dynamic."
+    )
+    hysteresis: Int = Field(default=2, description="Overflows tolerated before the scale is halved.")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="Every clean step restores the tolerated overflows."
+    )
+    min_loss_scale: Int = Field(
+        default=1, description="The dynamic scale never falls below; above 0 when dynamic."
+    )
     fp16_master_weights_and_grads: bool = Field(
-        False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
+        default=False, description="Master weights and gradients in fp16 too (ZeRO with optimizer offload)."
     )
 
     @field_validator("loss_scale_window", "min_loss_scale")
@@ -52,7 +58,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return 2.0**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of the dynamic scaler: `init_scale`, `scale_window`, `delayed_shift`, ..., `min_scale`."""
+        """Arguments of the dynamic scaler, by the names that it has for them."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -65,12 +71,17 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
 class DeepSpeedBF16Config(DeepSpeedConfigModel):
     """bfloat16, with fp32 master weights unless said otherwise; needs no loss scale."""
 
-    enabled: bool = Field(False, description="Train in bf16.")
-    immediate_grad_update: bool = Field(False, description="Add each gradient to the fp32 sum as soon as it is there.")
-    check_grad_overflow: bool = Field(True, description="Skip steps whose gradients are not finite.")
-    bf16_master_weights_and_grads: bool = Field(False, description="Master weights and gradients in bf16 too (ZeRO 1 to 3).")
+    enabled: bool = Field(default=False, description="Train in bf16.")
+    immediate_grad_update: bool = Field(
+        default=False, description="Add each gradient to the fp32 sum as soon as it is there."
+    )
+    check_grad_overflow: bool = Field(default=True, description="Skip steps whose gradients are not finite.")
+    bf16_master_weights_and_grads: bool = Field(
+        default=False, description="Master weights and gradients in bf16 too (ZeRO 1 to 3)."
+    )
     bf16_optimizer_states: bool = Field(
-        False, description="Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3."
+        default=False,
+        description="Optimizer moments in bf16 too; needs `bf16_master_weights_and_grads` and ZeRO 1 to 3.",
     )
 
 
@@ -81,14 +92,14 @@ def _autocast_dtype(value: Any) -> torch.dtype | None:
 class TorchAutocastConfig(LenientConfigModel):
     """`torch.autocast` around forward, run by the engine."""
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
     dtype: Annotated[
         torch.dtype | None,
         PlainValidator(_autocast_dtype),
         Says("'bfloat16', 'float16', 'float32', their short names or 'torch.<name>', or null"),
-    ] = Field(None, description="Dtype of the products; null: bfloat16.")
+    ] = Field(default=None, description="Dtype of the products; null: bfloat16.")
     lower_precision_safe_modules: list[str] | None = Field(
-        None,
+        default=None,
         description="Full class names of modules whose gradients may travel in that dtype; "
         "null: `torch.nn.Linear`, `Conv1d`, `Conv2d`, `Conv3d`.",
     )
@@ -99,7 +110,7 @@ class AmpConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
 
     @property
     def params(self) -> dict[str, Any]:
@@ -110,9 +121,13 @@ class AmpConfig(LenientConfigModel):
 class DataTypesConfig(LenientConfigModel):
     """Dtypes that differ from what the precision section implies."""
 
-    grad_accum_dtype: Dtype = Field(None, description="Dtype in which the gradients of micro-batches are added up.")
-    param_dtype: Dtype = Field(None, description="Dtype that the module's parameters are cast to.")
-    buffer_dtype: Dtype = Field(None, description="Dtype that floating-point buffers are cast to; null: as they are.")
+    grad_accum_dtype: Dtype = Field(
+        default=None, description="Dtype in which the gradients of micro-batches are added up."
+    )
+    param_dtype: Dtype = Field(default=None, description="Dtype that the module's parameters are cast to.")
+    buffer_dtype: Dtype = Field(
+        default=None, description="Dtype that floating-point buffers are cast to; null: as they are."
+    )
 
 
 def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,16 +12,32 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel
 class SparseAttentionConfig(LenientConfigModel):
     """Which blocks of the attention matrix are computed; kept for models that read it from the engine."""
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field("fixed", description="The pattern.")
-    block: Int = Field(16, ge=1, description="Rows and columns of a block.")
-    different_layout_per_head: bool = Field(False, description="Every head has a pattern of its own.")
-    num_local_blocks: Int = Field(4, ge=0, description="Blocks in a local window (fixed).")
-    num_global_blocks: Int = Field(1, ge=0, description="Blocks that see everything (fixed, bigbird).")
-    attention: Literal["unidirectional", "bidirectional"] = Field("bidirectional", description="Whether tokens see later ones.")
-    horizontal_global_attention: bool = Field(False, description="Global blocks also look at everything (bidirectional).")
-    num_different_global_patterns: Int = Field(1, ge=1, description="Different choices of global blocks over the heads (fixed).")
-    num_random_blocks: Int = Field(0, ge=0, description="Random blocks per row (variable, bigbird).")
-    local_window_blocks: list[Int] = Field([4], description="Sizes of the local windows (variable).")
-    global_block_indices: list[Int] = Field([0], description="First blocks of the global ranges (variable, bslongformer).")
-    global_block_end_indices: list[Int] | None = Field(None, description="Ends of the global ranges (variable, bslongformer).")
-    num_sliding_window_blocks: Int = Field(3, ge=0, description="Blocks in the sliding window (bigbird, bslongformer).")
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
+        default="fixed", description="The pattern."
+    )
+    block: Int = Field(default=16, ge=1, description="Rows and columns of a block.")
+    different_layout_per_head: bool = Field(default=False, description="Every head has a pattern of its own.")
+    num_local_blocks: Int = Field(default=4, ge=0, description="Blocks in a local window (fixed).")
+    num_global_blocks: Int = Field(
+        default=1, ge=0, description="Blocks that see everything (fixed, bigbird)."
+    )
+    attention: Literal["unidirectional", "bidirectional"] = Field(
+        default="bidirectional", description="Whether tokens see later ones."
+    )
+    horizontal_global_attention: bool = Field(
+        default=False, description="Global blocks also look at everything (bidirectional)."
+    )
+    num_different_global_patterns: Int = Field(
+        default=1, ge=1, description="Different choices of global blocks over the heads (fixed)."
+    )
+    num_random_blocks: Int = Field(default=0, ge=0, description="Random blocks per row (variable, bigbird).")
+    local_window_blocks: list[Int] = Field(default=[4], description="Sizes of the local windows (variable).")
+    global_block_indices: list[Int] = Field(
+        default=[0], description="First blocks of the global ranges (variable, bslongformer)."
+    )
+    global_block_end_indices: list[Int] | None = Field(
+        default=None, description="Ends of the global ranges (variable, bslongformer)."
+    )
+    num_sliding_window_blocks: Int = Field(
+        default=3, ge=0, description="Blocks in the sliding window (bigbird, bslongformer)."
+    )

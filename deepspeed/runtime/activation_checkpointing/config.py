@@ -11,15 +11,17 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     """How inputs of checkpointed regions are kept until backward runs them again."""
 
     partition_activations: bool = Field(
-        False, description="Cut the kept inputs over the model-parallel ranks."
+        default=False, description="Cut the kept inputs over the model-parallel ranks."
     )
-    cpu_checkpointing: bool = Field(False, description="Keep the inputs in host memory.")
+    cpu_checkpointing: bool = Field(default=False, description="Keep the inputs in host memory.")
     contiguous_memory_optimization: bool = Field(
-        False,
+        default=False,
         description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`.",
     )
-    number_checkpoints: Int | None = Field(None, ge=1, description="Checkpointed regions per forward.")
-    synchronize_checkpoint_boundary: bool = Field(
-        False, description="Wait for the device at the edges of each region."
+    number_checkpoints: Int | None = Field(
+        default=None, ge=1, description="Checkpointed regions per forward."
     )
-    profile: bool = Field(False, description="Time forward and backward of each region.")
+    synchronize_checkpoint_boundary: bool = Field(
+        default=False, description="Wait for the device at the edges of each region."
+    )
+    profile: bool = Field(default=False, description="Time forward and backward of each region.")

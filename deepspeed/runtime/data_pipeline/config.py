@@ -12,12 +12,18 @@ from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, requi
 class CurriculumScheduleConfig(LenientConfigModel):
     """How difficulty grows; which keys are needed depends on `schedule_type`."""
 
-    total_curriculum_step: Int | None = Field(None, ge=1, description="Steps until the end (fixed_linear, fixed_root).")
-    difficulty_step: Int | None = Field(None, ge=1, description="Difficulties are multiples of this (fixed_linear, fixed_root).")
-    root_degree: Int | None = Field(None, ge=1, description="Degree of the root (fixed_root).")
-    difficulty: list[Int] | None = Field(None, description="The difficulties in order (fixed_discrete).")
+    total_curriculum_step: Int | None = Field(
+        default=None, ge=1, description="Steps until the end (fixed_linear, fixed_root)."
+    )
+    difficulty_step: Int | None = Field(
+        default=None, ge=1, description="Difficulties are multiples of this (fixed_linear, fixed_root)."
+    )
+    root_degree: Int | None = Field(default=None, ge=1, description="Degree of the root (fixed_root).")
+    difficulty: list[Int] | None = Field(
+        default=None, description="The difficulties in order (fixed_discrete)."
+    )
     max_step: list[Int] | None = Field(
-        None, description="Last step of each difficulty but the last one (fixed_discrete)."
+        default=None, description="Last step of each difficulty but the last one (fixed_discrete)."
     )
 
 
@@ -26,18 +32,26 @@ class CurriculumMetricConfig(LenientConfigModel):
 
     index_to_sample_path: str = Field(description="File: difficulty index to samples.")
     index_to_metric_path: str = Field(description="File: difficulty index to value.")
-    difficulty_type: Literal["value", "percentile"] = Field(description="Difficulties are values or percentiles.")
-    clustering_type: Literal["schedule_based", "single_cluster"] = Field(description="How samples are grouped.")
+    difficulty_type: Literal["value", "percentile"] = Field(
+        description="Difficulties are values or percentiles."
+    )
+    clustering_type: Literal["schedule_based", "single_cluster"] = Field(
+        description="How samples are grouped."
+    )
     min_difficulty: Int = Field(description="Where it starts.")
     max_difficulty: Int = Field(description="Where it ends.")
-    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(description="How it grows.")
-    schedule_config: CurriculumScheduleConfig | None = Field(None, description="Details of `schedule_type`.")
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = Field(
+        description="How it grows."
+    )
+    schedule_config: CurriculumScheduleConfig | None = Field(
+        default=None, description="Details of `schedule_type`."
+    )
 
 
 class DataSamplingCurriculumConfig(LenientConfigModel):
     """Easy samples first."""
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
     data_cluster_path: str | None = required("Folder of the sample clusters.")
     curriculum_metrics: dict[str, CurriculumMetricConfig] | None = required("Measures of difficulty by name.")
 
@@ -45,90 +59,104 @@ class DataSamplingCurriculumConfig(LenientConfigModel):
 class DynamicBatchingConfig(LenientConfigModel):
     """Batches of about equal length in tokens, with the learning rate to match."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    metrics_path: str | None = Field(None, description="Folder of the measured sequence lengths.")
-    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field("linear", description="How the learning rate follows the batch size.")
-    min_batch_size: Int = Field(1, ge=1, description="Smallest batch.")
-    max_batch_size: Int | None = Field(None, ge=1, description="Largest batch.")
-    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = Field("dataloader", description="Order of the samples.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    metrics_path: str | None = Field(default=None, description="Folder of the measured sequence lengths.")
+    lr_scaling_method: Literal["linear", "sqrt", "none"] = Field(
+        default="linear", description="How the learning rate follows the batch size."
+    )
+    min_batch_size: Int = Field(default=1, ge=1, description="Smallest batch.")
+    max_batch_size: Int | None = Field(default=None, ge=1, description="Largest batch.")
+    sequence_picking_order: Literal["random", "seqlen", "dataloader"] = Field(
+        default="dataloader", description="Order of the samples."
+    )
     max_tokens: Int | None = required("Most tokens in a batch.")
-    verbose: bool = Field(False, description="Log every batch.")
+    verbose: bool = Field(default=False, description="Log every batch.")
 
 
 class DataSamplingConfig(LenientConfigModel):
     """Which samples, in which order."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    num_epochs: Int = Field(1000, ge=1, description="Most passes over the data.")
-    num_workers: Int = Field(0, ge=0, description="Loader processes.")
-    pin_memory: bool = Field(False, description="Page-locked batches.")
-    curriculum_learning: DataSamplingCurriculumConfig = Field(DataSamplingCurriculumConfig(), description="Easy samples first.")
-    dynamic_batching: DynamicBatchingConfig = Field(DynamicBatchingConfig(), description="Batches by tokens.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    num_epochs: Int = Field(default=1000, ge=1, description="Most passes over the data.")
+    num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
+    pin_memory: bool = Field(default=False, description="Page-locked batches.")
+    curriculum_learning: DataSamplingCurriculumConfig = Field(
+        default=DataSamplingCurriculumConfig(), description="Easy samples first."
+    )
+    dynamic_batching: DynamicBatchingConfig = Field(
+        default=DynamicBatchingConfig(), description="Batches by tokens."
+    )
 
 
 class RandomLTDScheduleDetails(LenientConfigModel):
     """How fast the kept length grows."""
 
-    require_steps: Int | None = Field(None, ge=1, description="Steps per increase.")
-    seq_per_step: Int | None = Field(None, ge=1, description="Tokens per increase.")
+    require_steps: Int | None = Field(default=None, ge=1, description="Steps per increase.")
+    seq_per_step: Int | None = Field(default=None, ge=1, description="Tokens per increase.")
 
 
 class RandomLTDScheduleConfig(LenientConfigModel):
     """How many tokens the middle layers keep."""
 
-    min_value: Int | None = Field(None, ge=1, description="Tokens at the start.")
-    max_value: Int | None = Field(None, ge=1, description="Tokens at the end.")
-    schedule_type: Literal["fixed_linear"] | None = Field(None, description="How it grows.")
-    schedule_config: RandomLTDScheduleDetails | None = Field(None, description="How fast.")
+    min_value: Int | None = Field(default=None, ge=1, description="Tokens at the start.")
+    max_value: Int | None = Field(default=None, ge=1, description="Tokens at the end.")
+    schedule_type: Literal["fixed_linear"] | None = Field(default=None, description="How it grows.")
+    schedule_config: RandomLTDScheduleDetails | None = Field(default=None, description="How fast.")
 
 
 class LayerTokenLRScheduleConfig(LenientConfigModel):
     """A learning rate that follows the tokens processed by all layers."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    total_layer_tokens: Int | None = Field(None, ge=1, description="Tokens times layers until the end.")
-    warmup_type: str | None = Field(None, description="Shape of the warm-up.")
-    warmup_layer_tokens: Int | None = Field(None, ge=0, description="Tokens times layers of the warm-up.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    total_layer_tokens: Int | None = Field(
+        default=None, ge=1, description="Tokens times layers until the end."
+    )
+    warmup_type: str | None = Field(default=None, description="Shape of the warm-up.")
+    warmup_layer_tokens: Int | None = Field(
+        default=None, ge=0, description="Tokens times layers of the warm-up."
+    )
 
 
 class RandomLTDConfig(LenientConfigModel):
     """Random layer token dropping."""
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
     total_layer_num: Int | None = required("Layers of the model.")
     random_ltd_layer_num: Int | None = required("Layers that drop tokens.")
     random_ltd_layer_id: list[Int] | None = required("Their numbers.")
     model_mask_name: str | None = required("Argument with the attention mask; null: none.")
     model_type: Literal["encoder", "decoder"] | None = required("Kind of the model.")
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = required("Order of the dimensions.")
+    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = required(
+        "Order of the dimensions."
+    )
     random_ltd_schedule: RandomLTDScheduleConfig | None = required("Tokens kept over time.")
     layer_token_lr_schedule: LayerTokenLRScheduleConfig = Field(
-        LayerTokenLRScheduleConfig(), description="Learning rate by processed tokens."
+        default=LayerTokenLRScheduleConfig(), description="Learning rate by processed tokens."
     )
-    micro_batch_size: Int | None = Field(None, ge=1, description="Filled in by the engine.")
-    global_batch_size: Int | None = Field(None, ge=1, description="Filled in by the engine.")
+    micro_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
+    global_batch_size: Int | None = Field(default=None, ge=1, description="Filled in by the engine.")
 
 
 class DataRoutingConfig(LenientConfigModel):
     """Which tokens go through which layers."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    random_ltd: RandomLTDConfig = Field(RandomLTDConfig(), description="Random layer token dropping.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    random_ltd: RandomLTDConfig = Field(default=RandomLTDConfig(), description="Random layer token dropping.")
 
 
 class DataEfficiencyConfig(LenientConfigModel):
     """Data efficiency library."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    seed: Int = Field(1234, description="Seed of its random choices.")
-    data_sampling: DataSamplingConfig = Field(DataSamplingConfig(), description="Which samples.")
-    data_routing: DataRoutingConfig = Field(DataRoutingConfig(), description="Which tokens.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    seed: Int = Field(default=1234, description="Seed of its random choices.")
+    data_sampling: DataSamplingConfig = Field(default=DataSamplingConfig(), description="Which samples.")
+    data_routing: DataRoutingConfig = Field(default=DataRoutingConfig(), description="Which tokens.")
 
 
 class CurriculumLegacyConfig(LenientConfigModel):
     """Sequences that grow (the older curriculum)."""
 
-    enabled: bool = Field(False, description="Turn it on.")
+    enabled: bool = Field(default=False, description="Turn it on.")
     curriculum_type: Literal["seqlen"] | None = required("What grows.")
     min_difficulty: Int | None = required("Where it starts.")
     max_difficulty: Int | None = required("Where it ends.")
@@ -139,9 +167,11 @@ class CurriculumLegacyConfig(LenientConfigModel):
 class ProgressiveLayerDropConfig(LenientConfigModel):
     """Dropping layers at random, more of them as training goes on (Zhang and He 2020)."""
 
-    enabled: bool = Field(False, description="Turn it on.")
-    theta: Float = Field(1.0, ge=0.0, le=1.0, description="Probability that remains of keeping a layer.")
-    gamma: Float = Field(0.001, ge=0.0, description="How quickly it is reached.")
+    enabled: bool = Field(default=False, description="Turn it on.")
+    theta: Float = Field(
+        default=1.0, ge=0.0, le=1.0, description="Probability that remains of keeping a layer."
+    )
+    gamma: Float = Field(default=0.001, ge=0.0, description="How quickly it is reached.")
 
 
 def get_data_efficiency_config(param_dict: dict[str, Any]) -> dict[str, Any]:

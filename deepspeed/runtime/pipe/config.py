@@ -14,10 +14,20 @@ class PipelineConfig(LenientConfigModel):
 
     model_config = ConfigDict(extra="allow")
 
-    stages: Any = Field("auto", description="Kept for old files; the pipeline module knows its stages.")
-    partition: str = Field("best", description="Kept for old files; the pipeline module knows its partition.")
-    seed_layers: bool = Field(False, description="Seed the random state per layer.")
-    activation_checkpoint_interval: Int = Field(0, ge=0, description="Layers per checkpointed region; 0: none.")
-    pipe_partitioned: bool = Field(True, description="Cut activations over the model-parallel ranks while they travel.")
-    grad_partitioned: bool = Field(True, description="Cut their gradients likewise.")
-    use_reentrant: bool = Field(True, description="Which variant of activation checkpointing is used.")
+    stages: Any = Field(
+        default="auto", description="Kept for old files; the pipeline module knows its stages."
+    )
+    partition: str = Field(
+        default="best", description="Kept for old files; the pipeline module knows its partition."
+    )
+    seed_layers: bool = Field(default=False, description="Seed the random state per layer.")
+    activation_checkpoint_interval: Int = Field(
+        default=0, ge=0, description="Layers per checkpointed region; 0: none."
+    )
+    pipe_partitioned: bool = Field(
+        default=True, description="Cut activations over the model-parallel ranks while they travel."
+    )
+    grad_partitioned: bool = Field(default=True, description="Cut their gradients likewise.")
+    use_reentrant: bool = Field(
+        default=True, description="Which variant of activation checkpointing is used."
+    )

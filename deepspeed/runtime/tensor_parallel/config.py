@@ -23,46 +23,58 @@ def _dtype(value: Any) -> torch.dtype:
 class TPLayerSpec(LenientConfigModel):
     """One rule: which parameters, and how they are cut."""
 
-    patterns: list[str] = Field([], description="Regular expressions on the parameter's name.")
-    partition_type: Literal["row", "column", "skip"] = Field("column", description="Cut by rows, by columns, or not at all.")
-    shape: list[Any] | None = Field(None, description="Shape of the parts of a fused weight.")
-    partition_dim: Int | None = Field(None, description="Dimension of `shape` that is cut.")
-    model_types: list[str] | None = Field(None, description="Only for these values of the model's `config.model_type`.")
+    patterns: list[str] = Field(default=[], description="Regular expressions on the parameter's name.")
+    partition_type: Literal["row", "column", "skip"] = Field(
+        default="column", description="Cut by rows, by columns, or not at all."
+    )
+    shape: list[Any] | None = Field(default=None, description="Shape of the parts of a fused weight.")
+    partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is cut.")
+    model_types: list[str] | None = Field(
+        default=None, description="Only for these values of the model's `config.model_type`."
+    )
 
 
 class TPPartitionConfig(LenientConfigModel):
     """Own rules for what is cut how."""
 
-    use_default_specs: bool = Field(True, description="Use the rules of the preset too.")
-    strict_mode: bool = Field(False, description="A parameter without a rule is an error.")
-    lm_head_patterns: list[str] = Field(["lm_head", "embed_out"], description="Names of output heads.")
-    embedding_partition_dim: Int = Field(1, description="Dimension in which embeddings are cut.")
-    layer_specs: list[TPLayerSpec] = Field([], description="The rules; the first that matches holds.")
+    use_default_specs: bool = Field(default=True, description="Use the rules of the preset too.")
+    strict_mode: bool = Field(default=False, description="A parameter without a rule is an error.")
+    lm_head_patterns: list[str] = Field(
+        default=["lm_head", "embed_out"], description="Names of output heads."
+    )
+    embedding_partition_dim: Int = Field(default=1, description="Dimension in which embeddings are cut.")
+    layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first that matches holds.")
 
 
 class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
-    tp_size: Int = Field(1, ge=1, description="Ranks that share each layer.")
-    tp_grain_size: Int = Field(1, ge=1, description="Cuts fall on multiples of this many columns.")
-    mpu: Any = Field(None, description="Model-parallel unit that knows the groups.")
-    tp_group: Any = Field(None, description="The process group.")
+    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
+    tp_grain_size: Int = Field(default=1, ge=1, description="Cuts fall on multiples of this many columns.")
+    mpu: Any = Field(default=None, description="Model-parallel unit that knows the groups.")
+    tp_group: Any = Field(default=None, description="The process group.")
 
 
 class TPTrainingConfig(DeepSpeedConfigModel):
     """Layers cut over ranks without changes to the model."""
 
     dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
-        torch.float16, description="Dtype that `tp_model_init` was called with."
+        default=torch.float16, description="Dtype that `tp_model_init` was called with."
     )
-    autotp_size: Int = Field(0, ge=0, description="Ranks that share each layer; 0: off.")
-    preset_model: PresetModel | None = Field(None, description="Built-in rules of a model family.")
-    tp_overlap_comm: bool = Field(False, description="Overlap the all-reduce of one layer with the work of the next.")
-    partition_config: TPPartitionConfig | None = Field(None, description="Own rules.")
-    tensor_parallel: TPConfig = Field(TPConfig(), alias="tp", description="Groups at run time.")
-    injection_policy_tuple: tuple[Any, ...] | None = Field(None, description="Layers whose output is summed over the ranks.")
-    keep_module_on_host: bool = Field(False, description="Leave the uncut module in host memory.")
-    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject", description="Use the kernels of inference.")
+    autotp_size: Int = Field(default=0, ge=0, description="Ranks that share each layer; 0: off.")
+    preset_model: PresetModel | None = Field(default=None, description="Built-in rules of a model family.")
+    tp_overlap_comm: bool = Field(
+        default=False, description="Overlap the all-reduce of one layer with the work of the next."
+    )
+    partition_config: TPPartitionConfig | None = Field(default=None, description="Own rules.")
+    tensor_parallel: TPConfig = Field(default=TPConfig(), alias="tp", description="Groups at run time.")
+    injection_policy_tuple: tuple[Any, ...] | None = Field(
+        default=None, description="Layers whose output is summed over the ranks."
+    )
+    keep_module_on_host: bool = Field(default=False, description="Leave the uncut module in host memory.")
+    replace_with_kernel_inject: bool = Field(
+        default=False, alias="kernel_inject", description="Use the kernels of inference."
+    )
 
 
 def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:

@@ -1,0 +1,258 @@
+"""Checking a config without a model, a process group or a device: `deepspeed.check_config` and `ds_check`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.batch import Batch
+from deepspeed.runtime.config import data_parallel_share, load_source, world_size
+from deepspeed.runtime.config_analysis import BATCH_KEYS, Analysis, analyse
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, nearest, shown
+from deepspeed.runtime.config_reader import ConfigSource
+from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.runtime.constants import VALID_LR_SCHEDULES
+from deepspeed.runtime.optim.registry import check_optimizer
+
+STAGES = (
+    "nothing is cut over the ranks",
+    "optimizer state is cut over the ranks",
+    "optimizer state and gradients are cut over the ranks",
+    "optimizer state, gradients and parameters are cut over the ranks",
+)
+
+
+@dataclass(frozen=True)
+class ConfigReport:
+    """What was found in a config, and what a run would do with it."""
+
+    source: str
+    ranks: int
+    ranks_from: str
+    errors: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    auto_keys: list[str] = field(default_factory=list)
+    """Keys that are "auto": Trainer or Accelerate fills them in, else each stands for its default."""
+    batch: Batch | None = None
+    """None when the batch sizes do not fit, or are left to Trainer or Accelerate."""
+    config: TrainingConfig | None = None
+    """The config with every default filled in; None when it could not be read."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def raise_for_errors(self) -> None:
+        """DeepSpeedConfigError with all errors, if there are any."""
+        if self.errors:
+            raise DeepSpeedConfigError.of(self.errors, self.source)
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self, Style(False)))
+
+
+def check_config(
+    config: str | os.PathLike[str] | Mapping[str, Any], world_size: int | None = None
+) -> ConfigReport:
+    """Everything that is wrong or noteworthy about a config, for a job of `world_size` ranks.
+
+    `config` is what `initialize` takes. Without `world_size` the launcher's environment tells it, else it
+    is 1. Values "auto" are no errors. Nothing is raised: see `errors` and `raise_for_errors()` of the
+    result.
+    """
+    ranks, origin = _ranks(world_size)
+    try:
+        source = load_source(config)
+    except DeepSpeedConfigError as error:
+        return ConfigReport(str(config)[:200], ranks, origin, errors=error.problems)
+    share = data_parallel_share(source.data, ranks)
+    analysis = analyse(source, share, world_from=origin, auto_is_open=True)
+    errors = analysis.errors + list(_argument_problems(analysis, source))
+    return ConfigReport(
+        source.name,
+        ranks,
+        origin,
+        errors,
+        analysis.warnings,
+        analysis.auto_keys,
+        analysis.batch,
+        analysis.config,
+    )
+
+
+def _ranks(count: int | None) -> tuple[int, str]:
+    if count is None:
+        return world_size()
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"world_size must be a whole number of at least 1, not {count!r}")
+    return count, "as asked for"
+
+
+def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
+    """Arguments that the constructor of the optimizer or schedule would refuse."""
+    config = analysis.config
+    told = {problem.key for problem in analysis.errors}
+    if config is None or any(key.startswith(("optimizer", "scheduler")) for key in told):
+        return
+    if config.optimizer is not None and config.optimizer.type is not None:
+        for text in check_optimizer(config.optimizer.type, config.optimizer.params):
+            match = re.match(r"optimizer(\.\w+)*", text)
+            key = match.group() if match else "optimizer"
+            yield Problem(key, text.removeprefix(key).lstrip("= "), source.line(tuple(key.split("."))))
+    if config.scheduler is not None and config.scheduler.type is not None:
+        for name, text in _scheduler_problems(config.scheduler.type, config.scheduler.params or {}):
+            key = f"scheduler.params.{name}"
+            yield Problem(key, text, source.line(tuple(key.split("."))))
+
+
+def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    owner = lr_schedules if name in VALID_LR_SCHEDULES else torch.optim.lr_scheduler
+    known = [
+        argument for argument in inspect.signature(getattr(owner, name)).parameters if argument != "optimizer"
+    ]
+    for key in params:
+        if key not in known:
+            hint = nearest(key, known)
+            meant = f"; did you mean '{hint}'?" if hint else ""
+            yield (
+                key,
+                f"unknown argument of {name}{meant} (value: {shown(params[key])}). Known: {', '.join(known)}",
+            )
+
+
+# ------------------------------------------------------------------------------------------------- the report
+
+
+class Style:
+    """Bold and coloured text where the terminal shows it."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __call__(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.on else text
+
+    def bold(self, text: str) -> str:
+        return self(text, "1")
+
+    def good(self, text: str) -> str:
+        return self(text, "1;32")
+
+    def bad(self, text: str) -> str:
+        return self(text, "1;31")
+
+    def odd(self, text: str) -> str:
+        return self(text, "1;33")
+
+
+def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
+    yield style.bold(report.source) + f": {_count(report.ranks, 'rank')} ({report.ranks_from})"
+    if report.config is not None:
+        for label, text in summary(report):
+            yield f"  {label:<11}{text}"
+    if report.warnings:
+        yield style.odd(_count(len(report.warnings), "warning"))
+        yield from (f"  {warning}" for warning in report.warnings)
+    if report.errors:
+        yield style.bad(_count(len(report.errors), "error"))
+        yield from (f"  {problem}" for problem in report.errors)
+    else:
+        yield style.good("no errors")
+
+
+def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
+    """What the config comes to, as (label, text)."""
+    config = report.config
+    assert config is not None
+    if report.batch is not None:
+        yield "batch", str(report.batch)
+    elif any(key in BATCH_KEYS for key in report.auto_keys):
+        yield "batch", "left to Trainer or Accelerate"
+    stage = int(config.zero_optimization.stage)
+    yield "ZeRO", f"stage {stage}: {STAGES[stage]}"
+    yield "precision", precision(config)
+    yield "clipping", f"global norm {config.gradient_clipping:g}" if config.gradient_clipping else "none"
+    yield "optimizer", _named(config.optimizer)
+    yield "schedule", _named(config.scheduler)
+    if report.auto_keys:
+        yield (
+            '"auto"',
+            f"{', '.join(report.auto_keys)} (Trainer or Accelerate fills them in, else the defaults hold)",
+        )
+
+
+def precision(config: TrainingConfig) -> str:
+    """The number formats of training in a few words."""
+    if config.fp16.enabled:
+        scale = (
+            f"static loss scale {config.fp16.loss_scale:g}"
+            if config.fp16.loss_scale
+            else "dynamic loss scale"
+        )
+        masters = "fp16" if config.fp16.fp16_master_weights_and_grads else "fp32"
+        return f"fp16, {scale}, {masters} master weights"
+    if config.bf16.enabled:
+        return f"bf16, {'bf16' if config.bf16.bf16_master_weights_and_grads else 'fp32'} master weights"
+    if config.torch_autocast.enabled:
+        dtype = config.torch_autocast.dtype or torch.bfloat16
+        return f"weights as in the model, products in {str(dtype).removeprefix('torch.')} (torch.autocast)"
+    if config.amp.enabled:
+        return "mixed precision by torch.amp"
+    return "as in the model (fp32 unless it says otherwise)"
+
+
+def _named(section: Any) -> str:
+    if section is None or section.type is None:
+        return "passed to initialize, or none"
+    arguments = ", ".join(f"{key}={value}" for key, value in (section.params or {}).items())
+    return f"{section.type}({arguments})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# -------------------------------------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ds_check",
+        description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination "
+        "at once, "
+        "and the batch sizes it comes to. The exit code is 1 when there are errors.",
+    )
+    parser.add_argument("config", help="JSON or HJSON file, or urlsafe-base64 JSON text")
+    parser.add_argument(
+        "--gpus",
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="ranks of the job (default: the environment's, else 1)",
+    )
+    parser.add_argument("--no-color", action="store_true", help="plain text also on a terminal")
+    args = parser.parse_args(argv)
+    report = check_config(args.config, args.gpus)
+    colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
+    print("\n".join(report_lines(report, Style(colors))))
+    return 0 if report.ok else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

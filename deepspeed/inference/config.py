@@ -1,0 +1,204 @@
+"""What `init_inference` takes: as keyword arguments, as a dict, or as a JSON file."""
+
+from __future__ import annotations
+
+import importlib.util
+from enum import Enum
+from typing import Annotated, Any
+
+import torch
+from pydantic import BeforeValidator, Field, PlainValidator, field_validator
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, Says, deprecated
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+
+class DtypeEnum(Enum):
+    """Dtypes of inference; the value is a tuple of the torch dtype and the words for it."""
+
+    fp16 = (torch.float16, "torch.float16", "fp16", "float16", "half")
+    fp32 = (torch.float32, "torch.float32", "fp32", "float32", "float")
+    bf16 = (torch.bfloat16, "torch.bfloat16", "bf16", "bfloat16", "bfloat")
+    int8 = (torch.int8, "torch.int8", "int8")
+
+    @classmethod
+    def from_str(cls, value: str) -> DtypeEnum:
+        """The member that a word means; ValueError for an unknown word."""
+        for member in cls:
+            if value in member.value:
+                return member
+        raise ValueError(
+            f"{value!r} is not a known dtype; expected one of {', '.join(member.name for member in cls)}"
+        )
+
+
+class MoETypeEnum(str, Enum):
+    residual = "residual"
+    standard = "standard"
+
+
+class QuantTypeEnum(str, Enum):
+    asym = "asymmetric"
+    sym = "symmetric"
+
+
+class DeepSpeedTPConfig(DeepSpeedConfigModel):
+    """Tensor parallelism."""
+
+    enabled: bool = Field(default=True, description="Turn it on.")
+    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
+    tp_grain_size: Int = Field(default=64, ge=1, description="Cuts fall on multiples of this many columns.")
+    mpu: Any = Field(default=None, description="Model-parallel unit that knows the groups.")
+    tp_group: Any = Field(default=None, description="The process group.")
+
+
+class DeepSpeedMoEConfig(DeepSpeedConfigModel):
+    """Mixture of experts."""
+
+    enabled: bool = Field(default=True, description="Turn it on.")
+    ep_size: Int = Field(default=1, ge=1, description="Ranks that share the experts of a layer.")
+    moe_experts: list[Int] = Field(default=[1], alias="num_experts", description="Experts per layer.")
+    type: MoETypeEnum = Field(
+        default=MoETypeEnum.standard, description="Plain experts, or experts beside a dense layer."
+    )
+    ep_mp_group: Any = Field(default=None, description="Group of the ranks that share an expert.")
+    ep_group: Any = Field(
+        default=None, alias="expert_group", description="Group of the ranks that share the experts."
+    )
+
+
+class BaseQuantConfig(DeepSpeedConfigModel):
+    enabled: bool = Field(default=True, description="Turn it on.")
+    num_bits: Int = Field(default=8, ge=1, description="Bits.")
+    q_type: QuantTypeEnum = Field(default=QuantTypeEnum.sym, description="With or without a zero point.")
+    q_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """Quantized weights."""
+
+    quantized_initialization: dict[str, Any] = Field(
+        default={}, description="Quantize while the model is built."
+    )
+    post_init_quant: dict[str, Any] = Field(
+        default={}, description="Quantize the built model: module name to settings."
+    )
+
+
+class ActivationQuantConfig(BaseQuantConfig):
+    """Quantized activations."""
+
+
+class QKVQuantConfig(DeepSpeedConfigModel):
+    """Quantized attention projections."""
+
+    enabled: bool = Field(default=True, description="Turn it on.")
+
+
+class QuantizationConfig(DeepSpeedConfigModel):
+    """Quantization."""
+
+    enabled: bool = Field(default=True, description="Turn it on.")
+    activation: ActivationQuantConfig = Field(default=ActivationQuantConfig(), description="Activations.")
+    weight: WeightQuantConfig = Field(default=WeightQuantConfig(), description="Weights.")
+    qkv: QKVQuantConfig = Field(default=QKVQuantConfig(), description="Attention projections.")
+
+
+class InferenceCheckpointConfig(DeepSpeedConfigModel):
+    """Where weights come from and go to."""
+
+    checkpoint_dir: str | None = Field(default=None, description="Folder to load from.")
+    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the cut weights.")
+    base_dir: str | None = Field(default=None, description="Folder that relative paths start from.")
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, str):
+        return DtypeEnum.from_str(value).value[0]
+    if isinstance(value, DtypeEnum):
+        return value.value[0]
+    raise TypeError(f"dtype must be a torch.dtype or its name, not {type(value).__name__}")
+
+
+def _moe_switch(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
+    """Arguments of `init_inference`."""
+
+    replace_with_kernel_inject: bool = Field(
+        default=False, alias="kernel_inject", description="Use fused kernels for known models."
+    )
+    dtype: Annotated[
+        torch.dtype, PlainValidator(_dtype), Says("a torch dtype or its name, such as 'bf16'")
+    ] = Field(default=torch.float16, description="Dtype of the weights.")
+    tensor_parallel: DeepSpeedTPConfig = Field(
+        default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
+    )
+    enable_cuda_graph: bool = Field(default=False, description="Capture forward as a CUDA graph.")
+    use_triton: bool = Field(default=False, description="Use Triton kernels; needs the package `triton`.")
+    triton_autotune: bool = Field(default=False, description="Tune them at the start.")
+    zero: DeepSpeedZeroConfig = Field(
+        default=DeepSpeedZeroConfig(), description="ZeRO, for weights outside the device."
+    )
+    triangular_masking: bool = Field(
+        default=True, alias="tm", description="Causal attention in fused kernels."
+    )
+    moe: Annotated[DeepSpeedMoEConfig, BeforeValidator(_moe_switch)] = Field(
+        default=DeepSpeedMoEConfig(), description="Mixture of experts; a boolean stands for `enabled`."
+    )
+    keep_module_on_host: bool = Field(default=False, description="Leave weights in host memory.")
+    quant: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantization.")
+    checkpoint: str | dict[str, Any] | None = Field(
+        default=None, description="JSON file, or an object, that lists the weight files."
+    )
+    base_dir: str = Field(default="", description="Folder that relative paths start from.")
+    set_empty_params: bool = Field(default=False, description="Build the model without weights.")
+    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the cut weights.")
+    checkpoint_config: InferenceCheckpointConfig = Field(
+        default=InferenceCheckpointConfig(),
+        alias="ckpt_config",
+        description="Where weights come from and go to.",
+    )
+    return_tuple: bool = Field(default=True, description="Fused layers return a tuple.")
+    training_mp_size: Int = Field(
+        default=1, ge=1, description="Ranks that shared each layer when the weights were saved."
+    )
+    replace_method: str = deprecated("auto", "No effect.", message="no effect; leave it out")
+    injection_policy: dict[Any, Any] | None = Field(
+        default=None,
+        alias="injection_dict",
+        description="Layer class to the names of the layers whose output is summed.",
+    )
+    injection_policy_tuple: tuple[Any, ...] | None = Field(
+        default=None, description="The same for all layers."
+    )
+    config: dict[str, Any] | None = Field(default=None, alias="args", description="Further settings.")
+    max_out_tokens: Int = Field(
+        default=1024, ge=1, alias="max_tokens", description="Longest sequence, prompt included."
+    )
+    min_out_tokens: Int = Field(default=1, ge=1, alias="min_tokens", description="Least room for new tokens.")
+    transposed_mode: bool = Field(default=False, description="Keep weights transposed.")
+    mp_size: Int = deprecated(
+        1, "Old name of `tensor_parallel.tp_size`.", new_param="tensor_parallel.tp_size"
+    )
+    mpu: Any = deprecated(None, "Old name of `tensor_parallel.mpu`.", new_param="tensor_parallel.mpu")
+    ep_size: Int = deprecated(1, "Old name of `moe.ep_size`.", new_param="moe.ep_size")
+    ep_group: Any = deprecated(
+        None, "Old name of `moe.ep_group`.", new_param="moe.ep_group", alias="expert_group"
+    )
+    ep_mp_group: Any = deprecated(
+        None, "Old name of `moe.ep_mp_group`.", new_param="moe.ep_mp_group", alias="expert_mp_group"
+    )
+    moe_experts: list[Int] = deprecated([1], "Old name of `moe.moe_experts`.", new_param="moe.moe_experts")
+    moe_type: MoETypeEnum = deprecated(MoETypeEnum.standard, "Old name of `moe.type`.", new_param="moe.type")
+
+    @field_validator("use_triton")
+    @classmethod
+    def has_triton(cls, value: bool) -> bool:
+        if value and importlib.util.find_spec("triton") is None:
+            raise ValueError("the package 'triton' is not installed: pip install 'deepspeed[triton]'")
+        return value

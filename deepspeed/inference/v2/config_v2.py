@@ -1,0 +1,36 @@
+"""Config of the ragged inference engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
+
+
+class DeepSpeedTPConfig(DeepSpeedConfigModel):
+    """Tensor parallelism."""
+
+    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
+
+
+class QuantizationConfig(DeepSpeedConfigModel):
+    """Quantized weights."""
+
+    quantization_mode: Literal["wf6af16"] | None = Field(
+        default=None, description="`wf6af16`: 6-bit weights, fp16 activations."
+    )
+
+
+class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
+    """Arguments of the engine."""
+
+    tensor_parallel: DeepSpeedTPConfig = Field(
+        default=DeepSpeedTPConfig(), alias="tp", description="Tensor parallelism."
+    )
+    state_manager: DSStateManagerConfig = Field(
+        default=DSStateManagerConfig(), alias="manager", description="Sequences, tokens and caches."
+    )
+    quantization: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantized weights.")

@@ -1,0 +1,165 @@
+"""Features that do not exist yet: refused by name, or one warning when they cannot change the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed.runtime.availability import MISSING
+from deepspeed.runtime.config_analysis import analyse
+from deepspeed.runtime.config_keys import field_at
+from deepspeed.runtime.config_reader import read_config
+from deepspeed.runtime.config_schema import TrainingConfig
+
+# For every row of the table a config that asks for the feature.
+LTD = {"total_layer_num": 1, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0]}
+ASKING: list[tuple[str, dict[str, Any]]] = [
+    ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
+    (
+        "zero_optimization.offload_optimizer.device",
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    ("zero_optimization.offload_optimizer.device", {"zero_optimization": {"stage": 2, "cpu_offload": True}}),
+    (
+        "zero_optimization.offload_param.device",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    ),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}},
+    ),
+    ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
+    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"zero_hpz_partition_size": 8}}),
+    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
+    (
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+    ),
+    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
+    (
+        "zero_optimization.zeropp_loco_param",
+        {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 10}}},
+    ),
+    ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 4}}),
+    ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
+    ("optimizer.type", {"optimizer": {"type": "Muon"}}),
+    ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
+    ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+    ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+    ("expert_parallel.enabled", {"expert_parallel": {"enabled": True}}),
+    ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
+    (
+        "elasticity.enabled",
+        {
+            "elasticity": {
+                "enabled": True,
+                "max_train_batch_size": 8,
+                "micro_batch_sizes": [1],
+                "ignore_non_elastic_batch_info": True,
+            }
+        },
+    ),
+    (
+        "compression_training.layer_reduction.enabled",
+        {
+            "compression_training": {
+                "layer_reduction": {
+                    "enabled": True,
+                    "keep_number_layer": 1,
+                    "module_name_prefix": "x",
+                    "teacher_layer": [0],
+                    "other_module_name": [],
+                }
+            }
+        },
+    ),
+    *(
+        (
+            f"compression_training.{technique}.shared_parameters.enabled",
+            {"compression_training": {technique: {"shared_parameters": {"enabled": True}}}},
+        )
+        for technique in (
+            "weight_quantization",
+            "activation_quantization",
+            "sparse_pruning",
+            "row_pruning",
+            "channel_pruning",
+        )
+    ),
+    (
+        "compression_training.head_pruning.shared_parameters.enabled",
+        {"compression_training": {"head_pruning": {"shared_parameters": {"enabled": True, "num_heads": 4}}}},
+    ),
+    ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True}}}),
+    ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
+    ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
+    (
+        "curriculum_learning.enabled",
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "curriculum_type": "seqlen",
+                "min_difficulty": 8,
+                "max_difficulty": 64,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+            }
+        },
+    ),
+    ("progressive_layer_drop.enabled", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
+    ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
+    ("compile.deepcompile", {"compile": {"deepcompile": True}}),
+    ("autotuning.enabled", {"autotuning": {"enabled": True}}),
+    ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),
+    ("wandb.enabled", {"wandb": {"enabled": True}}),
+    ("csv_monitor.enabled", {"csv_monitor": {"enabled": True}}),
+    ("comet.enabled", {"comet": {"enabled": True}}),
+    ("flops_profiler.enabled", {"flops_profiler": {"enabled": True}}),
+    ("nebula.enabled", {"nebula": {"enabled": True}}),
+    ("datastates_ckpt", {"datastates_ckpt": {}}),
+    ("checkpoint.writer", {"checkpoint": {"writer": {"type": "fast"}}}),
+    ("graph_harvesting", {"graph_harvesting": True}),
+]
+
+
+def test_each_row_is_asked_for_here() -> None:
+    asked = {key for key, _ in ASKING}
+    assert {row.key for row in MISSING} <= asked, "a row of the table has no test"
+
+
+@pytest.mark.parametrize("row", MISSING, ids=lambda row: row.key)
+def test_rows_name_known_keys(row: Any) -> None:
+    assert field_at(TrainingConfig, tuple(row.key.split("."))) is not None
+    assert not row.asked_for(TrainingConfig())
+
+
+@pytest.mark.parametrize(("key", "keys"), ASKING, ids=lambda value: value if isinstance(value, str) else "")
+def test_refused_or_warned_by_name(key: str, keys: dict[str, Any]) -> None:
+    rows = [row for row in MISSING if row.key == key]
+    found = analyse(read_config({"train_batch_size": 8, **keys}), 1)
+    if not rows:  # the feature exists by now
+        assert not any("not implemented" in str(problem) for problem in found.errors)
+        return
+    if rows[0].changes_numbers:
+        refusals = [
+            problem for problem in found.errors if "not implemented in this release" in problem.message
+        ]
+        assert key in [problem.key for problem in refusals]
+    else:
+        assert not found.errors
+        assert any(
+            key in warning and "not implemented in this release" in warning for warning in found.warnings
+        )
+
+
+def test_required_keys_of_an_enabled_section() -> None:
+    config = {
+        "train_batch_size": 8,
+        "data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, **LTD}}},
+    }
+    messages = [str(problem) for problem in analyse(read_config(config), 1).errors]
+    assert any(
+        "random_ltd" in text and "model_mask_name" in text and "total_layer_num" not in text
+        for text in messages
+    )

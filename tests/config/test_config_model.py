@@ -1,0 +1,240 @@
+"""The base class of all sections, as client libraries subclass it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from pydantic import Field, ValidationError, field_validator
+
+from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
+from deepspeed.runtime.config_utils import (
+    DeepSpeedConfigModel,
+    DeepSpeedConfigObject,
+    ScientificNotationEncoder,
+    collect_notes,
+    dict_raise_error_on_duplicate_keys,
+    get_config_default,
+    get_dict_param,
+    get_list_param,
+    get_scalar_param,
+    parse_dtype,
+    pp_int,
+)
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+
+class Child(DeepSpeedConfigModel):
+    size: int = 1
+
+
+class Parent(DeepSpeedConfigModel):
+    child: Child = {}  # type: ignore[assignment]  # a dict default is validated into the model
+    number: int = Field(default=3, alias="num")
+    replace_method: str = "x"
+    old_size: int = Field(default=1, json_schema_extra={"deprecated": True, "new_param": "child.size"})
+    gone: int = Field(default=0, json_schema_extra={"deprecated": True, "deprecated_msg": "it never helped"})
+    halved: int = Field(
+        default=0,
+        json_schema_extra={
+            "deprecated": True,
+            "new_param": "number",
+            "new_param_fn": lambda value: value // 2,
+        },
+    )
+    named_only: int = Field(
+        default=0, json_schema_extra={"deprecated": True, "new_param": "number", "set_new_param": False}
+    )
+
+    @field_validator("number")
+    @classmethod
+    def even_or_three(cls, value: int) -> int:
+        if value != 3 and value % 2:
+            raise ValueError("must be even")
+        return value
+
+
+def test_dict_defaults_become_models() -> None:
+    assert Parent().child == Child(size=1)
+    assert json.loads(Parent().model_dump_json())["child"] == {"size": 1}
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(ValidationError, match="extra"):
+        Parent(bogus=1)
+    with pytest.raises(ValidationError):
+        Parent(child={"bogus": 1})
+
+
+def test_name_and_alias() -> None:
+    assert Parent(num=4).number == Parent(number=4).number == 4
+
+
+def test_auto_counts_as_absent_unless_strict() -> None:
+    with collect_notes() as notes:
+        made = Parent(num="auto", child={"size": "auto"}, old_size="auto", replace_method="auto")
+    assert (made.number, made.child.size, made.replace_method, notes) == (3, 1, "auto", [])
+    with pytest.raises(ValidationError):
+        Parent(strict=True, number="auto")
+
+
+def test_assignments_are_validated() -> None:
+    made = Parent()
+    made.number = 8
+    with pytest.raises(ValidationError):
+        made.number = 7
+    with pytest.raises(ValidationError):
+        made.child.size = "big"  # type: ignore[assignment]
+    assert made.number == 8
+
+
+def test_deprecated_fields_are_carried_over_with_one_note() -> None:
+    with collect_notes() as notes:
+        made = Parent(old_size=5, gone=1, halved=8)
+    assert (made.child.size, made.number) == (5, 4)
+    assert len(notes) == 3
+    assert "'old_size' is deprecated, use 'child.size'" in notes[2]
+    assert "it never helped" in notes[0]
+    with collect_notes():
+        assert Parent(named_only=8).number == 3
+
+
+def test_old_and_new_spelling_together() -> None:
+    with collect_notes(), pytest.raises(ValueError, match="'halved'"):
+        Parent(halved=8, number=2)
+
+
+def test_notes_are_logged_outside_of_the_collector(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.utils.logging import logger
+
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    Parent(gone=1)
+    assert len(said) == 1 and "'gone' is deprecated" in said[0]
+
+
+def test_dtypes_are_serialised_as_text() -> None:
+    assert json.loads(DeepSpeedInferenceConfig(dtype="bf16").model_dump_json())["dtype"] == "torch.bfloat16"
+
+
+def test_zero_config_alone() -> None:
+    zero = DeepSpeedZeroConfig(
+        stage=3, stage3_max_live_parameters=1e6, max_reuse_distance=7, stage3_prefetch_bucket_size="auto"
+    )
+    assert (zero.max_live_parameters, zero.max_reuse_distance, zero.prefetch_bucket_size) == (
+        10**6,
+        7,
+        50_000_000,
+    )
+    assert zero.stage == ZeroStageEnum.weights and zero.overlap_comm is True
+    assert "overlap_comm" not in zero.model_fields_set
+    assert DeepSpeedZeroConfig(stage=2).overlap_comm is False
+    assert DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm is False
+    assert (
+        DeepSpeedZeroConfig(offload_optimizer={"device": "cpu"}).offload_optimizer.device
+        == OffloadDeviceEnum.cpu
+    )  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"cpu_offload": True}, {"offload_optimizer.device": "cpu"}),
+        ({"cpu_offload": False}, {"offload_optimizer": None}),
+        (
+            {"cpu_offload": False, "offload_optimizer": {"device": "nvme"}},
+            {"offload_optimizer.device": "nvme"},
+        ),
+        ({"cpu_offload_param": True}, {"offload_param.device": "cpu"}),
+        ({"cpu_offload_use_pin_memory": True}, {"offload_param": None}),
+        ({"stage3_gather_fp16_weights_on_model_save": True}, {"gather_16bit_weights_on_model_save": True}),
+        ({"elastic_checkpoint": True}, {"elastic_checkpoint": True}),
+        ({"grad_hooks": False}, {"grad_hooks": False}),
+    ],
+)
+def test_old_zero_keys(section: dict[str, object], expected: dict[str, object]) -> None:
+    with collect_notes() as notes:
+        zero = DeepSpeedZeroConfig(**section)
+    assert len(notes) == 1 and "deprecated" in notes[0]
+    for dotted, value in expected.items():
+        found: object = zero
+        for part in dotted.split("."):
+            found = getattr(found, part)
+        assert found == value
+
+
+def test_zero_as_a_boolean() -> None:
+    with collect_notes() as notes:
+        zero = get_zero_config({"zero_optimization": True, "allgather_size": 7})
+        off = get_zero_config({"zero_optimization": False})
+    assert (zero.stage, zero.allgather_bucket_size, off.stage) == (1, 7, 0)
+    assert "deprecated" in notes[0]
+
+
+def test_inference_config() -> None:
+    with collect_notes() as notes:
+        made = DeepSpeedInferenceConfig(
+            kernel_inject=True, mp_size=2, tm=False, max_tokens=5, moe=False, replace_method="auto"
+        )
+    assert made.replace_with_kernel_inject and made.tensor_parallel.tp_size == 2
+    assert (made.triangular_masking, made.max_out_tokens, made.moe.enabled) == (False, 5, False)
+    assert len(notes) == 2
+    assert DeepSpeedInferenceConfig(dtype="half").dtype is DeepSpeedInferenceConfig(dtype=torch.float16).dtype
+    with pytest.raises(TypeError):
+        DeepSpeedInferenceConfig(dtype=16)
+    assert DtypeEnum.from_str("bfloat16") is DtypeEnum.bf16
+    with pytest.raises(ValueError, match="fp4"):
+        DtypeEnum.from_str("fp4")
+
+
+def test_ragged_config() -> None:
+    class Server(DeepSpeedConfigModel):  # as MII declares its own
+        inference_engine_config: RaggedInferenceEngineConfig = {}  # type: ignore[assignment]
+
+    server = Server()
+    server.inference_engine_config.tensor_parallel.tp_size = 4
+    assert server.inference_engine_config.tensor_parallel.tp_size == 4
+    assert RaggedInferenceEngineConfig(manager={"offload": True}).state_manager.offload
+    with pytest.raises(ValidationError, match="max_ragged_batch_size"):
+        DSStateManagerConfig(max_ragged_batch_size=100, max_ragged_sequence_count=200)
+    assert KVCacheConfig(cache_shape=(2, 4, 8), cache_dtype="bfloat16").cache_dtype is torch.bfloat16
+
+
+def test_helpers() -> None:
+    assert get_config_default(DeepSpeedZeroConfig, "reduce_bucket_size") == 500_000_000
+    with pytest.raises(ValueError, match="bogus"):
+        get_config_default(DeepSpeedZeroConfig, "bogus")
+    assert get_scalar_param({"a": 1}, "a", 2) == get_scalar_param({}, "a", 1) == 1
+    assert get_list_param({}, "a", [1]) == [1] and get_dict_param({}, "a", {"b": 1}) == {"b": 1}
+    assert repr(pp_int(5e8)) == "500,000,000" and repr(pp_int(3, "three")) == "three" and pp_int(3) == 3
+    assert dict_raise_error_on_duplicate_keys([("a", 1), ("b", 2)]) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match="'a'"):
+        dict_raise_error_on_duplicate_keys([("a", 1), ("b", 2), ("a", 3)])
+    text = json.dumps(
+        {"big": 5e8, "small": 3, "list": [1, 2], "on": True, "none": None}, cls=ScientificNotationEncoder
+    )
+    assert json.loads(text) == {"big": 5e8, "small": 3, "list": [1, 2], "on": True, "none": None}
+    assert "5.000000e+08" in text
+
+    class Thing(DeepSpeedConfigObject):
+        def __init__(self) -> None:
+            self.a = 1
+
+    assert json.loads(repr(Thing())) == Thing().repr() == {"a": 1}
+
+
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", "BF16", "torch.bfloat16", torch.bfloat16])
+def test_dtype_words(word: object) -> None:
+    assert parse_dtype(word) is torch.bfloat16  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["fp8", "", 16, "int8", torch.int8, "torch."])
+def test_unknown_dtype_words(word: object) -> None:
+    with pytest.raises(ValueError, match="'bf16'"):
+        parse_dtype(word)  # type: ignore[arg-type]

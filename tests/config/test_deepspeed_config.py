@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepspeed.runtime.config as config_module
+from deepspeed.runtime.config import (
+    DeepSpeedConfig,
+    DeepSpeedConfigError,
+    DeepSpeedConfigWriter,
+    data_parallel_world,
+    global_rank,
+    world_size,
+)
+from deepspeed.utils.logging import logger
+from tests.pool import distributed
+
+LAUNCHER = (
+    "WORLD_SIZE",
+    "RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE",
+    "PMI_RANK",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    return said
+
+
+def make(**keys: Any) -> DeepSpeedConfig:
+    return DeepSpeedConfig({"train_batch_size": 8, **keys})
+
+
+def test_defaults_of_the_seam() -> None:
+    config = make()
+    expected = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": True,
+        "gradient_clipping": 1.0,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",
+        "communication_data_type": None,
+        "seq_parallel_communication_data_type": torch.float32,
+        "sparse_gradients_enabled": False,
+        "disable_allgather": False,
+        "optimizer_name": None,
+        "optimizer_params": None,
+        "optimizer_legacy_fusion": False,
+        "scheduler_name": None,
+        "scheduler_params": None,
+        "zero_optimization_stage": 0,
+        "zero_enabled": False,
+        "zero_allow_untested_optimizer": False,
+        "zero_force_ds_cpu_optimizer": True,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "memory_breakdown": False,
+        "dump_state": False,
+        "log_level": None,
+        "dataloader_drop_last": False,
+        "checkpoint_tag_validation_enabled": True,
+        "checkpoint_tag_validation_fail": False,
+        "checkpoint_parallel_write_pipeline": False,
+        "use_node_local_storage": False,
+        "load_universal_checkpoint": False,
+        "fp16_enabled": False,
+        "bfloat16_enabled": False,
+        "amp_enabled": False,
+        "amp_params": {},
+        "torch_autocast_enabled": False,
+        "torch_autocast_dtype": None,
+        "grad_accum_dtype": None,
+        "param_dtype": None,
+        "buffer_dtype": None,
+        "pld_enabled": False,
+        "curriculum_enabled_legacy": False,
+        "data_efficiency_enabled": False,
+        "weight_quantization_config": None,
+        "global_rank": 0,
+        "world_size": 1,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert not config.monitor_config.enabled
+    assert config.timers_config.enabled and config.timers_config.synchronized
+    assert config.comms_config.comms_logger_enabled is False
+    assert config.pipeline == {
+        "stages": "auto",
+        "partition": "best",
+        "seed_layers": False,
+        "activation_checkpoint_interval": 0,
+        "pipe_partitioned": True,
+        "grad_partitioned": True,
+    }
+    assert config.aio_config == {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+
+
+def test_values_arrive() -> None:
+    config = make(
+        gradient_clipping=0,
+        communication_data_type="BF16",
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        data_types={"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
+        fp16={"enabled": True, "loss_scale": 128},
+        zero_optimization={"stage": 2, "reduce_bucket_size": 5e8, "overlap_comm": True},
+        torch_autocast={"dtype": "torch.bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]},
+        amp={"enabled": False, "opt_level": "O1"},
+        checkpoint={
+            "tag_validation": "fail",
+            "use_node_local_storage": True,
+            "parallel_write": {"pipeline_stage": True},
+        },
+        comms_logger={"enabled": True, "prof_ops": ["all_reduce"]},
+        pipeline={"my_option": 3, "use_reentrant": False},
+        steps_per_print=float("inf"),
+        compression_training={},
+    )
+    assert config.gradient_clipping == 0.0
+    assert config.communication_data_type is torch.bfloat16
+    assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 1e-3})
+    assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 0})
+    assert (config.grad_accum_dtype, config.buffer_dtype) == (torch.float32, torch.bfloat16)
+    assert config.float16_config.loss_scale == 128
+    assert config.float16_config.dynamic_loss_scale_args()["min_scale"] == 1
+    assert (config.zero_optimization_stage, config.zero_enabled, config.zero_config.overlap_comm) == (
+        2,
+        True,
+        True,
+    )
+    assert config.torch_autocast.dtype is torch.bfloat16
+    assert config.torch_autocast_lower_precision_safe_modules == ["torch.nn.Linear"]
+    assert config.amp.params == {"opt_level": "O1"}
+    assert config.checkpoint_tag_validation_fail and config.checkpoint_tag_validation_enabled
+    assert config.use_node_local_storage and config.checkpoint_parallel_write_pipeline
+    assert config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.prof_ops == [
+        "all_reduce"
+    ]
+    assert config.pipeline["my_option"] == 3 and config.pipeline["use_reentrant"] is False
+    assert config.steps_per_print == float("inf")
+    assert config._param_dict["gradient_clipping"] == 0 and "fp16" in config._param_dict
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("AdamW", "adamw"),
+        ("LAMB", "lamb"),
+        ("SGD", "SGD"),
+        ("RMSprop", "RMSprop"),
+        ("FusedAdam", "FusedAdam"),
+    ],
+)
+def test_optimizer_names(written: str, name: str) -> None:
+    assert make(optimizer={"type": written}).optimizer_name == name
+
+
+def test_null_sections_count_as_absent() -> None:
+    config = make(
+        optimizer=None,
+        scheduler=None,
+        comms_logger=None,
+        elasticity=None,
+        zero_optimization={"offload_param": None},
+    )
+    assert config.optimizer_name is None and config.scheduler_name is None
+
+
+# ------------------------------------------------------------------------------------------------- "auto"
+
+TRAINER_CONFIG: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "sub_group_size": 1e9,
+    },
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": "auto",
+    "steps_per_print": float("inf"),
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 1,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def test_auto_values_that_nobody_filled_in_are_defaults(warnings: list[str]) -> None:
+    config = DeepSpeedConfig(TRAINER_CONFIG)
+    assert (config.gradient_clipping, config.train_batch_size) == (1.0, 1)
+    assert config.optimizer_params == {} and config.scheduler_params == {}
+    assert not config.fp16_enabled and not config.bfloat16_enabled
+    assert config.zero_config.reduce_bucket_size == 500_000_000
+    assert config.zero_config.gather_16bit_weights_on_model_save is False
+    assert config._param_dict["gradient_clipping"] == "auto"
+    assert warnings == []
+
+
+def test_whole_sections_may_be_auto() -> None:
+    config = make(
+        fp16="auto",
+        bf16="auto",
+        zero_optimization="auto",
+        optimizer="auto",
+        gradient_accumulation_steps="auto",
+    )
+    assert config.zero_optimization_stage == 0 and config.optimizer_name is None
+
+
+def test_auto_batch_sizes_need_somebody() -> None:
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"train_micro_batch_size_per_gpu is 'auto', and nobody filled in"
+    ):
+        DeepSpeedConfig({"train_micro_batch_size_per_gpu": "auto"})
+
+
+# ------------------------------------------------------------------------------------------ old spellings
+
+
+def test_bfloat16_section(warnings: list[str]) -> None:
+    assert make(bfloat16={"enabled": True}).bfloat16_enabled
+    assert ["'bfloat16'" in warning for warning in warnings] == [True]
+    assert not make(bfloat16={"enabled": True}, bf16={"enabled": False}).bfloat16_enabled
+
+
+def test_misspelling_inside_the_old_section() -> None:
+    with pytest.raises(DeepSpeedConfigError, match=r"bfloat16\.enabeld: .*'bfloat16\.enabled'"):
+        make(bfloat16={"enabeld": True})
+
+
+def test_zero_as_a_boolean(warnings: list[str]) -> None:
+    config = make(zero_optimization=True, allgather_size=1000)
+    assert config.zero_optimization_stage == 1 and config.zero_config.allgather_bucket_size == 1000
+    assert len(warnings) == 1
+
+
+def test_one_note_per_old_key(warnings: list[str]) -> None:
+    make(
+        zero_optimization={
+            "stage": 1,
+            "stage3_gather_fp16_weights_on_model_save": True,
+            "cpu_offload_use_pin_memory": True,
+        }
+    )
+    assert sorted("deprecated" in warning for warning in warnings) == [True, True]
+
+
+def test_warnings_on_rank_zero_only(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert make(wandb={"enabled": True}).global_rank == 1
+    assert warnings == []
+
+
+# ------------------------------------------------------------------------------------ the number of ranks
+
+
+class Mpu:
+    def __init__(self, **sizes: int) -> None:
+        for name, size in sizes.items():
+            setattr(self, f"get_{name}_parallel_world_size", lambda size=size: size)
+
+
+class Mesh:
+    mesh_dim_names = ("data_parallel", "sequence_parallel")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __getitem__(self, name: str) -> Mesh:
+        assert name == "data_parallel"
+        return self
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
+def test_launcher_environment_counts_before_init(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "4")
+    config = DeepSpeedConfig({"train_batch_size": 8})
+    assert (config.world_size, config.train_micro_batch_size_per_gpu) == (4, 2)
+    with pytest.raises(DeepSpeedConfigError, match="from the launcher's environment"):
+        DeepSpeedConfig(
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+        )
+
+
+def test_sources_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert data_parallel_world({}, Mpu(data=2))[0] == 2
+    assert data_parallel_world({}, Mpu(sequence=4))[0] == 2
+    assert data_parallel_world({}, None, Mesh(3))[0] == 3
+    assert data_parallel_world({})[0] == 8
+    assert data_parallel_world({"sequence_parallel_size": 2})[0] == 4
+    assert data_parallel_world({"sequence_parallel_size": 2}, Mpu(data=8))[0] == 8
+    assert (
+        data_parallel_world({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": "auto"})[0] == 2
+    )
+    monkeypatch.delenv("WORLD_SIZE")
+    assert data_parallel_world({}) == (1, "no launcher and no process group found")
+
+
+def test_nonsense_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert world_size()[0] == 1 and global_rank() == 0
+
+
+@distributed(world_size=2)
+def test_process_group_counts() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 8})
+    assert (config.world_size, config.train_micro_batch_size_per_gpu) == (2, 4)
+    assert config.global_rank == torch.distributed.get_rank()
+    assert world_size()[1] == "from torch.distributed"
+
+
+# ------------------------------------------------------------------------------------------------- the rest
+
+
+def test_error_class() -> None:
+    with pytest.raises(AssertionError):
+        DeepSpeedConfig({})
+    with pytest.raises(ValueError, match="neither train_batch_size nor"):
+        DeepSpeedConfig({})
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        make(bf61={}, fp16={"enabled": 3})
+    assert str(caught.value).startswith(
+        "2 errors in DeepSpeed config:\n  bf61: unknown key; did you mean 'bf16'?"
+    )
+    assert [problem.key for problem in caught.value.problems] == ["bf61", "fp16.enabled"]
+
+
+def test_config_dict_is_left_alone() -> None:
+    raw = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 1, "cpu_offload": False},
+        "bfloat16": {"enabled": True},
+    }
+    before = json.dumps(raw)
+    DeepSpeedConfig(raw)
+    assert json.dumps(raw) == before
+
+
+def test_configs_share_nothing() -> None:
+    one, two = make(), make()
+    one.zero_config.leaf_module.names.append("x")
+    one.comms_config.comms_logger.prof_ops.append("y")
+    assert two.zero_config.leaf_module.names == make().zero_config.leaf_module.names == []
+    assert two.comms_config.comms_logger.prof_ops == make().comms_config.comms_logger.prof_ops == []
+
+
+def test_printing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "info", said.append)
+    make(steps_per_print=2000).print("MyConfig")
+    assert said[0] == "MyConfig:"
+    assert any("train_batch_size" in line and " 8" in line for line in said)
+    assert '"steps_per_print": 2.000000e+03' in said[-1]
+
+
+def test_writer(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    writer = DeepSpeedConfigWriter()
+    writer.add_config("train_batch_size", 8)
+    writer.write_config(str(file))
+    again = DeepSpeedConfigWriter()
+    again.load_config(str(file))
+    assert again.data == {"train_batch_size": 8}
+    assert DeepSpeedConfig(str(file)).train_batch_size == 8
+
+
+def test_names_that_clients_import() -> None:
+    assert config_module.LAMB_OPTIMIZER == "lamb" and config_module.ONEBIT_LAMB_OPTIMIZER == "onebitlamb"
+    assert config_module.ADAM_OPTIMIZER == "adam" and config_module.MUON_OPTIMIZER == "muon"
+    import deepspeed
+
+    assert deepspeed.DeepSpeedConfig is DeepSpeedConfig
+    assert deepspeed.DeepSpeedConfigError is DeepSpeedConfigError
+
+
+def test_importing_and_making_a_config_stays_light() -> None:
+    """No compiler, tokenizer or monitor comes along, no process group, no device memory."""
+    code = (
+        "import sys, torch; from deepspeed.runtime.config import DeepSpeedConfig;"
+        "DeepSpeedConfig({'train_batch_size': 8});"
+        "heavy = {'triton', 'tokenizers', 'transformers', 'tensorboard', 'wandb', 'hjson', "
+        "'torch._dynamo', 'rich'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)

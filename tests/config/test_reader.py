@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from deepspeed.runtime.config_reader import UnreadableConfig, key_lines, parse_text, read_config
+
+CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
+
+
+def test_dict_is_copied_and_leaves_are_kept() -> None:
+    group = object()
+    raw = {"tensor_parallel": {"tp": {"tp_group": group}}, "x": [1, {"y": 2}]}
+    source = read_config(raw)
+    assert source.data == raw
+    assert source.data["tensor_parallel"] is not raw["tensor_parallel"]
+    assert source.data["tensor_parallel"]["tp"]["tp_group"] is group
+
+
+def test_json_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(CONFIG, indent=2))
+    for given in (file, str(file)):
+        source = read_config(given)
+        assert source.data == CONFIG
+        assert source.line(("zero_optimization", "stage")) == 4
+        assert source.line(("zero_optimization", "not there")) == 3
+
+
+def test_hjson_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.hjson"
+    file.write_text(
+        "{\n  # how much\n  train_batch_size: 8\n  zero_optimization: { stage: 2 }\n  steps_per_print: "
+        "10,\n}\n"
+    )
+    source = read_config(file)
+    assert source.data == CONFIG
+    assert source.line(("train_batch_size",)) == 3
+    assert source.line(("zero_optimization", "stage")) == 4
+
+
+def test_base64_text() -> None:
+    text = json.dumps(CONFIG | {"comment": "??>>~~"})
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert read_config(encoded).data == json.loads(text)
+    assert read_config(encoded.rstrip("=")).data == json.loads(text)
+
+
+@pytest.mark.parametrize("given", ["no/such/file.json", "ds_config.json", "", "e30", 3, None, [1]])
+def test_neither_file_nor_text(given: object) -> None:
+    if given == "e30":  # base64 of "{}"
+        assert read_config(given).data == {}
+        return
+    with pytest.raises(UnreadableConfig, match=r"a config is a dict, a path to a JSON or HJSON file"):
+        read_config(given)  # type: ignore[arg-type]
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableConfig, match="folder"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1,\n "b": {"c": 1,\n "c": 2}}', "{a: 1\n b: {c: 1\n c: 2}}"], ids=["json", "hjson"]
+)
+def test_duplicate_keys_are_named_with_their_lines(text: str) -> None:
+    with pytest.raises(UnreadableConfig, match=r"Duplicate keys .*'b\.c' \(lines 2, 3\)"):
+        parse_text(text, "file")
+
+
+def test_duplicate_keys_in_hjson_file_through_the_config(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    file = tmp_path / "c.hjson"
+    file.write_text("{\ntrain_batch_size: 8\ntrain_batch_size: 16\n}")
+    with pytest.raises(ValueError, match="train_batch_size"):
+        DeepSpeedConfig(str(file))
+
+
+def test_broken_text_names_the_place() -> None:
+    with pytest.raises(UnreadableConfig, match=r"line 2, column"):
+        parse_text('{"a": 1,\n "b": [1, 2}', "file")
+
+
+def test_top_level_must_be_an_object() -> None:
+    with pytest.raises(UnreadableConfig, match="list"):
+        parse_text("[1, 2]", "file")
+
+
+def test_lines_of_nested_lists() -> None:
+    text = '{"a": [\n {"b": 1},\n {"b": "x, y: {z}",\n  "c": 2}],\n "d": 3}'
+    lines = key_lines(text)
+    assert lines[("a", 0, "b")] == [2]
+    assert lines[("a", 1, "b")] == [3]
+    assert lines[("a", 1, "c")] == [4]
+    assert lines[("d",)] == [5]

@@ -1,0 +1,180 @@
+"""Writes `docs/config.md` from the schema; with `--check` it only compares."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from deepspeed.inference.config import DeepSpeedInferenceConfig  # noqa: E402
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa: E402
+from deepspeed.runtime.availability import MISSING  # noqa: E402
+from deepspeed.runtime.config_keys import (  # noqa: E402
+    Key,
+    constraint_of,
+    documented_name,
+    is_deprecated,
+    keys_of,
+    type_of,
+)
+from deepspeed.runtime.config_schema import TrainingConfig  # noqa: E402
+from deepspeed.runtime.config_utils import LenientConfigModel, extra_facts  # noqa: E402
+
+SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TARGET = ROOT / "docs" / "config.md"
+
+INTRODUCTION = """\
+# Config
+
+<!-- Written by tools/gen_config_docs.py from the schema; change the schema, not this file. -->
+
+`deepspeed.initialize(config=...)` takes a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON
+text. An object that holds a key twice is refused. Everything that is wrong is reported at once, before any
+process group is made or memory is taken: the key, its line in the file, its value, what is allowed, and for
+a misspelt key the right one.
+
+    ds_check config.json --gpus 8          # the same without a model; exit code 1 when there are errors
+    deepspeed.check_config(config, 8)      # the same from Python
+
+**Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements
+unless bytes are named.
+
+**"auto".** Trainer and Accelerate fill in such values. One that nobody filled in counts as if the key were
+not there.
+
+**Batch sizes.** `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks`,
+where only data-parallel ranks count. Any two of the three determine the third; with one batch size alone
+the accumulation is 1. The number of ranks comes from the model-parallel unit, the device mesh,
+`torch.distributed` or the launcher's environment, in this order.
+
+**Unknown keys.** At top level and in sections marked *lenient* a key that differs from a known one in one
+letter (two from six letters on) is an error, unless the known one is there too; any other unknown key is
+one warning. In the other sections every unknown key is an error. Keys with a dot, and comments (`_...`,
+`#...`, `//...`), are left alone.
+
+**Deprecated keys** are accepted with one note, and carried over where there is a new one.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare with the file and write nothing; exit code 1 if it is old",
+    )
+    args = parser.parse_args(argv)
+    text = render()
+    if args.check:
+        current = TARGET.read_text(encoding="utf-8") if TARGET.exists() else ""
+        if current != text:
+            print(f"{TARGET.relative_to(ROOT)} is not up to date: run python tools/gen_config_docs.py")
+            return 1
+        return 0
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+def render() -> str:
+    lines = [INTRODUCTION, *not_implemented(), "## Top level", "", *table(TrainingConfig), ""]
+    lines += sections(TrainingConfig, (), "###")
+    for title, model in (
+        ("init_inference", DeepSpeedInferenceConfig),
+        ("Ragged inference engine", RaggedInferenceEngineConfig),
+    ):
+        lines += [
+            f"## {title}",
+            "",
+            f"{(model.__doc__ or '').strip()} The schema; the feature itself comes later.",
+            "",
+        ]
+        lines += [*table(model), "", *sections(model, (), "###")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def not_implemented() -> Iterator[str]:
+    yield "## Not implemented in this release"
+    yield ""
+    yield "These keys are known, checked, and then refused by name when they turn their feature on:"
+    yield ""
+    yield from (
+        f"- `{row.key}`{row.value and f' ({row.value})'}: {row.instead}"
+        for row in MISSING
+        if row.changes_numbers
+    )
+    yield ""
+    yield "These cannot change the numbers of a run; turning them on is one warning:"
+    yield ""
+    yield from (f"- `{row.key}`: {row.instead}" for row in MISSING if not row.changes_numbers)
+    yield ""
+
+
+def sections(model: type[BaseModel], path: tuple[str, ...], heading: str) -> Iterator[str]:
+    """One chapter per section below `model`, depth first."""
+    for name, field in model.model_fields.items():
+        key = keys_of(model)[name]
+        if key.section is None:
+            continue
+        here = (*path, documented_name(name, field), *(("<name>",) if key.container == "dict" else ()))
+        shown = ".".join(here) + ("[]" if key.container == "list" else "")
+        doc = " ".join((key.section.__doc__ or "").split()) if key.section.__doc__ else ""
+        lenient = " *Lenient.*" if issubclass(key.section, LenientConfigModel) else ""
+        yield from (f"{heading} `{shown}`", "")
+        if doc or lenient:
+            yield from (f"{doc}{lenient}".strip(), "")
+        yield from (*table(key.section), "")
+        yield from sections(key.section, here, heading)
+
+
+def table(model: type[BaseModel]) -> Iterator[str]:
+    yield "| key | type | default | constraint | meaning |"
+    yield "|---|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        key = keys_of(model)[name]
+        spelling = documented_name(name, field)
+        others = sorted({field.alias or name, name} - {spelling})
+        meaning = field.description or ""
+        if others:
+            meaning += f" Also: {', '.join(f'`{other}`' for other in others)}."
+        if is_deprecated(field):
+            meaning = f"*Deprecated.* {meaning}"
+        cells = (f"`{spelling}`", type_of(field), default_of(key), constraint(key), meaning)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def constraint(key: Key) -> str:
+    if key.section is not None and key.container is None:
+        return "see below"
+    required = "needed when enabled" if extra_facts(key.field).get("required_when_enabled") else ""
+    return "; ".join(part for part in (constraint_of(key.field), required) if part)
+
+
+def default_of(key: Key) -> str:
+    if key.field.is_required():
+        return "needed"
+    default = key.field.get_default(call_default_factory=True)
+    if isinstance(default, BaseModel):
+        return "`{}`"
+    if isinstance(default, enum.Enum):
+        default = default.value
+    if isinstance(default, torch.dtype):
+        default = SHORT[default]
+    return f"`{json.dumps(_plain(default))}`"
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
