@@ -15,6 +15,7 @@ from deepspeed.checkpoint.archive import checksum
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 
@@ -119,6 +120,7 @@ class Restorer:
         self.reader = Reader(catalog)
         self.report = Report()
         self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
+        self.parts = ShardedWeights(module)
 
     def check_names(self) -> None:
         """What the model and the checkpoint do not have in common: an error if strict."""
@@ -147,23 +149,25 @@ class Restorer:
 
     def weights_from_module(self) -> None:
         """The model's own weights and buffers, through its ``load_state_dict``; masters follow them."""
-        tensors = self._module_tensors()
+        self._fill_parts(trained=True)
+        cut = self._cut()
+        tensors = self._module_tensors(only=lambda name: name not in cut)
         own = self.module.state_dict()
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor):
                 self._account(name, tensor, own.get(name))
-        self._load_into_module(tensors)
-        self.report.of_parameters = sum(1 for _ in self.module.parameters())
-        present = {id(p) for n, p in self.module.named_parameters(remove_duplicate=False) if n in tensors}
-        self.report.parameters = len(present)
+        self._load_into_module(tensors, partly=bool(self.parts))
+        named = dict(self.module.named_parameters())
+        self.report.of_parameters = len(named)
+        self.report.parameters = sum(self.catalog.find([name]) is not None for name in named)
         if self.state is not None:
             self.state.weights_loaded()
 
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
         """``custom_load_fn(src=saved state dict, dst=module)`` does what it likes; masters follow the
-        weights."""
+        weights (where those are cut, when the caller cuts them again)."""
         custom_load_fn(src=self._module_tensors(), dst=self.module)
-        if self.state is not None:
+        if self.state is not None and not self.parts:
             self.state.weights_loaded()
 
     def weights_from_masters(self) -> None:
@@ -304,16 +308,15 @@ class Restorer:
 
     def _load_rest(self) -> None:
         """Frozen weights, buffers and whatever else the training state does not hold."""
-        if _rewrites_names(self.module):
+        if _rewrites_names(self.module) and not self.parts:
             self._load_into_module(self._module_tensors())  # its own code knows what old names mean
             return
-        trained = {id(entry.param) for entry in self.entries}
+        self._fill_parts(trained=False)
+        trained, cut = {id(entry.param) for entry in self.entries}, self._cut()
         own = self.module.state_dict(keep_vars=True)
-        rest = {
-            name: value
-            for name, value in self._module_tensors().items()
-            if id(own.get(name, self)) not in trained
-        }
+        rest = self._module_tensors(
+            only=lambda name: id(own.get(name, self)) not in trained and name not in cut
+        )
         for name, value in rest.items():
             if isinstance(value, Tensor):
                 self._account(name, value, own.get(name))
@@ -321,6 +324,21 @@ class Restorer:
         frozen = {id(p): name for name, p in self.module.named_parameters() if id(p) not in trained}
         self.report.of_parameters += len(frozen)
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
+
+    def _fill_parts(self, *, trained: bool) -> None:
+        """Weights of which this rank holds a part (stage 3); ``trained`` takes those of the optimizer too."""
+        known = {entry.name for entry in self.entries}
+        for index, part in self.parts.fragments():
+            name = self.catalog.find([index.name])
+            if name is None or (index.name in known and not trained):
+                continue
+            sources = self.catalog.module.get(name) or self.catalog.masters(name)
+            self.reader.fill(index, part, sources, f"the weights of {index.name}")
+
+    def _cut(self) -> set[str]:
+        """All names of parameters of which this rank holds a part only."""
+        params = self.module.named_parameters(remove_duplicate=False)
+        return {name for name, param in params if hasattr(param, "ds_home")}
 
     def _load_into_module(self, tensors: dict[str, Any], *, partly: bool = False) -> None:
         own = self.module.state_dict()
@@ -339,20 +357,19 @@ class Restorer:
                 f"common): {error}"
             ) from error
 
-    def _module_tensors(self) -> dict[str, Any]:
-        """The saved state dict under all its names, mapped from the files."""
+    def _module_tensors(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+        """The saved state dict under all its names, mapped from the files; ``only`` chooses names."""
+        own = self.module.state_dict()
         tensors: dict[str, Any] = {}
-        for name, sources in self.catalog.module.items():
-            source = sources[0]
-            whole = source.index.numel == source.index.local_numel
-            tensors[name] = (
-                source.data.view(source.index.local_shape) if whole else self.assemble(name, sources)
-            )
-        for name, kinds in self.catalog.fragments.items():
-            if name not in tensors and name in self.module.state_dict():
-                tensors[name] = self.assemble(name, kinds[MASTER])
+        for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
+            if name in tensors or not only(name):
+                continue
+            sources = self.catalog.module.get(name) or self.catalog.masters(name)
+            index = sources[0].index
+            whole = index.numel == index.local_numel
+            tensors[name] = sources[0].data.view(index.local_shape) if whole else self.assemble(name, sources)
         for alias, name in self.catalog.aliases.items():
-            if name in tensors:
+            if name in tensors and only(alias):
                 tensors.setdefault(alias, tensors[name])
         return {**tensors, **self.catalog.extra}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def open_checkpoint(
     models, optims = _files(folder)
     first = _read_dict(models[0])
     if INDEX in first:
-        return _open_own(folder, models, optims if optimizer else [], first, optimizer, partial)
+        return _open_own(folder, models, optims, first, optimizer, partial)
     if "module" not in first or DS_VERSION not in first:
         missing = "module" if "module" not in first else DS_VERSION
         raise CheckpointError(f"{models[0]} was not written by this system: it has no {missing!r}")
@@ -79,10 +78,17 @@ def _open_own(
         client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
         index=index,
     )
+    if index["part_files"] is not None:
+        _check_complete(folder, models, index["part_files"], partial)
     for path in models:
-        _add_module(catalog, first if path == models[0] else _read_dict(path), path)
+        content = first if path == models[0] else _read_dict(path)
+        if path == models[0] or index["part_files"] is None:
+            _add_module(catalog, content, path)
+        if path.name in (index["part_files"] or ()):
+            _add_parts(catalog, content, path)
     catalog.has_optimizer = index["optimizer"] is not None
-    if not optimizer or index["optimizer"] is None:
+    weights_are_there = index["part_files"] is None
+    if index["optimizer"] is None or not (optimizer or not weights_are_there):
         return catalog
     if index["optimizer"] == "model file":
         sections = [(models[0], first["optimizer"])]
@@ -99,20 +105,29 @@ def _open_own(
 
 
 def _add_module(catalog: Catalog, content: dict[str, Any], path: Path) -> None:
-    """Weights and buffers as sources; aliases of one memory are known from the index and need no own
-    source."""
-    sums = content[INDEX]["module_checksums"].tolist()
-    shapes: Mapping[str, Any] = content[INDEX]["module_boxes"]
-    number = 0
+    """Weights and buffers as sources. Parameters of which each file has a part are left to ``_add_parts``."""
+    index = content[INDEX]
+    sums = iter(index["module_checksums"].tolist())
+    cut = set(index["cut"])
     for name, value in content["module"].items():
         if not isinstance(value, Tensor):
             catalog.extra[name] = value
             continue
-        shape, boxes = shapes.get(name, (tuple(value.shape), ()))
-        index = ShardIndex(name, tuple(shape), boxes, 0, value.numel())
-        total = f"the weights {name} of {path.name}"
-        catalog.add_module(Source(index, flat(value), path, sums[number], total))
-        number += 1
+        total = next(sums)
+        if name in cut:
+            continue
+        shape, boxes = index["module_boxes"].get(name, (tuple(value.shape), ()))
+        held = ShardIndex(name, tuple(shape), boxes, 0, value.numel())
+        catalog.add_module(Source(held, flat(value), path, total, f"the weights {name} of {path.name}"))
+
+
+def _add_parts(catalog: Catalog, content: dict[str, Any], path: Path) -> None:
+    """This file's parts of weights that no optimizer holds (stage 3)."""
+    index = content[INDEX]
+    parts = (content["frozen_param_fragments"] or {}).values()
+    for entry, part, total in zip(index["parts"], parts, index["part_checksums"].tolist(), strict=True):
+        held = ShardIndex(*entry)
+        catalog.add_module(Source(held, flat(part), path, total, f"the weights {held.name}"))
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from deepspeed.checkpoint.archive import Sums, naming, write_archive
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.own_format import checksums_of, pack_groups, pack_section
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
+from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import TrainingState
 from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
 from deepspeed.utils.logging import logger
@@ -117,11 +120,16 @@ class _Files:
         self.pending = pending
         self.sharded = training.zero_stage > 0 and training.state is not None
         module = training.module
+        self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.trained = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.excluded = sorted(self.frozen) if exclude_frozen else []
         self.weights = module_state(module, exclude=self.excluded)
+        self.cut = [name for name, param in parameters.items() if hasattr(param, "ds_home")]
+        for name in self.cut:
+            if name in self.weights:
+                self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered just now
         self.aliases = shared_names(module)
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> None:
@@ -129,7 +137,9 @@ class _Files:
         if self.sharded:
             name = names.optim_file(place.dp_rank, place.mp_rank, bf16=training.bf16)
             _put(folder / name, self._optim_states)
-        if place.writes_model:
+        if self.parts:
+            _put(folder / names.zero_model_file(place.dp_rank, place.mp_rank), self._model_states)
+        elif place.writes_model:
             _put(folder / names.model_file(place.mp_rank), self._model_states)
         if self.pending:
             _put(folder / names.pending_file(rank), lambda _: {"pending_gradients": pending})
@@ -155,17 +165,15 @@ class _Files:
     def _model_states(self, sums: Sums) -> dict[str, Any]:
         training, place, sharded = self.training, self.place, self.sharded
         state = training.state
-        kept = {name: p for name, p in self.frozen.items() if name not in self.excluded}
+        rest = self._untrained()
         return {
             "module": self.weights,
             "buffer_names": [name for name, _ in training.module.named_buffers() if name in self.weights],
             "optimizer": self._section(sums) if state is not None and not sharded else None,
             "param_shapes": _param_shapes(state) if state is not None and sharded else None,
-            "frozen_param_shapes": OrderedDict((n, p.shape) for n, p in kept.items()) if sharded else None,
+            "frozen_param_shapes": OrderedDict((i.name, torch.Size(i.global_shape)) for i, _ in rest),
             "shared_params": self.aliases,
-            "frozen_param_fragments": (
-                OrderedDict((n, self.weights[n]) for n in kept if n in self.weights) if sharded else None
-            ),
+            "frozen_param_fragments": OrderedDict((i.name, part) for i, part in rest),
             "lr_scheduler": None,
             "data_sampler": None,
             "random_ltd": None,
@@ -175,21 +183,36 @@ class _Files:
             "mp_world_size": place.mp_size,
             **self._versions(),
             **training.client_state,
-            names.INDEX: self._index(sums),
+            names.INDEX: self._index(sums, rest),
         }
 
-    def _index(self, sums: Sums) -> dict[str, Any]:
+    def _untrained(self) -> list[tuple[ShardIndex, Tensor]]:
+        """Weights that the training state does not hold: whole ones, or this rank's parts where they are
+        cut."""
+        if self.parts:
+            trained = (
+                {e.name for e in self.training.state.trainable()}
+                if self.training.state is not None
+                else set()
+            )
+            return [
+                (index, part)
+                for index, part in self.parts.fragments()
+                if index.name not in self.excluded and (index.name not in trained or not index.numel)
+            ]
+        return [
+            (ShardIndex(name, tuple(param.shape), (), 0, param.numel()), self.weights[name])
+            for name, param in self.frozen.items()
+            if name in self.weights and name not in self.aliases
+        ]
+
+    def _index(self, sums: Sums, rest: list[tuple[ShardIndex, Tensor]]) -> dict[str, Any]:
         training, place = self.training, self.place
         tensors = [value for value in self.weights.values() if isinstance(value, Tensor)]
-        optimizer: str | list[str] | None = None
+        everyone = [(dp, mp) for mp in range(place.mp_size) for dp in range(place.dp_size)]
+        optimizer: str | list[str] | None = "model file" if training.state is not None else None
         if self.sharded:
-            optimizer = [
-                names.optim_file(dp, mp, bf16=training.bf16)
-                for mp in range(place.mp_size)
-                for dp in range(place.dp_size)
-            ]
-        elif training.state is not None:
-            optimizer = "model file"
+            optimizer = [names.optim_file(dp, mp, bf16=training.bf16) for dp, mp in everyone]
         return {
             "format": names.FORMAT,
             "zero_stage": training.zero_stage,
@@ -197,8 +220,16 @@ class _Files:
             "aliases": self.aliases,
             "excluded": self.excluded,
             "trained": self.trained,
+            "cut": self.cut,
             "module_boxes": {},
             "module_checksums": checksums_of(tensors, len(tensors), sums),
+            "parts": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i, _ in rest]
+            if self.parts
+            else None,
+            "part_checksums": checksums_of([part for _, part in rest], len(rest), sums)
+            if self.parts
+            else None,
+            "part_files": [names.zero_model_file(dp, mp) for dp, mp in everyone] if self.parts else None,
             "pending": self.pending,
             **training.positions,
             "rank_states": self.rank_states,
@@ -272,7 +303,7 @@ def signature(state: TrainingState | None) -> tuple[int, int] | None:
     if state is None:
         return None
     entries = state.trainable()
-    return len(entries), sum(entry.param.numel() for entry in entries)
+    return len(entries), sum(prod(entry.shape) for entry in entries)
 
 
 def _param_shapes(state: TrainingState) -> list[OrderedDict[str, torch.Size]]:

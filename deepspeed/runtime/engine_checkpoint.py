@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deepspeed.checkpoint import names, rng
+from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
@@ -18,8 +19,10 @@ from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.writers import find_folder, read_latest
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
+from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
@@ -160,7 +163,7 @@ def load_checkpoint(
         )
     restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
     masters = what.masters and bool(catalog.fragments)
-    with ranks.together("loading the checkpoint"):
+    with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):
         restorer.check_names()
         if custom_load_fn is not None:
             restorer.custom(custom_load_fn)
@@ -172,11 +175,18 @@ def load_checkpoint(
             restorer.optimizer_states()
     if masters:
         engine.state_access.publish()
+    if restorer.parts:
+        restorer.parts.changed()
     report = restorer.finish(ranks)
     with ranks.together("resuming from the checkpoint"):
         _resume(engine, catalog, ranks, what, report)
     log_dist(report.line(catalog), ranks=[0])
     return str(catalog.folder), materialize(catalog.client_state)
+
+
+def _whole(engine: DeepSpeedEngine, *, modified: bool) -> GatheredParameters:
+    """Partitioned parameters are whole inside if their values are about to be ``modified``. Collective."""
+    return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,14 +346,16 @@ def load_module_state_dict(
     matter where parameters are sharded.
     """
     source = checkpoint["module"]
-    if custom_load_fn is not None:
-        custom_load_fn(src=source, dst=engine.module)
-    else:
-        tolerated = set(allowed_missing_keys or ())
-        own = engine.module.state_dict()
-        present = {**{name: own[name] for name in tolerated & set(own) if name not in source}, **source}
-        engine.module.load_state_dict(present, strict=strict)
-    if engine.state_access is not None:
+    with _whole(engine, modified=True):
+        if custom_load_fn is not None:
+            custom_load_fn(src=source, dst=engine.module)
+        else:
+            own = engine.module.state_dict()
+            tolerated = {name for name in allowed_missing_keys or () if name in own and name not in source}
+            engine.module.load_state_dict(
+                {**{name: own[name] for name in tolerated}, **source}, strict=strict
+            )
+    if engine.state_access is not None and not ShardedWeights(engine.module):
         engine.state_access.weights_loaded()
 
 
@@ -356,14 +368,21 @@ def save_16bit_model(
     """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
 
     A name that ends in ``.safetensors`` gives a file of that format. Tied weights are written once.
+    Partitioned parameters are gathered one by one as they are written; False, and nothing is written, if
+    ``stage3_gather_16bit_weights_on_model_save`` is off.
     """
-    ranks = Ranks()
-    path = Path(save_dir) / save_filename
-    with ranks.together("saving the model"):
+    if ShardedWeights(engine.module) and not engine.zero_gather_16bit_weights_on_model_save():
+        logger.warning(
+            f"{save_filename} is not written: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "
+            "Set it, or use zero_to_fp32.py on a checkpoint"
+        )
+        return False
+    ranks, path = Ranks(), Path(save_dir) / save_filename
+    source = _WholeWeights(engine, exclude_frozen_parameters)
+    with ranks.together("saving the model"), source:
         if ranks.rank == 0:
-            weights = consolidated_16bit_state_dict(engine, exclude_frozen_parameters) or {}
             save_weights(
-                weights,
+                source.tensors(),
                 path.parent,
                 aliases=shared_names(engine.module),
                 filename=path.name,
@@ -372,11 +391,63 @@ def save_16bit_model(
     return True
 
 
+def zero3_consolidated_16bit_state_dict(
+    engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3, or
+    if ``stage3_gather_16bit_weights_on_model_save`` is off."""
+    if not ShardedWeights(engine.module):
+        raise ValueError("the parameters are not partitioned: take engine.module.state_dict()")
+    if not engine.zero_gather_16bit_weights_on_model_save():
+        raise ValueError(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: nothing is gathered"
+        )
+    return consolidated_16bit_state_dict(engine, exclude_frozen_parameters)
+
+
 def consolidated_16bit_state_dict(
     engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model's state dict on rank 0 and None on the others; tensors are the live ones."""
-    if engine.global_rank != 0:
-        return None
-    state = module_state_dict(engine, exclude_frozen_parameters=exclude_frozen_parameters)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others.
+    Collective."""
+    with _WholeWeights(engine, exclude_frozen_parameters) as source:
+        if engine.global_rank != 0:
+            return None
+        made = {name: next(iter(tensor.parts())).cpu() for name, tensor in source.tensors().items()}
+    aliases = shared_names(engine.module)
+    return made | {alias: made[name] for alias, name in aliases.items() if name in made}
+
+
+class _WholeWeights:
+    """The module's tensors, whole, one at a time and in one order on all ranks: rank 0 asks for each, and
+    the others help to gather them until the block ends, also after an error on rank 0."""
+
+    def __init__(self, engine: DeepSpeedEngine, exclude_frozen: bool) -> None:
+        state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
+        aliases = shared_names(engine.module)
+        self.left = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in aliases}
+        self.rank = engine.global_rank
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        return {
+            name: LazyTensor(
+                tuple(getattr(value, "ds_shape", value.shape)),
+                value.dtype,
+                lambda name=name: [self._take(name)],
+            )
+            for name, value in self.left.items()
+        }
+
+    def _take(self, name: str) -> Tensor:
+        assert next(iter(self.left)) == name, "tensors are asked for in order"
+        param = self.left.pop(name)
+        with GatheredParameters(param):
+            whole = param.detach()
+            return whole.clone() if hasattr(param, "ds_home") else whole
+
+    def __enter__(self) -> _WholeWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name in list(self.left):
+            self._take(name)

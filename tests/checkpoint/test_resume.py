@@ -24,11 +24,11 @@ from tests.checkpoint.models import (
 )
 from tests.pool import distributed, run
 
-LAYOUTS = [(stage, world) for stage in (0, 1, 2) for world in (1, 2, 3)]
+LAYOUTS = [(stage, world) for stage in (0, 1, 2, 3) for world in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_resume_is_bit_exact(tmp_path, stage, precision):
     ds_config = config(stage, precision, accumulation=2)
@@ -49,7 +49,7 @@ def test_resume_is_bit_exact(tmp_path, stage, precision):
     assert_equal(weights(resumed), weights(engine))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_resume_in_the_middle_of_an_accumulation(tmp_path, stage):
     ds_config = config(stage, accumulation=3)
