@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel, deprecated
+from deepspeed.runtime.config_utils import Int, LenientConfigModel
 
 
 class AioConfig(LenientConfigModel):
@@ -16,14 +16,20 @@ class AioConfig(LenientConfigModel):
     block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
     queue_depth: Int = Field(default=8, ge=1, description="Requests under way at one time.")
     intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share one read or write.")
-    thread_count: Int = deprecated(
-        1, "Other name of `intra_op_parallelism`.", new_param="intra_op_parallelism"
+    thread_count: Int = Field(
+        default=1, ge=1, description="Another name for `intra_op_parallelism`, read when that is not written."
     )
     single_submit: bool = Field(default=False, description="Hand requests to the kernel one by one.")
     overlap_events: bool = Field(
         default=True, description="Submit further requests while earlier ones are waited for."
     )
     use_gds: bool = Field(default=False, description="GPUDirect Storage (NVIDIA GPUs).")
+
+    @model_validator(mode="after")
+    def one_number_of_threads(self) -> AioConfig:
+        if "intra_op_parallelism" not in self.model_fields_set:
+            object.__setattr__(self, "intra_op_parallelism", self.thread_count)
+        return self
 
 
 def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:

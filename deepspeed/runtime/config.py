@@ -17,7 +17,7 @@ from deepspeed.runtime.config_analysis import Analysis, analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
 from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, read_config
 from deepspeed.runtime.config_schema import TrainingConfig
-from deepspeed.runtime.config_utils import ScientificNotationEncoder
+from deepspeed.runtime.config_utils import DtypeEnum, ScientificNotationEncoder
 from deepspeed.runtime.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -56,6 +56,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedConfigWriter",
     "DeepSpeedZeroConfig",
+    "DtypeEnum",
     "HybridEngineConfig",
     "Problem",
     "ZeroStageEnum",

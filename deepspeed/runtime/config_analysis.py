@@ -171,9 +171,6 @@ def _old_forms(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
     """Old forms of whole sections, in place; old keys inside sections are the models' business."""
     if isinstance(data.get(ZERO_OPTIMIZATION), bool):
         data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
-    for name in ("curriculum_learning", "elasticity", "comms_logger"):
-        if data.get(name) == {}:
-            del data[name]
 
 
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:

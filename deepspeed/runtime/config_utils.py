@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import cache
 from typing import Annotated, Any
 
@@ -95,18 +96,28 @@ Float = Annotated[float, BeforeValidator(_not_bool)]
 IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
 FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
 
-_DTYPES: dict[str, torch.dtype] = {
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "bfloat": torch.bfloat16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "float": torch.float32,
-    "int8": torch.int8,
+_DTYPE_WORDS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "bfloat": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
 }
+
+
+class DtypeEnum(Enum):
+    """Dtypes by their short words; the value is the torch dtype. `DtypeEnum("torch.half")` finds fp16, and so on."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
+    int8 = torch.int8
+
+    @classmethod
+    def _missing_(cls, value: Any) -> DtypeEnum | None:
+        word = str(value).lower().removeprefix("torch.")
+        return cls.__members__.get(_DTYPE_WORDS.get(word, word))
 
 
 def parse_dtype(
@@ -119,12 +130,14 @@ def parse_dtype(
     if value is None:
         return None
     words = list(allowed)
-    dtype = value if isinstance(value, torch.dtype) else None
-    if isinstance(value, str):
-        dtype = _DTYPES.get(value.lower().removeprefix("torch."))
-    if dtype is None or dtype not in {_DTYPES[word] for word in words}:
-        raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
-    return dtype
+    if isinstance(value, (str, torch.dtype)):
+        try:
+            found = DtypeEnum(value)
+        except ValueError:
+            found = None
+        if found is not None and found.name in words:
+            return found.value
+    raise ValueError(f"must be one of {', '.join(repr(word) for word in words)}")
 
 
 Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16', 'bf16', 'fp32' or null")]

@@ -86,7 +86,7 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
 
 def _autocast_dtype(value: Any) -> torch.dtype | None:
-    return parse_dtype(value, ("bfloat16", "float16", "float32"))
+    return parse_dtype(value, ("bf16", "fp16", "fp32"))
 
 
 class TorchAutocastConfig(LenientConfigModel):

@@ -234,6 +234,28 @@ def test_dtype_words(word: object) -> None:
     assert parse_dtype(word) is torch.bfloat16  # type: ignore[arg-type]
 
 
+def test_the_two_dtype_enums() -> None:
+    from deepspeed.runtime.config import DtypeEnum as ByDtype
+
+    assert ByDtype("torch.half") is ByDtype(torch.float16) is ByDtype.fp16
+    assert ByDtype.bf16.value is DtypeEnum.bf16.value[0] is torch.bfloat16
+    with pytest.raises(ValueError, match="fp8"):
+        ByDtype("fp8")
+
+
+def test_threads_of_aio_under_either_name() -> None:
+    from deepspeed.runtime.aio_config import get_aio_config
+
+    with collect_notes() as notes:
+        assert get_aio_config({"aio": {"thread_count": 4}})["intra_op_parallelism"] == 4
+        assert (
+            get_aio_config({"aio": {"thread_count": 1, "intra_op_parallelism": 8}})["intra_op_parallelism"]
+            == 8
+        )
+        assert get_aio_config({})["intra_op_parallelism"] == 1
+    assert notes == []
+
+
 @pytest.mark.parametrize("word", ["fp8", "", 16, "int8", torch.int8, "torch."])
 def test_unknown_dtype_words(word: object) -> None:
     with pytest.raises(ValueError, match="'bf16'"):

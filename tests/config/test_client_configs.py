@@ -1,0 +1,222 @@
+"""Configs in the form in which client libraries and example scripts write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed.config_check import check_config
+
+OFF = {"device": "none", "nvme_path": None}
+
+ACCELERATE: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": OFF,
+        "offload_param": OFF,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    },
+    "gradient_clipping": 1.0,
+    "steps_per_print": float("inf"),
+    "fp16": {"enabled": False, "auto_cast": True},
+    "bf16": {"enabled": True},
+    "zero_allow_untested_optimizer": True,
+    "seq_parallel_communication_data_type": "bf16",
+    "msamp": {"enabled": False, "opt_level": "O2"},
+}
+
+LIGHTNING: dict[str, Any] = {
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+    },
+    "aio": {
+        "block_size": 1048576,
+        "queue_depth": 8,
+        "single_submit": False,
+        "overlap_events": True,
+        "thread_count": 1,
+    },
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {
+        "stage": 2,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 200_000_000,
+        "reduce_bucket_size": 200_000_000,
+        "sub_group_size": 1_000_000_000_000,
+    },
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+}
+
+TRL: dict[str, Any] = ACCELERATE | {
+    "zero_optimization.reduce_bucket_size": 1024 * 1024,
+    "zero_optimization.stage3_param_persistence_threshold": 10 * 1024,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+}
+
+CHAT: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": "none"},
+        "stage3_param_persistence_threshold": 1e4,
+        "stage3_max_live_parameters": 3e7,
+        "stage3_prefetch_bucket_size": 3e7,
+        "memory_efficient_linear": False,
+    },
+    "bfloat16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "hybrid_engine": {
+        "enabled": False,
+        "max_out_tokens": 512,
+        "inference_tp_size": 1,
+        "release_inference_cache": False,
+        "pin_parameters": True,
+        "tp_gather_partition_size": 8,
+    },
+    "tensorboard": {"enabled": False, "output_path": "/tmp/tb/", "job_name": "step1_tensorboard"},
+}
+
+BERT: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 64,
+    "steps_per_print": 1000,
+    "prescale_gradients": False,
+    "optimizer": {
+        "type": "Adam",
+        "params": {
+            "lr": 6e-3,
+            "betas": [0.9, 0.99],
+            "eps": 1e-8,
+            "weight_decay": 0.01,
+            "bias_correction": False,
+        },
+    },
+    "gradient_clipping": 1.0,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": True, "loss_scale": 0},
+    "sparse_gradients": True,
+    "flops_profiler": {
+        "enabled": False,
+        "profile_step": 1,
+        "module_depth": -1,
+        "top_modules": 3,
+        "detailed": True,
+    },
+}
+
+COMPRESSION: dict[str, Any] = {
+    "train_batch_size": 32,
+    "fp16": {"enabled": False},
+    "compression_training": {
+        "layer_reduction": {
+            "enabled": False,
+            "keep_number_layer": 6,
+            "module_name_prefix": "bert.encoder.layer",
+            "teacher_layer": [1, 3, 5, 7, 9, 11],
+            "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
+        },
+        "weight_quantization": {
+            "shared_parameters": {
+                "enabled": False,
+                "quantizer_kernel": False,
+                "schedule_offset": 0,
+                "quantize_groups": 64,
+                "quantize_verbose": True,
+                "quantization_type": "symmetric",
+                "quantize_weight_in_forward": True,
+                "rounding": "nearest",
+                "fp16_mixed_quantize": {"enabled": False, "quantize_change_ratio": 0.001},
+            },
+            "different_groups": {
+                "wq1": {
+                    "params": {"start_bits": 8, "target_bits": 8, "quantization_period": 0},
+                    "modules": ["attention.self", "intermediate"],
+                }
+            },
+        },
+        "head_pruning": {
+            "shared_parameters": {
+                "enabled": False,
+                "schedule_offset": 2000,
+                "method": "topk",
+                "num_heads": 12,
+            },
+            "different_groups": {
+                "rp1": {
+                    "params": {"dense_ratio": 0.5},
+                    "modules": ["attention.output.dense"],
+                    "related_modules": [["self.query", "self.key", "self.value"]],
+                }
+            },
+        },
+    },
+    "quantize_training": {"enabled": True, "quantize_verbose": True, "quantizer_kernel": False},
+}
+
+DATA_EFFICIENCY: dict[str, Any] = {
+    "train_batch_size": 256,
+    "data_efficiency": {
+        "enabled": False,
+        "seed": 1234,
+        "data_routing": {
+            "enabled": True,
+            "random_ltd": {
+                "enabled": True,
+                "total_layer_num": 12,
+                "random_ltd_layer_num": 10,
+                "random_ltd_layer_id": list(range(1, 11)),
+                "model_mask_name": None,
+                "model_type": "decoder",
+                "hidden_state_order": "batch_seq_dim",
+                "random_ltd_schedule": {
+                    "min_value": 32,
+                    "max_value": 197,
+                    "schedule_type": "fixed_linear",
+                    "schedule_config": {"require_steps": 3910, "seq_per_step": 8},
+                },
+            },
+        },
+    },
+}
+
+CONFIGS = {
+    "accelerate": ACCELERATE,
+    "lightning": LIGHTNING,
+    "trl": TRL,
+    "chat": CHAT,
+    "bert": BERT,
+    "compression": COMPRESSION,
+    "data efficiency": DATA_EFFICIENCY,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accepted_without_a_word(name: str) -> None:
+    report = check_config(CONFIGS[name], 4 if name == "chat" else 1)
+    assert [str(problem) for problem in report.errors] == []
+    allowed = ["config key 'bfloat16' is deprecated, use 'bf16'"] if name == "chat" else []
+    assert report.warnings == allowed
