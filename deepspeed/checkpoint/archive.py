@@ -133,7 +133,7 @@ def refuse_unsafe(path: Path, content: Any) -> None:
         keys = [repr(key) for key, value in content.items() if _needs(value, unsafe)]
         where = f" under {', '.join(keys)}" if keys else ""
     raise CheckpointError(
-        f"the state to save holds {', '.join(sorted(unsafe))}{where}. Checkpoints are loaded with "
+        f"the state to save holds {', '.join(sorted(unsafe)[:5])}{where}. Checkpoints are loaded with "
         "weights_only=True, which makes no objects of unknown classes: save plain data instead, or allow the class "
         "with torch.serialization.add_safe_globals([...]) before saving and before loading."
     )

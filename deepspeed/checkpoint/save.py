@@ -22,6 +22,7 @@ from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import TrainingState
 from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
+from deepspeed.comm import CommunicationError
 from deepspeed.utils.logging import logger
 from deepspeed.version import __version__
 
@@ -96,9 +97,12 @@ def save(
                 _put_recovery_script(save_dir)
                 if save_latest:
                     write_latest(save_dir, tag)
+    except CommunicationError:
+        raise  # nobody knows what the other ranks are doing
     except Exception:
         if ranks.keeps_folder:
             folder.discard()
+        ranks.gather(None)  # afterwards it is gone for all
         raise
 
 

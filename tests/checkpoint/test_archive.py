@@ -1,0 +1,180 @@
+"""Files written without copying tensors: what ``torch.load`` gives back, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import decimal
+import pathlib
+import types
+import uuid
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.checkpoint.archive import LazyTensor, Sums, checksum, read_archive, write_archive
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+
+
+class Foreign:
+    """A class that nobody allowed."""
+
+
+TENSORS = {
+    "plain": torch.randn(4, 5),
+    "view of a large buffer": torch.randn(100_000)[10:20],
+    "transposed": torch.randn(4, 5).t(),
+    "bfloat16": torch.randn(3).bfloat16(),
+    "float16": torch.randn(3).half(),
+    "float8": torch.randn(4).to(torch.float8_e4m3fn).view(torch.uint8),
+    "empty": torch.empty(0, 3),
+    "bool": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3.5),
+    "int64": torch.arange(5),
+    "complex": torch.randn(2, dtype=torch.complex64),
+    "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
+    "double": torch.randn(3, dtype=torch.float64),
+    "gradient": torch.randn(3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_come_back_with_a_storage_of_their_own_size(tmp_path, name):
+    tensor = TENSORS[name]
+    sums: Sums = {}
+    write_archive(tmp_path / "f.pt", {"t": tensor}, sums)
+    for loaded in (read_archive(tmp_path / "f.pt")["t"], torch.load(tmp_path / "f.pt")["t"]):
+        assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor)
+        assert loaded.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    assert sums[id(tensor)] == [checksum(tensor)]
+
+
+def test_shared_memory_is_written_once_and_shared_again(tmp_path):
+    weight = nn.Parameter(torch.randn(50, 50))
+    size = write_archive(
+        tmp_path / "f.pt", {"emb": weight.detach(), "head": weight.detach(), "again": weight}
+    )
+    assert size < 1.5 * weight.numel() * 4
+    loaded = torch.load(tmp_path / "f.pt")
+    assert loaded["emb"].data_ptr() == loaded["head"].data_ptr() == loaded["again"].data_ptr()
+
+
+def test_lazy_tensors_are_made_when_their_turn_comes(tmp_path):
+    alive: list[int] = []
+
+    def parts():
+        for start in range(3):
+            alive.append(start)
+            yield torch.arange(start, start + 2)
+
+    sums: Sums = {}
+    lazy = LazyTensor((6,), torch.int64, parts)
+    late = LazyTensor((3,), torch.int64, lambda: [torch.tensor(sums[id(lazy)])])
+    write_archive(tmp_path / "f.pt", {"lazy": lazy, "checksums": late}, sums)
+    loaded = torch.load(tmp_path / "f.pt")
+    assert loaded["lazy"].tolist() == [0, 1, 1, 2, 2, 3] and alive == [0, 1, 2]
+    assert loaded["checksums"].tolist() == [1, 3, 5] == sums[id(lazy)]
+
+
+def test_structure_survives(tmp_path):
+    t = torch.randn(3)
+    content = OrderedDict(a=[t, {"b": (t, 1, None)}], c=OrderedDict(x=torch.ones(2)))
+    content._metadata = {"version": 2}  # type: ignore[attr-defined] - as state dicts have it
+    write_archive(tmp_path / "f.pt", {"module": content, "sparse": torch.eye(3).to_sparse()})
+    loaded = read_archive(tmp_path / "f.pt")
+    assert loaded["module"]._metadata == {"version": 2}
+    assert torch.equal(loaded["module"]["a"][1]["b"][0], t)
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+
+
+CLIENT_DATA = {
+    "path": pathlib.Path("/x/y"),
+    "pure": pathlib.PureWindowsPath("c:/x"),
+    "date": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+    "delta": datetime.timedelta(days=1),
+    "float32": np.float32(2.5),
+    "bool_": np.bool_(True),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "fortran": np.asfortranarray(np.ones((2, 3))),
+    "strings": np.array(["a", "bc"]),
+    "namespace": argparse.Namespace(lr=0.1, path=pathlib.Path("z")),
+    "simple": types.SimpleNamespace(a=[1, 2]),
+    "uuid": uuid.UUID(int=5),
+    "decimal": decimal.Decimal("1.50"),
+    "deque": deque([1, 2], maxlen=3),
+    "defaultdict": defaultdict(list, {1: [2]}),
+    "set": {1, 2},
+    "frozenset": frozenset([1]),
+    "slice": slice(1, None, 2),
+    "bytes": b"\x00\xff",
+    "big": 10**30,
+    "inf": float("inf"),
+    "dtype": torch.float16,
+    "device": torch.device("cpu"),
+    "size": torch.Size([1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", CLIENT_DATA)
+def test_data_that_clients_save(tmp_path, name):
+    value = CLIENT_DATA[name]
+    write_archive(tmp_path / "f.pt", {"client": value})
+    loaded = read_archive(tmp_path / "f.pt")["client"]
+    assert type(loaded) is type(value)
+    if isinstance(value, np.ndarray):
+        np.testing.assert_array_equal(loaded, value)
+    else:
+        assert loaded == value
+
+
+def test_unknown_classes_are_refused_before_the_data_is_written(tmp_path):
+    content = {"weights": torch.randn(1000), "mine": {"deep": [Foreign()]}, "fine": 3}
+    with pytest.raises(CheckpointError, match=r"Foreign under 'mine'.*add_safe_globals") as caught:
+        write_archive(tmp_path / "f.pt", content)
+    assert "'fine'" not in str(caught.value)
+    with torch.serialization.safe_globals([Foreign]):
+        write_archive(tmp_path / "f.pt", content)
+        assert isinstance(read_archive(tmp_path / "f.pt")["mine"]["deep"][0], Foreign)
+    with pytest.raises(CheckpointError, match=r"f\.pt holds an object of the class .*Foreign"):
+        read_archive(tmp_path / "f.pt")
+
+
+def test_bare_storages_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="bare storages"):
+        write_archive(tmp_path / "f.pt", {"s": torch.ones(3).untyped_storage()})
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    return {
+        "empty": b"",
+        "text": b"hello world",
+        "cut short": content[:-50],
+        "beginning only": content[:700],
+        "end only": content[700:],
+        "garbled structure": content.replace(b"weights", b"\x80\xff\x00wei"),
+    }
+
+
+@pytest.mark.parametrize("kind", damaged(b""))
+def test_damaged_files_are_named(tmp_path, kind):
+    path = tmp_path / "model.pt"
+    write_archive(path, {"weights": torch.randn(500)})
+    path.write_bytes(damaged(path.read_bytes())[kind])
+    with pytest.raises(CheckpointError, match=r"model\.pt.*(damaged|truncated)"):
+        read_archive(path)
+    with pytest.raises(CheckpointNotFoundError, match=r"nothing\.pt does not exist"):
+        read_archive(tmp_path / "nothing.pt")
+
+
+def test_checksums_add_up_however_a_tensor_is_cut():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
+        tensor: Any = (torch.randn(1001) * 50).to(dtype)
+        parts = [checksum(part) for part in tensor.split([13, 500, 488])]
+        assert (sum(parts) - checksum(tensor)) % (1 << 64) == 0
+        changed = tensor.clone()
+        changed[700] += 1
+        assert checksum(changed) != checksum(tensor)

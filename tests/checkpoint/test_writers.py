@@ -1,0 +1,162 @@
+"""Folders exchanged whole: what a crash, a full disk or a second save leave behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed.checkpoint import writers
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.writers import StagedFolder, find_folder, read_latest, replace_file, write_latest
+
+CRASHES = Path(__file__).with_name("crash_while_saving.py")
+
+
+def save(folder: Path, tag: str, text: str, name: str = "mp_rank_00_model_states.pt") -> None:
+    staged = StagedFolder(folder, tag)
+    staged.prepare()
+    (staged.staging / name).write_text(text)
+    staged.commit()
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(params=["exchange", "no exchange"])
+def exchanging(request, monkeypatch):
+    """Both on systems that can swap two folders and on those that cannot."""
+    if request.param == "no exchange":
+        monkeypatch.setattr(writers, "_exchange", lambda one, other: False)
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_the_same_tag_again_replaces_all_of_it(tmp_path):
+    save(tmp_path, "a", "one", "zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    save(tmp_path, "a", "two")
+    assert content(tmp_path) == {"a/mp_rank_00_model_states.pt": "two"}
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_files_of_the_client_stay(tmp_path):
+    save(tmp_path, "a", "one")
+    (tmp_path / "a/tokenizer.json").write_text("mine")
+    (tmp_path / "a/notes").mkdir()
+    (tmp_path / "a/notes/x.txt").write_text("too")
+    save(tmp_path, "a", "two")
+    assert content(tmp_path) == {
+        "a/mp_rank_00_model_states.pt": "two",
+        "a/notes/x.txt": "too",
+        "a/tokenizer.json": "mine",
+    }
+
+
+def test_a_crash_between_the_two_renames_is_known_to_the_loader_and_to_the_next_save(tmp_path):
+    save(tmp_path, "a", "one")
+    os.rename(tmp_path / "a", tmp_path / ".a.old")
+    assert find_folder(tmp_path, "a") == tmp_path / ".a.old"
+    save(tmp_path, "b", "other")
+    staged = StagedFolder(tmp_path, "a")
+    staged.prepare()
+    assert (tmp_path / "a/mp_rank_00_model_states.pt").read_text() == "one"
+    staged.discard()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_a_crash_left_in_staging_is_cleared_away(tmp_path):
+    staged = StagedFolder(tmp_path, "a")
+    staged.prepare()
+    (staged.staging / "half").write_text("x")
+    save(tmp_path, "a", "one")
+    assert content(tmp_path) == {"a/mp_rank_00_model_states.pt": "one"}
+
+
+def test_unfinished_folders_are_not_matched_by_clients_patterns(tmp_path):
+    staged = StagedFolder(tmp_path, "global_step5")
+    staged.prepare()
+    assert not list(tmp_path.glob("global_step*"))
+
+
+def test_tags_that_name_no_folder_inside(tmp_path):
+    for tag in ("", "."):
+        with pytest.raises(CheckpointError, match="does not name a folder"):
+            StagedFolder(tmp_path, tag)
+    save(tmp_path, "deep/er", "x")
+    assert (tmp_path / "deep/er/mp_rank_00_model_states.pt").exists()
+
+
+def test_latest_and_small_files_are_replaced_in_one_step(tmp_path):
+    assert read_latest(tmp_path) is None
+    write_latest(tmp_path, "one")
+    write_latest(tmp_path, "two")
+    assert (tmp_path / "latest").read_bytes() == b"two"
+    assert read_latest(tmp_path) == "two"
+    replace_file(tmp_path / "script.py", b"#!/bin/sh\n", mode=0o744)
+    assert (tmp_path / "script.py").stat().st_mode & 0o777 == 0o744
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "script.py"]
+
+
+def test_missing_folders_say_what_there_is(tmp_path):
+    save(tmp_path, "global_step1", "x")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint 'global_step2'.*it holds: global_step1"
+    ):
+        find_folder(tmp_path, "global_step2")
+    with pytest.raises(CheckpointNotFoundError, match="nowhere does not exist"):
+        find_folder(tmp_path / "nowhere", "x")
+    assert issubclass(CheckpointNotFoundError, FileNotFoundError) and issubclass(CheckpointError, ValueError)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_errors_of_the_file_system_leave_the_previous_checkpoint(tmp_path, monkeypatch, code):
+    save(tmp_path, "a", "one")
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    staged = StagedFolder(tmp_path, "a")
+    staged.prepare()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError, match=rf"cannot write .*{os.strerror(code)}.*MiB free"):
+        staged.commit()
+    monkeypatch.undo()
+    staged.discard()
+    assert content(tmp_path) == {"a/mp_rank_00_model_states.pt": "one"}
+
+
+def test_a_vanished_folder(tmp_path):
+    staged = StagedFolder(tmp_path / "run", "a")
+    staged.prepare()
+    import shutil
+
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="cannot write .*No such file"):
+        staged.commit()
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        StagedFolder(tmp_path / "run", "a").prepare()
+    with pytest.raises(CheckpointNotFoundError, match="is a file"):
+        read_latest(tmp_path / "run")
+
+
+@pytest.mark.parametrize("tags", ["same", "new"])
+@pytest.mark.parametrize("exchange", ["yes", "no"])
+def test_killed_at_random_instants(tmp_path, tags, exchange):
+    """A child saves again and again and is killed with SIGKILL; what is left must load each time."""
+    done = subprocess.run(
+        [sys.executable, str(CRASHES), str(tmp_path), tags, exchange, "25"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "25 kills" in done.stdout, done.stdout
