@@ -3,7 +3,7 @@
 Each contender trains a few steps, so that optimizer state exists, and then saves and loads in turn with the
 others. Seconds are those of the slowest rank, from call to return; what was just written is still in the
 page cache when it is loaded, for every contender. Ours flushes its files to the disk before it returns (a
-crash leaves a loadable checkpoint), so look at the row "copy and flush" too: the same number of bytes
+crash leaves a loadable checkpoint), so look at the column "copy and flush" too: the same number of bytes
 written and flushed by one process.
 
     python benchmarks/checkpoint.py --peer ../peer/bin/python --save cpu2
@@ -31,7 +31,7 @@ class Samples:
     save: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
     on_disk: int = 0
-    read: list[int] = field(default_factory=list)  # bytes by read calls, per rank
+    read: list[int] = field(default_factory=list)  # bytes read by each rank in one load
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,9 +68,9 @@ def measure(job: Job, folder: Path, samples: Samples) -> None:
     try:
         samples.save.append(max(job.call("save", folder=str(folder), tag=TAG)))
         samples.on_disk = size_of(folder)
-        answers = job.call("load", folder=str(folder), tag=TAG)
-        samples.load.append(max(seconds for seconds, _ in answers))
-        samples.read = [count for _, count in answers]
+        samples.load.append(max(job.call("load", folder=str(folder), tag=TAG)))
+        if not samples.read:
+            samples.read = job.call("load_and_count", folder=str(folder), tag=TAG)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from jobs import OURS, Contender, Spread, pack, ratios, round_robin, started
+from jobs import OURS, Contender, Job, Spread, pack, ratios, round_robin, started
 from report import Report, common_arguments
 
 PARAMETERS = {"tiny": 0.4e6, "10M": 10.5e6, "50M": 47.1e6}
@@ -77,7 +77,14 @@ def measure(arguments: argparse.Namespace, size: str, precision: str, report: Re
     cells: list[list[str]] = []
     for run in pack(others, [ddp], arguments.memory_gib):
         with started(run) as jobs:
-            seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run", steps=steps)))
+            cpu: dict[str, list[float]] = {name: [] for name in jobs}
+
+            def run_and_note(job: Job, cpu: dict[str, list[float]] = cpu) -> float:
+                seconds = max(job.call("run", steps=steps))
+                cpu[job.name].append(max(job.call("cpu")))
+                return seconds
+
+            seconds = round_robin(jobs, arguments.rounds, run_and_note)
             peaks = {name: max(job.call("peak_memory")) for name, job in jobs.items()}
             described = {name: job.call("describe")[0] for name, job in jobs.items()}
         for contender in run:
@@ -87,6 +94,7 @@ def measure(arguments: argparse.Namespace, size: str, precision: str, report: Re
             ratio = ratios(seconds[name], seconds[ddp.name])
             data[name] = {
                 "seconds": seconds[name],
+                "cpu_seconds": cpu[name],
                 "ddp_seconds": seconds[ddp.name],
                 "peak_bytes": peaks[name],
                 "goal": contender.goal,
@@ -96,6 +104,7 @@ def measure(arguments: argparse.Namespace, size: str, precision: str, report: Re
                 [
                     name,
                     f"{Spread.of(seconds[name]).median * 1e3:.1f}",
+                    f"{Spread.of(cpu[name]).median * 1e3:.1f}",
                     ratio.show(),
                     "" if contender.goal is None else f"<= {contender.goal:.2f}",
                     f"{peaks[name] / 2**30:.2f}",
@@ -104,7 +113,7 @@ def measure(arguments: argparse.Namespace, size: str, precision: str, report: Re
             )
     report.table(
         f"{size} GPT, {precision}, {arguments.ranks} ranks, {arguments.rounds} rounds of {steps} steps",
-        ["", "ms/step", "ratio to DDP, median [min .. max]", "goal", "peak GiB/rank", "loss"],
+        ["", "ms/step", "CPU ms", "ratio to DDP, median [min .. max]", "goal", "peak GiB/rank", "loss"],
         cells,
     )
     report.data[f"{size}_{precision}"] = data
