@@ -65,6 +65,22 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
             )
 
 
+def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
+    """16-bit weights already decide the products; autocast comes on top only where it says the same."""
+    if not config.torch_autocast.enabled:
+        return
+    chosen = config.torch_autocast.dtype or torch.bfloat16
+    for key, on, dtype in (
+        (FP16, config.fp16.enabled, torch.float16),
+        (BF16, config.bf16.enabled, torch.bfloat16),
+    ):
+        if on and chosen is not dtype:
+            name = str(chosen).removeprefix("torch.")
+            yield Finding(("torch_autocast.dtype", key), f"{name} contradicts {key}: choose one of the two")
+        elif on:
+            yield Finding(("torch_autocast.enabled", key), f"has no effect beside {key}", is_error=False)
+
+
 def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:
     zero, stage = config.zero_optimization, config.zero_optimization.stage
     if config.fp16.fp16_master_weights_and_grads:
@@ -92,7 +108,7 @@ def unmanaged_accumulation(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding((key, "compile.deepcompile"), "false does not go with compile.deepcompile")
     if config.amp.enabled:
         yield Finding((key, AMP), "false does not go with amp")
-    if "overlap_comm" in zero.model_fields_set and zero.overlap_comm and zero.stage not in (0, 2):
+    if "overlap_comm" in zero.model_fields_set and zero.overlap_comm and zero.stage != 2:
         overlap = "zero_optimization.overlap_comm"
         yield Finding(
             (key, overlap, STAGE), f"false goes with {overlap}: true at stage 2 only (stage is {zero.stage})"
@@ -265,6 +281,7 @@ def even_vocabulary(config: TrainingConfig) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     one_precision,
+    autocast_beside_16_bit,
     low_precision_masters,
     unmanaged_accumulation,
     summed_gradients,

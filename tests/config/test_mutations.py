@@ -210,6 +210,7 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     # -- what does not go together
     ({"fp16.enabled": True}, "bf16.enabled"),
     ({"amp": {"enabled": True}}, "amp.enabled"),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast.dtype"),
     ({"train_micro_batch_size_per_gpu": 5}, "train_batch_size"),
     ({"train_batch_size": DROP, "train_micro_batch_size_per_gpu": DROP}, "train_batch_size"),
     ({"bf16.bf16_optimizer_states": True}, "bf16.bf16_optimizer_states"),
@@ -399,3 +400,11 @@ def test_line_numbers(tmp_path: Any) -> None:
         ("fp61", 7),
     ]
     assert "bf16.enabeld (line 5)" in str(caught.value)
+
+
+def test_settings_without_effect_are_warnings() -> None:
+    found = look_at(mutated({"torch_autocast": {"enabled": True}, "vocabulary_size": 50257}))
+    assert not found.errors and len(found.warnings) == 2
+    assert "torch_autocast.enabled' has no effect beside bf16.enabled" in found.warnings[0]
+    found = look_at(mutated({"zero_optimization.offload_param": {"device": "cpu"}}))
+    assert not found.errors and "offload_param' has no effect at stage 2" in found.warnings[0]
