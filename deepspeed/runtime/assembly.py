@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 MERGE_NUMEL = 4 * 1024 * 1024
-"""Stages 0 to 2: consecutive small blocks share a bucket up to this size: fewer collectives, and still some to overlap."""
+"""Stages 0 to 2: consecutive small blocks share a bucket up to this size. Fewer collectives, and still overlap."""
 
 UNIT_NUMEL = 2**31 - 1
 """Stage 3: a gather unit is cut further only above this size, which 32-bit element counts can still address."""
@@ -112,7 +112,9 @@ def resolve_optimizer(
     if callable(client):
         return client(groups)
     if client is not None:
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}")
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a callable, not {type(client).__name__}"
+        )
     if config.optimizer_name is None or not groups:
         return None
     return build_optimizer(config.optimizer_name, config.optimizer_params, groups)
@@ -163,12 +165,14 @@ def build_core(
     communicator = mesh.communicator("dp", "sp")
     if sharded is None:
         policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
-        layouts = cut(_specs(module, trained, plan), policy, communicator.size if plan.zero.shard_state else 1)
+        layouts = cut(
+            _specs(module, trained, plan), policy, communicator.size if plan.zero.shard_state else 1
+        )
         param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
         for bucket in param_buckets:
             bucket.flatten()
     else:
-        param_buckets = sharded.trained_buckets
+        param_buckets = list[ParamBucket](sharded.trained_buckets)
     grad_buckets = _grad_buckets(module, param_buckets, communicator, plan)
     reducer = GradReducer(
         trained.params,
@@ -224,7 +228,11 @@ def _specs(module: nn.Module, trained: TrainedParams, plan: Plan) -> list[ParamS
 
 
 def shard_module(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, config: DeepSpeedConfig, mesh: ProcessMesh
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    mesh: ProcessMesh,
 ) -> ShardedModel:
     """Stage 3: cut every parameter of ``module`` and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]

@@ -33,7 +33,9 @@ class PlainBackward:
     the outermost one reaches the outputs. ``active()`` says that the engine runs the backward itself.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None], active: Callable[[], bool]) -> None:
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[], None], active: Callable[[], bool]
+    ) -> None:
         self.begin = begin
         self.end = end
         self.active = active

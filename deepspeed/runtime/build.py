@@ -50,14 +50,20 @@ def initialize(
         DeepSpeedConfigError: for every problem of the config at once, before anything is allocated.
         AssertionError: when model or config is missing, or the config is given twice.
     """
-    config = _one_config(args, config if config is not None else config_params)
+    given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
     if mesh_param is not None:
-        raise NotImplementedError("mesh_param (sequence parallelism through initialize) is not available yet.")
-    parsed = DeepSpeedConfig(config, mpu)
-    with suspended_init_context():  # what the engine builds is not to be partitioned by a surrounding zero.Init
-        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed)
+        raise NotImplementedError(
+            "mesh_param (sequence parallelism through initialize) is not available yet."
+        )
+    parsed = DeepSpeedConfig(given, mpu)
+    with (
+        suspended_init_context()
+    ):  # what the engine builds is not to be partitioned by a surrounding zero.Init
+        dist.init_distributed(
+            distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed
+        )
         engine = DeepSpeedEngine(
             args=args,
             model=model,
@@ -68,7 +74,7 @@ def initialize(
             mpu=mpu,
             dist_init_required=False,
             collate_fn=collate_fn,
-            config=config,
+            config=given,
             config_class=parsed,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

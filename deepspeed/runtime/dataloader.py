@@ -150,6 +150,7 @@ class DeepSpeedDataLoader:
         config = deepspeed_dataloader_config or {}
         self.dataset, self.batch_size, self.collate_fn = dataset, batch_size, collate_fn
         self.local_rank, self.tput_timer = local_rank, tput_timer
+        self.post_process_func: Callable[[Any, Any], Any] | None = None  # (batch, sampler state) -> batch
         self.num_local_io_workers = num_local_io_workers or 0
         self.pin_memory = pin_memory and get_accelerator().device_name() != "cpu"
         self.dataloader_drop_last = dataloader_drop_last
@@ -245,6 +246,9 @@ class DeepSpeedDataLoader:
             raise
         self._resuming = False
         self.position.samples += self.position.samples_per_step
+        if self.post_process_func is not None:
+            sampler_state = getattr(self.data_sampler, "state_dict", lambda: None)()
+            batch = self.post_process_func(batch, sampler_state)
         return batch
 
     def _open(self) -> Iterator[Any]:

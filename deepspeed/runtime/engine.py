@@ -52,6 +52,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     gradients' path is told in ``docs/life_of_a_step.md``.
     """
 
+    timers: Any
+    tput_timer: Any
+
     def __init__(
         self,
         args: Any,
@@ -140,7 +143,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         attach_observers(self)
         log_start(self)
 
-    # The training step ---------------------------------------------------------------------------------------------
+    # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
@@ -208,7 +211,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
         if self._no_sync:
-            raise AssertionError("engine.step() inside engine.no_sync(): leave the context before the update.")
+            raise AssertionError(
+                "engine.step() inside engine.no_sync(): leave the context before the update."
+            )
         core = self._require_core("step")
         self.events.emit("before_step")
         self._step_applied = False
@@ -251,7 +256,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def eval(self) -> DeepSpeedEngine:
         return self.train(False)
 
-    # Accumulation --------------------------------------------------------------------------------------------------
+    # Accumulation -------------------------------------------------------------------------------------------
 
     @property
     def micro_steps(self) -> int:
@@ -310,7 +315,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
 
-    # Facts -----------------------------------------------------------------------------------------------------------
+    # Facts --------------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm before clipping at the last step; None before the first."""
@@ -319,15 +324,18 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def was_step_applied(self) -> bool:
         return self._step_applied
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+
     def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.basic_optimizer.param_groups]
+        return [group["lr"] for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        return [group.get("type") for group in self.basic_optimizer.param_groups]
+        return [group.get("type") for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
         """Betas of each group, or the momentum where there is no betas."""
-        return [group.get("betas", group.get("momentum")) for group in self.basic_optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def get_pld_theta(self) -> float | None:
         return None
@@ -346,6 +354,10 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Weights, gradients and optimizer state by parameter (``runtime/zero/access.py``), or None."""
         return self.core.access if self.core is not None else None
 
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.group("dp")
+
     def get_data_parallel_rank(self) -> int:
         return self.mesh.rank("dp")
 
@@ -361,7 +373,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         """Mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
         return {name: timer.mean() for name, timer in self.timers.get_timers().items()}
 
-    # Data --------------------------------------------------------------------------------------------------------------
+    # Data ---------------------------------------------------------------------------------------------------
 
     def deepspeed_io(
         self,
@@ -388,7 +400,12 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             dataloader_drop_last=bool(self.dataloader_drop_last()),
         )
 
-    # Checkpoints -------------------------------------------------------------------------------------------------------
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    # Checkpoints --------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -440,6 +457,18 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)
 
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Stage 3: the whole model on rank 0, None on the others. Collective."""
+        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The same at any stage."""
+        return engine_checkpoint.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+
     def module_state_dict(
         self,
         destination: Any = None,
@@ -447,12 +476,14 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        return engine_checkpoint.module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)
+        return engine_checkpoint.module_state_dict(
+            self, destination, prefix, keep_vars, exclude_frozen_parameters
+        )
 
     def load_module_state_dict(self, checkpoint: dict[str, Any], strict: bool = True, **options: Any) -> None:
         engine_checkpoint.load_module_state_dict(self, checkpoint, strict, **options)
 
-    # Compilation and the end -------------------------------------------------------------------------------------------
+    # Compilation and the end --------------------------------------------------------------------------------
 
     def compile(
         self,
@@ -465,7 +496,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self._is_compiled:
             return
         if schedule is not None or compiled_autograd_enabled:
-            raise NotImplementedError("engine.compile(schedule=, compiled_autograd_enabled=) is not available yet.")
+            raise NotImplementedError(
+                "engine.compile(schedule=, compiled_autograd_enabled=) is not available yet."
+            )
         self.module.compile(backend=backend or self.accelerator.get_compile_backend(), **compile_kwargs)
         self._is_compiled = True
 
@@ -494,15 +527,14 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if core is not None:
             core.reducer.destroy()
             for param in core.trained.params:
-                if hasattr(param, "_ds_state_access"):
-                    del param._ds_state_access
+                vars(param).pop("_ds_state_access", None)  # type: ignore[attr-defined]
         if sharded is not None:
             sharded.destroy()
         elif core is not None:
             for bucket in core.param_buckets:
                 bucket.destroy()
 
-    # Plumbing ----------------------------------------------------------------------------------------------------------
+    # Plumbing -----------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -535,7 +567,9 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum()")
+        raise ValueError(
+            f"the loss must be a scalar, not of shape {tuple(loss.shape)}: reduce it with mean() or sum()"
+        )
     if not loss.requires_grad:
         raise RuntimeError(
             "the loss does not require grad: it was computed under no_grad, or no trainable parameter took part in it"

@@ -172,7 +172,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
     if config.bfloat16_config.enabled:
         return _bf16(config, common)
     autocast, modules = _autocast(config)
-    common |= {"autocast": autocast, "autocast_modules": modules}
+    common["autocast"], common["autocast_modules"] = autocast, modules
     param = types.param_dtype
     low = param is not None and param != torch.float32
     # A gradient scale is needed wherever fp16 products appear, whoever chose them.
@@ -216,7 +216,7 @@ def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
         cast_kwargs=True,
         loss_scale=LossScalePlan(),
         check_overflow=bool(section.check_grad_overflow),
-        **(common | {"state": state}),
+        **{**common, "state": state},
     )
 
 

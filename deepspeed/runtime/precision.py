@@ -22,7 +22,7 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
                 if param.is_floating_point() and param.dtype != plan.param:
                     param.data = param.data.to(plan.param)
                     if is_zero_param(param):  # made under zero.Init in another dtype
-                        param.ds_home.cast(param, plan.param)
+                        param.ds_home.cast(param, plan.param)  # type: ignore[attr-defined]
         if buffers is not None:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():

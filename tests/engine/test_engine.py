@@ -304,11 +304,19 @@ def test_bad_losses_are_refused(bad: str) -> None:
 def test_client_optimizer_keeps_its_groups() -> None:
     """Any elementwise torch optimizer, at every stage: the same result, and its group dicts stay the caller's."""
     rank = dist.get_rank()
-    for cls, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adagrad, {})):
+    for cls, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+    ):
         results = []
         for stage in (0, 1, 2):
             model = make_model()
-            groups = [{"params": model[0].parameters()}, {"params": []}, {"params": model[2].parameters(), "lr": 3e-3}]
+            groups = [
+                {"params": model[0].parameters()},
+                {"params": []},
+                {"params": model[2].parameters(), "lr": 3e-3},
+            ]
             optimizer = cls(groups, lr=1e-2, **options)
             first = optimizer.param_groups[0]
             config = {k: v for k, v in make_config(stage).items() if k != "optimizer"}

@@ -50,6 +50,7 @@ MODES = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 4}},
     "fp32, bf16 wire": {"communication_data_type": "bf16"},
 }
 
@@ -110,6 +111,17 @@ def test_non_finite_step_is_skipped(stage: int, mode: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
     train(engine, steps=1)
     assert engine.was_step_applied()
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_amp_is_autocast_to_fp16_with_a_loss_scale() -> None:
+    engine = build({"amp": {"enabled": True, "opt_level": "O1"}, "fp16": {"initial_scale_power": 4}})
+    assert engine(torch.ones(4, WIDTH)).dtype is torch.float16
+    losses = train(engine, steps=4)
+    assert losses[-1] < losses[0]
+    assert engine.optimizer.cur_scale == 16.0
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
     engine.destroy()
 
 

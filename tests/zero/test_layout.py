@@ -68,7 +68,15 @@ def test_dtype_wire_and_axis_separate() -> None:
     mixed = [
         *specs([10, 10]),
         ParamSpec(index=2, name="b", numel=10, dtype=torch.bfloat16, unit=0, wire_dtype=torch.bfloat16),
-        ParamSpec(index=3, name="e", numel=10, dtype=torch.float32, unit=0, wire_dtype=torch.float32, axis="expert_dp"),
+        ParamSpec(
+            index=3,
+            name="e",
+            numel=10,
+            dtype=torch.float32,
+            unit=0,
+            wire_dtype=torch.float32,
+            axis="expert_dp",
+        ),
     ]
     assert sorted(len(b.slots) for b in cut(mixed, CutPolicy(max_numel=1000), 2)) == [1, 1, 2]
 

@@ -61,7 +61,9 @@ def test_scheduled_collectives_equal_fetching(world_size: int, budget: str) -> N
         losses, weights, _ = engine_losses(make_zoo, config_for(3, gas=2, **BUDGETS[budget]), STEPS)
     finally:
         sharded_model.prefers_collectives = chosen
-    expected_losses, expected_weights, _ = engine_losses(make_zoo, config_for(3, gas=2, **BUDGETS[budget]), STEPS)
+    expected_losses, expected_weights, _ = engine_losses(
+        make_zoo, config_for(3, gas=2, **BUDGETS[budget]), STEPS
+    )
     assert losses == expected_losses
     assert_same(weights, expected_weights)
 
@@ -180,7 +182,9 @@ def test_parameters_read_by_other_modules() -> None:
         engine = start(model, stage)
         losses = []
         for step in range(4):
-            ids = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step + 7 * dist.get_rank()))
+            ids = torch.randint(
+                0, 11, (2, 5), generator=torch.Generator().manual_seed(step + 7 * dist.get_rank())
+            )
             loss = engine(ids)
             engine.backward(loss)
             engine.step()

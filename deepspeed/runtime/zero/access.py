@@ -64,11 +64,13 @@ class StateAccess:
         for owned in store.fragments:
             self._owned.setdefault(owned.param_index, []).append(owned)
 
-    # For checkpoints ---------------------------------------------------------------------------------------------
+    # For checkpoints ----------------------------------------------------------------------------------------
 
     def trainable(self) -> list[ParamEntry]:
         return [
-            ParamEntry(self.names[i], p, tuple(full_shape(p)), p.dtype, self.store.group_of[i], self.shared[i])
+            ParamEntry(
+                self.names[i], p, tuple(full_shape(p)), p.dtype, self.store.group_of[i], self.shared[i]
+            )
             for i, p in enumerate(self.store.params)
         ]
 
@@ -175,7 +177,7 @@ class StateAccess:
         for index, value in pending["reduced"].items():
             self.reducer.buckets[int(index)].restore(value)
 
-    # By parameter (deepspeed.utils.safe_get_*, safe_set_*) ---------------------------------------------------------
+    # By parameter (deepspeed.utils.safe_get_*, safe_set_*) --------------------------------------------------
 
     def full_master(self, param: nn.Parameter) -> Tensor | None:
         """[shape] in the master dtype. Collective."""
@@ -250,7 +252,9 @@ class StateAccess:
 
     def _cut(self, param: nn.Parameter) -> bool:
         return any(
-            p is param and bucket.layout.num_shards > 1 for bucket in self.store.param_buckets for p in bucket.params
+            p is param and bucket.layout.num_shards > 1
+            for bucket in self.store.param_buckets
+            for p in bucket.params
         )
 
     def _scatter(self, value: Tensor, parts: list[tuple[OwnedFragment, Tensor]]) -> None:

@@ -25,7 +25,9 @@ class ParamBucket:
     ``full`` and ``shard`` are None.
     """
 
-    def __init__(self, layout: BucketLayout, params: Sequence[nn.Parameter], communicator: Communicator) -> None:
+    def __init__(
+        self, layout: BucketLayout, params: Sequence[nn.Parameter], communicator: Communicator
+    ) -> None:
         self.layout = layout
         self.params = tuple(params[slot.param] for slot in layout.slots)
         self.communicator = communicator

@@ -55,9 +55,11 @@ class ParamCoordinator:
         self._uses = [0] * len(self.buckets)
         self._clock = 0
         self._tasks: set[int] = set()
-        self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(budget.max_live, budget.max_reuse)
+        self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(
+            budget.max_live, budget.max_reuse
+        )
 
-    # Forward -----------------------------------------------------------------------------------------------------
+    # Forward ------------------------------------------------------------------------------------------------
 
     def enter(self, needs: list[int]) -> None:
         self._clock += 1
@@ -103,7 +105,7 @@ class ParamCoordinator:
         if not torch.is_grad_enabled():
             self._release_idle(keep_near=False)
 
-    # Backward ----------------------------------------------------------------------------------------------------
+    # Backward -----------------------------------------------------------------------------------------------
 
     def backward(self, frame: Frame) -> None:
         """Autograd reached an output of this call (Note: use in backward)."""
@@ -140,7 +142,7 @@ class ParamCoordinator:
             frame.graph_task = -1
         self.active = [frame for frame in self.active if frame.graph_task >= 0]
 
-    # Gathering and releasing --------------------------------------------------------------------------------------
+    # Gathering and releasing --------------------------------------------------------------------------------
 
     def _require(self, b: int) -> None:
         self.trace.use(b)
@@ -184,7 +186,7 @@ class ParamCoordinator:
             if not self._uses[b]:
                 self.release(b)
 
-    # Documented names that clients call ------------------------------------------------------------------------------
+    # Documented names that clients call ---------------------------------------------------------------------
 
     def is_invalid_trace(self) -> bool:
         return False

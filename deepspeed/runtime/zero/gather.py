@@ -45,7 +45,9 @@ class LocalGather:
 class FetchingGather(LocalGather):
     """Every bucket is fetched when it is needed. The way on CPUs, where it costs no more than a collective."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], communicator: Communicator, server: ShardServer) -> None:
+    def __init__(
+        self, buckets: Sequence[ShardedBucket], communicator: Communicator, server: ShardServer
+    ) -> None:
         super().__init__(buckets)
         self.communicator = communicator
         self.server = server

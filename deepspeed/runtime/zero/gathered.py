@@ -105,7 +105,9 @@ def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """The bare module of an engine with every parameter whole and no hooks, for token-by-token generation."""
-    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(model, "optimizer", None)
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None) or getattr(
+        model, "optimizer", None
+    )
     if not isinstance(offload, DeepSpeedZeRoOffload):
         yield getattr(model, "module", model)
         return

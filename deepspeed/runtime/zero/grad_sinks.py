@@ -79,7 +79,7 @@ class GradBucket:
         self._owned: Tensor | None = None  # the full buffer of keep_local
         self._slice: Tensor | None = None  # the slice otherwise
 
-    # Arrivals ----------------------------------------------------------------------------------------------------
+    # Arrivals -----------------------------------------------------------------------------------------------
 
     def accept(self, position: int, grad: Tensor) -> None:
         """Add one gradient, shaped like its parameter, to the local sum."""
@@ -100,7 +100,9 @@ class GradBucket:
 
     def _open(self) -> None:
         if self._owned is not None:
-            if self.reduced is not None:  # a second round in one step: its arrivals must not hit the first result
+            if (
+                self.reduced is not None
+            ):  # a second round in one step: its arrivals must not hit the first result
                 self.reduced = self.reduced.clone()
             self.local = self._owned
             return
@@ -113,7 +115,7 @@ class GradBucket:
             self.local[low:high].zero_()
         self.views = [self.local[slot.offset : slot.end] for slot in self.layout.slots]
 
-    # The sum over ranks ------------------------------------------------------------------------------------------
+    # The sum over ranks -------------------------------------------------------------------------------------
 
     def launch(self, pre: float, post: float) -> None:
         """Start the sum over ranks of what arrived, times ``pre`` before and ``post`` after; missing is zero."""

@@ -22,7 +22,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.runtime.zero.gathered import GatheredParameters
-from deepspeed.runtime.zero.parameter_offload import register_external_parameter, unregister_external_parameter
+from deepspeed.runtime.zero.parameter_offload import (
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from deepspeed.runtime.zero.params import ZeroParamStatus, ZeroParamType, is_zero_param
 from deepspeed.runtime.zero.solo_shard import shard_alone
 
@@ -113,7 +116,11 @@ class InsertPostInitMethodToModuleSubClasses:
     """
 
     def __init__(
-        self, enabled: bool = True, mem_efficient_linear: bool = True, ds_config: Any = None, dtype: Any = None
+        self,
+        enabled: bool = True,
+        mem_efficient_linear: bool = True,
+        ds_config: Any = None,
+        dtype: Any = None,
     ) -> None:
         self.enabled = enabled
         self.mem_efficient_linear = mem_efficient_linear
@@ -208,7 +215,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         param.data = param.data.to(self.device, dtype)
         shard_alone(param, self.communicator)
 
-    # Documented names ----------------------------------------------------------------------------------------------
+    # Documented names ---------------------------------------------------------------------------------------
 
     def get_partition_dp_group(self, param: Any) -> Any:
         return param.ds_process_group
@@ -224,7 +231,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         return self.communicator.group
 
 
-# The patches ---------------------------------------------------------------------------------------------------------
+# The patches ------------------------------------------------------------------------------------------------
 
 
 def _patch() -> None:
@@ -262,7 +269,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _init_subclass(cls: type, **kwargs: Any) -> None:
-    super(nn.Module, cls).__init_subclass__(**kwargs)
+    super(nn.Module, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
     if "__init__" in cls.__dict__:
         _wrap_init(cls)
 

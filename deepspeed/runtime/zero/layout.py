@@ -149,7 +149,7 @@ def _runs(params: Iterable[ParamSpec], policy: CutPolicy) -> list[list[ParamSpec
         key = (persistent, spec.key)
         run = open_runs.get(key)
         if run is None or not _fits(run, spec, policy, persistent):
-            run = []
+            run = list[ParamSpec]()
             runs.append(run)
             open_runs[key] = run
         run.append(spec)

@@ -26,7 +26,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.access = access
         self.last: StepResult | None = None
 
-    # What optimizers have ------------------------------------------------------------------------------------------
+    # What optimizers have -----------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,7 +59,11 @@ class ZeroOptimizer(ZeROOptimizer):
         return {
             "zero_stage": self.executor.plan.zero.stage,
             "shards": {
-                index.name: {"start": index.start, "stop": index.stop, **{k: v.clone() for k, v in tensors.items()}}
+                index.name: {
+                    "start": index.start,
+                    "stop": index.stop,
+                    **{k: v.clone() for k, v in tensors.items()},
+                }
                 for index, tensors in self.access.shards()
             },
             "param_groups": self.access.param_groups,
@@ -68,12 +72,19 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
         """Inverse of ``state_dict`` for the same cut; ``engine.load_checkpoint`` loads any other."""
-        if any(key != "fp32" for shard in state["shards"].values() for key in shard if key not in ("start", "stop")):
+        if any(
+            key != "fp32"
+            for shard in state["shards"].values()
+            for key in shard
+            if key not in ("start", "stop")
+        ):
             self.access.ensure_state()
         for index, tensors in self.access.shards():
             saved = state["shards"].get(index.name)
             if saved is None or (saved["start"], saved["stop"]) != (index.start, index.stop):
-                raise ValueError(f"the state of {index.name} was saved for another cut: use engine.load_checkpoint")
+                raise ValueError(
+                    f"the state of {index.name} was saved for another cut: use engine.load_checkpoint"
+                )
             with torch.no_grad():
                 for key, tensor in tensors.items():
                     if tensor.dim():
@@ -84,7 +95,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.access.load_scalars(state)
         self.access.publish()
 
-    # What clients of the system read ---------------------------------------------------------------------------------
+    # What clients of the system read ------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
@@ -188,7 +199,9 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        raise AttributeError("single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat")
+        raise AttributeError(
+            "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
+        )
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use."""

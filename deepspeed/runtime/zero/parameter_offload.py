@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class DeepSpeedZeRoOffload:
     def get_param_coordinator(self) -> ParamCoordinator:
         return self.param_coordinator
 
-    # Hooks -------------------------------------------------------------------------------------------------------
+    # Hooks --------------------------------------------------------------------------------------------------
 
     def _register_deepspeed_module(self, module: nn.Module, count: Sequence[int] = (0,)) -> None:
         """Install the hooks on ``module`` and everything below it."""
@@ -97,11 +97,9 @@ class DeepSpeedZeRoOffload:
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
         coordinator = self.param_coordinator
 
-        @torch._dynamo.disable
         def before_forward(module: nn.Module, args: Any) -> None:
             coordinator.enter(needs)
 
-        @torch._dynamo.disable
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
             frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
@@ -112,10 +110,11 @@ class DeepSpeedZeRoOffload:
                 for tensor in output_tensors(outputs):
                     tensor.register_hook(before_backward)
 
-        self.forward_hooks.append(module.register_forward_pre_hook(before_forward, prepend=True))
-        self.forward_hooks.append(module.register_forward_hook(after_forward, always_call=True))
+        before, after = (cast(Any, torch._dynamo.disable(hook)) for hook in (before_forward, after_forward))
+        self.forward_hooks.append(module.register_forward_pre_hook(before, prepend=True))
+        self.forward_hooks.append(module.register_forward_hook(after, always_call=True))
 
-    # Parameters read outside their own module ------------------------------------------------------------------------
+    # Parameters read outside their own module ---------------------------------------------------------------
 
     def _watch_reads(self) -> None:
         coordinator, index = self.param_coordinator, self._index
@@ -131,7 +130,7 @@ class DeepSpeedZeRoOffload:
                 module._parameters = ZeROOrderedDict(read, module._parameters.items())  # type: ignore[assignment]
             module.ds_external_parameters = lambda module=module: external_parameters(module)  # type: ignore[assignment]
 
-    # The end ---------------------------------------------------------------------------------------------------------
+    # The end ------------------------------------------------------------------------------------------------
 
     def partition_all_parameters(self) -> None:
         self.param_coordinator.release_all()

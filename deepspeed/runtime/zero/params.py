@@ -101,7 +101,15 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
     attributes.ds_active_sub_modules = set()
     attributes.ds_secondary_tensor = None
     attributes.ds_status = ZeroParamStatus.AVAILABLE
-    for method in (all_gather, aligned_size, ds_summary, get_partition_rank, padding_size, partition, partition_numel):
+    for method in (
+        all_gather,
+        aligned_size,
+        ds_summary,
+        get_partition_rank,
+        padding_size,
+        partition,
+        partition_numel,
+    ):
         setattr(param, method.__name__, MethodType(method, param))
     _house(param, home, position)
 
@@ -138,7 +146,7 @@ def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:
 def forget(param: nn.Parameter) -> None:
     """Make it an ordinary parameter again."""
     for name in _ATTRIBUTES:
-        param.__dict__.pop(name, None)
+        vars(param).pop(name, None)  # type: ignore[attr-defined]
 
 
 def read_full(param: Tensor, out: Tensor) -> None:
@@ -149,7 +157,7 @@ def read_full(param: Tensor, out: Tensor) -> None:
         out.copy_(param.data)
 
 
-# Documented methods of a partitioned parameter -----------------------------------------------------------------------
+# Documented methods of a partitioned parameter --------------------------------------------------------------
 
 
 def partition_numel(param: Any) -> int:
@@ -181,7 +189,11 @@ def all_gather(param: Any, param_list: Any = None, async_op: bool = False, hiera
 
 
 def partition(
-    param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+    param: Any,
+    param_list: Any = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
 ) -> None:
     """Take what changed (``has_been_updated``) into the slices and drop the whole parameter."""
     for each in param_list if param_list is not None else [param]:

@@ -13,6 +13,7 @@ after its bucket was launched, it is kept aside, and the ranks agree at the step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class GradReducer:
         self.managed = False  # whether somebody else calls flush() at the end of the running backward
         self._begin()
 
-    # One backward ------------------------------------------------------------------------------------------------
+    # One backward -------------------------------------------------------------------------------------------
 
     def install_hooks(self) -> None:
         for index, param in enumerate(self.params):
@@ -77,11 +78,10 @@ class GradReducer:
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         # A closure, not a bound method: modules and parameters get deep-copied with their hooks.
-        @torch._dynamo.disable
         def hook(param: Tensor) -> None:
             self.ready(index, param)
 
-        return hook
+        return cast(Callable[[Tensor], None], torch._dynamo.disable(hook))
 
     def _begin(self) -> None:
         """Set the per-backward counters: how many arrivals each bucket still waits for."""
@@ -216,7 +216,7 @@ class GradReducer:
                     param.grad = self.buckets[b].views[position].view(param.shape)
         self._exposed = True
 
-    # The step ----------------------------------------------------------------------------------------------------
+    # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Before the optimizer step: whatever no backward has summed yet (``no_sync``, unmanaged accumulation)."""

@@ -98,13 +98,15 @@ class ShardServer:
             self._peers[rank] = connection
         return self._peers[rank]
 
-    # The serving side ------------------------------------------------------------------------------------------------
+    # The serving side ---------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="shard-server", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="shard-server", daemon=True
+                ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:

@@ -60,14 +60,14 @@ class ShardedBucket(ParamBucket):
         Peak: the bucket itself. The old memory of each parameter is free as soon as it was copied.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self.full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
+            full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
             for slot, param in zip(self.layout.slots, self.params, strict=True):
-                view = self.full[slot.offset : slot.end].view(zero_params.full_shape(param))
+                view = full[slot.offset : slot.end].view(zero_params.full_shape(param))
                 zero_params.read_full(param, view)
                 param.data = self._empty
                 self.views.append(view)
             start, stop = self.layout.shard_range(self.rank)
-            self.shard = self.full[start:stop].clone()
+            self.full, self.shard = full, full[start:stop].clone()
         for position, param in enumerate(self.params):
             zero_params.adopt(param, self, position)
         self.status = Status.GATHERED
@@ -75,7 +75,7 @@ class ShardedBucket(ParamBucket):
         if not self.persistent:
             self.release()
 
-    # Transitions -------------------------------------------------------------------------------------------------
+    # Transitions --------------------------------------------------------------------------------------------
 
     def allocate(self) -> Tensor:
         """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
@@ -114,7 +114,7 @@ class ShardedBucket(ParamBucket):
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 
-    # What the step sees ------------------------------------------------------------------------------------------
+    # What the step sees -------------------------------------------------------------------------------------
 
     def gather(self) -> Pending | None:
         """After an update: refresh persistent parameters, drop stale copies of the others."""
@@ -140,7 +140,7 @@ class ShardedBucket(ParamBucket):
         self.full = self.shard = None
         self.views = []
 
-    # Single parameters -------------------------------------------------------------------------------------------
+    # Single parameters --------------------------------------------------------------------------------------
 
     def owners(self, position: int) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""

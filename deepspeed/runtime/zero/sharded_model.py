@@ -76,6 +76,7 @@ def make_gatherer(buckets: Sequence[ShardedBucket], dp: Communicator, prefetch_n
         group = torch.distributed.new_group(
             list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True
         )
+        assert isinstance(group, torch.distributed.ProcessGroup)
         return ScheduledGather(buckets, communicator(group), server, prefetch_numel=prefetch_numel)
     return FetchingGather(buckets, dp, server)
 

@@ -22,7 +22,9 @@ def sparse_parameters(module: nn.Module) -> set[nn.Parameter]:
     for owner in module.modules():
         for param in owner.parameters(recurse=False):
             owners.setdefault(param, []).append(owner)
-    return {p for p, found in owners.items() if all(isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in found)}
+    return {
+        p for p, found in owners.items() if all(isinstance(o, (nn.Embedding, nn.EmbeddingBag)) for o in found)
+    }
 
 
 class SparseGradBucket(GradBucket):
@@ -34,7 +36,11 @@ class SparseGradBucket(GradBucket):
 
     def launch(self, pre: float, post: float) -> None:
         table = self._local_table()
-        touched = table.ne(0).any(dim=1).nonzero().view(-1) if table is not None else torch.empty(0, dtype=torch.int64)
+        touched = (
+            table.ne(0).any(dim=1).nonzero().view(-1)
+            if table is not None
+            else torch.empty(0, dtype=torch.int64)
+        )
         counts = torch.empty(self.communicator.size, dtype=torch.int64, device=self.device)
         self.communicator.all_gather(counts, torch.tensor([touched.numel()], device=self.device)).wait()
         most = int(counts.max())
@@ -47,7 +53,9 @@ class SparseGradBucket(GradBucket):
         self.in_flight = self._exchange(touched, counts.tolist(), most, pre, post)
 
     def _local_table(self) -> Tensor | None:
-        return self.views[0].view(self.rows, self.width) if self.local is not None and self.written[0] else None
+        return (
+            self.views[0].view(self.rows, self.width) if self.local is not None and self.written[0] else None
+        )
 
     def _exchange(self, touched: Tensor, counts: list[int], most: int, pre: float, post: float) -> InFlight:
         size, wire_dtype = self.communicator.size, self.layout.wire_dtype
@@ -77,4 +85,3 @@ class SparseGradBucket(GradBucket):
 
         out = self.local[self.start : self.stop]
         return InFlight(Pending(add_up), out, self.local, True)
-

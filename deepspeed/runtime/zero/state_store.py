@@ -82,7 +82,12 @@ class StateStore:
                 param = self.params[fragment.param]
                 master = param.detach().to(master_dtype, copy=True) if separate else param
             owned = OwnedFragment(
-                fragment.param, self.group_of[fragment.param], fragment, grads, master, low if separate else None
+                fragment.param,
+                self.group_of[fragment.param],
+                fragment,
+                grads,
+                master,
+                low if separate else None,
             )
             self.fragments.append(owned)
             self.by_group[owned.group_index].append(owned)
@@ -150,15 +155,13 @@ class StateStore:
                         param.grad = None
                         self._reset_step(self.optimizer.state[param])
 
-
     @staticmethod
     def _reset_step(state: dict[str, Any]) -> None:
         """The empty step must not count in bias corrections."""
         step = state.get("step")
-        if isinstance(step, Tensor):
-            step.zero_()
-        elif step is not None:
-            state["step"] = 0
+        if step is None:
+            return
+        state["step"] = torch.zeros_like(step) if isinstance(step, Tensor) else 0
 
 
 class _Lent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,8 +76,9 @@ class StepExecutor:
         )
         self._grad_key: tuple[int, ...] = ()
         self._lists: list[GroupTensors] = []
-        if self.sharded and hasattr(store.optimizer, "segment_sum"):
-            store.optimizer.segment_sum = self._segment_sum
+        optimizer: Any = store.optimizer
+        if self.sharded and hasattr(optimizer, "segment_sum"):
+            optimizer.segment_sum = self._segment_sum
 
     def step(self) -> StepResult:
         self.reducer.finish()
@@ -89,6 +90,7 @@ class StepExecutor:
             self._skip(norm)
             return StepResult(False, norm, 0.0)
         self.bad_steps = 0
+        self._check_unused(report.used)
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.no_grad():
@@ -97,7 +99,7 @@ class StepExecutor:
         self.scaler.update(overflow=False)
         return StepResult(True, norm, clip)
 
-    # Agreement ---------------------------------------------------------------------------------------------------
+    # Agreement ----------------------------------------------------------------------------------------------
 
     def _agree(self) -> GradReport:
         """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
@@ -124,13 +126,26 @@ class StepExecutor:
         key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
         if key != self._grad_key or not self._lists:
             self._lists = [
-                GroupTensors(group, [o.master for o in group], [o.gradient() for o in group], [o.low for o in group])
+                GroupTensors(
+                    group, [o.master for o in group], [o.gradient() for o in group], [o.low for o in group]
+                )
                 for group in self.store.by_group
             ]
             self._grad_key = key
         return self._lists
 
-    # Failure -----------------------------------------------------------------------------------------------------
+    def _check_unused(self, used: Sequence[bool]) -> None:
+        """``ignore_unused_parameters: false``: a parameter without a gradient on any rank is an error."""
+        if self.plan.zero.ignore_unused or not self.sharded or all(used):
+            return
+        names = [name for name, was_used in zip(self.names, used, strict=True) if not was_used]
+        raise RuntimeError(
+            f"{len(names)} parameters took no part in the loss on any rank: {', '.join(names[:5])}"
+            f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "
+            "zero_optimization.ignore_unused_parameters: true."
+        )
+
+    # Failure ------------------------------------------------------------------------------------------------
 
     def _skip(self, norm: float) -> None:
         name = self._first_bad_parameter()
@@ -156,7 +171,7 @@ class StepExecutor:
         index = -int(worst.item())
         return self.names[index] if index < len(self.names) else "(none: the squares overflow fp64)"
 
-    # Update ------------------------------------------------------------------------------------------------------
+    # Update -------------------------------------------------------------------------------------------------
 
     def _relink_detached(self) -> None:
         for bucket in self.store.param_buckets:
@@ -175,11 +190,13 @@ class StepExecutor:
         lists = self._gradient_lists()
         if not all(used):
             lists = [_select(entry, used) for entry in lists]
-        optimizer = self.store.optimizer
+        optimizer: Any = self.store.optimizer
         if hasattr(optimizer, "multi_tensor_step"):
             for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
                 if masters or hasattr(optimizer, "segment_sum"):
-                    optimizer.multi_tensor_step(group, masters, grads, grad_scale=grad_scale, low_precision=lows)
+                    optimizer.multi_tensor_step(
+                        group, masters, grads, grad_scale=grad_scale, low_precision=lows
+                    )
             optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
         else:
             self._update_with_torch(lists, grad_scale)
@@ -215,4 +232,5 @@ class StepExecutor:
 
 def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:
     keep = [i for i, owned in enumerate(tensors.fragments) if used[owned.param_index]]
-    return GroupTensors(*([column[i] for i in keep] for column in tensors))
+    fragments, masters, grads, lows = ([column[i] for i in keep] for column in tensors)
+    return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]

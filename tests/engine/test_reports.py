@@ -1,0 +1,142 @@
+"""What an engine says: start lines, progress, timers, state dumps, unused parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.utils import logger
+from tests.pool import distributed
+from tests.zero.models import batch, config_for, make_zoo
+
+
+@contextmanager
+def captured(level: int = logging.INFO) -> Iterator[list[str]]:
+    """The lines that reach standard output at this log level; filled when the block ends."""
+    lines: list[str] = []
+    before, output = logger.level, io.StringIO()
+    logger.setLevel(level)
+    try:
+        with contextlib.redirect_stdout(output):
+            yield lines
+    finally:
+        logger.setLevel(before)
+        lines += output.getvalue().splitlines()
+
+
+def start(stage: int = 1, **more: Any) -> Any:
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config={**config_for(stage), **more})
+    return engine
+
+
+def train(engine: Any, steps: int) -> None:
+    for step in range(steps * engine.gradient_accumulation_steps()):
+        engine.backward(engine(batch(step, 0, dist.get_rank())))
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_at_most_twelve_lines_at_start_on_rank_0(stage: int) -> None:
+    with captured() as lines:
+        engine = start(stage)
+    if dist.get_rank() == 0:
+        assert any("DeepSpeed info: version=1.0.0" in line for line in lines)
+        assert len(lines) <= 12
+    else:
+        assert lines == []
+    with captured(logging.WARNING) as lines:
+        train(engine, 2)
+    assert lines == []
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_progress_every_so_many_steps() -> None:
+    with captured() as lines:
+        engine = start(steps_per_print=2, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=2)
+        train(engine, 5)
+    printed = [line.split("step=")[1].split(",")[0] for line in lines if "step=" in line]
+    assert printed == (["2", "4"] if dist.get_rank() == 0 else [])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("every", [None, float("inf")])
+@distributed(world_size=1)
+def test_no_progress_unless_asked_for(every: float | None) -> None:
+    with captured() as lines:
+        engine = start(steps_per_print=every)
+        train(engine, 3)
+    assert not [line for line in lines if "step=" in line]
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_wall_clock_breakdown() -> None:
+    with captured() as lines:
+        engine = start(wall_clock_breakdown=True)
+        train(engine, 3)
+    timed = [line for line in lines if "fwd:" in line and "bwd:" in line and "step:" in line]
+    assert len(timed) == 3
+    assert set(engine.get_wall_clock_timers()) == {"fwd", "bwd", "step"}
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_dump_state_and_memory_breakdown() -> None:
+    with captured() as lines:
+        engine = start(dump_state=True, memory_breakdown=True)
+        train(engine, 1)
+    text = "\n".join(lines)
+    assert "train_micro_batch_size_per_gpu" in text
+    assert "after step" in text
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_unused_parameters_are_an_error_on_request(stage: int) -> None:
+    engine, *_ = deepspeed.initialize(
+        model=make_zoo(), config=config_for(stage, ignore_unused_parameters=False)
+    )
+    engine.backward(engine(batch(0, 0, dist.get_rank()), dist.get_rank() == 0))
+    with pytest.raises(RuntimeError, match=r"never\.weight.*ignore_unused_parameters"):
+        engine.step()
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_schedulers_step_with_the_engine() -> None:
+    for scheduler in (
+        {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}},
+        {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+    ):
+        engine = start(1, scheduler=scheduler)
+        rates = []
+        for _ in range(3):
+            train(engine, 1)
+            rates.append(engine.get_lr()[0])
+        assert len(set(rates)) == 3
+        engine.destroy()
+    with pytest.raises(ValueError, match=r"scheduler\.params\.gama"):
+        start(1, scheduler={"type": "StepLR", "params": {"step_size": 1, "gama": 0.5}})
+    optimizer_seen: list[Any] = []
+
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        optimizer_seen.append(optimizer)
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    engine, _, _, scheduler = deepspeed.initialize(model=make_zoo(), config=config_for(2), lr_scheduler=make)
+    assert optimizer_seen == [engine.basic_optimizer]
+    assert engine.lr_scheduler is scheduler
+    train(engine, 2)
+    engine.destroy()
