@@ -73,6 +73,55 @@ def test_collectives_per_step(stage: int) -> None:
     engine.destroy()
 
 
+NOTHING_KEPT = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+@pytest.mark.parametrize("gas", [1, 3])
+@pytest.mark.parametrize("kept", [True, False])
+@distributed(world_size=[2, 4])
+def test_stage_3_bytes_on_the_wire(world_size: int, kept: bool, gas: int) -> None:
+    """4(N-1)/N bytes per parameter and step when the budget keeps everything, 6g(N-1)/N when it keeps nothing."""
+    engine = start(3, gas, **({"stage3_param_persistence_threshold": 0} if kept else NOTHING_KEPT))
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    communicator = engine.core.reducer.communicator
+    train_step(engine)
+    before = communicator.bytes_sent
+    train_step(engine)
+    sent = communicator.bytes_sent - before
+    expected = (4 if kept else 6 * gas) * (world_size - 1) / world_size * numel
+    report = 16 * (2 + len(engine.core.trained.params))
+    # The last block's weights serve forward and backward with one gather.
+    assert 0.9 * expected <= sent <= 1.01 * expected + report
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@distributed(world_size=[2, 4])
+def test_stage_3_model_states_per_rank(world_size: int, bf16: bool) -> None:
+    """16/N bytes per parameter, two gather units and one gradient bucket."""
+    engine = start(3, bf16=bf16, **NOTHING_KEPT)
+    peak = 0
+
+    def watch(*_: Any) -> None:
+        nonlocal peak
+        full = [b.full for b in engine.sharded.buckets]
+        peak = max(peak, held_bytes(engine) + storage_bytes([t for t in full if t.untyped_storage().nbytes()]))
+
+    for block in engine.module:
+        block.register_forward_hook(watch)
+        block.register_full_backward_hook(watch)
+    for _ in range(2):
+        train_step(engine)
+    numel = sum(p.ds_numel for p in engine.module.parameters())
+    unit = max(b.layout.padded_numel for b in engine.sharded.buckets) * (2 if bf16 else 4)
+    assert 0 < peak <= 1.03 * 16 / world_size * numel + 3 * unit
+    engine.destroy()
+
+
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
@@ -81,7 +130,10 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 def held_bytes(engine: Any) -> int:
     """Parameters, gradients and optimizer state that stay allocated through a step, each storage once."""
     core = engine.core
-    tensors = [p.data for p in engine.module.parameters()]
+    if engine.sharded is None:
+        tensors = [p.data for p in engine.module.parameters()]
+    else:
+        tensors = [bucket.shard for bucket in engine.sharded.buckets]
     for bucket in core.reducer.buckets:
         tensors += [t for t in (bucket._owned, bucket._slice) if t is not None]
     for owned in core.store.fragments:

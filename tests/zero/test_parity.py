@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.pool import distributed
-from tests.zero.models import assert_same, config_for, ddp_losses, engine_losses, make_zoo
+from tests.zero.models import (
+    assert_same,
+    batch,
+    config_for,
+    ddp_losses,
+    engine_losses,
+    make_zoo,
+    uses_sometimes,
+)
 
 STEPS = 7
 
@@ -21,6 +30,43 @@ def test_equals_ddp(world_size: int, stage: int, overlap: bool, bucket: int) -> 
     assert losses == expected_losses
     assert norms == expected_norms
     assert_same(weights, expected_weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("bucket", [1, 700, 500_000_000])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=[2, 4], timeout=120)
+def test_equals_ddp_for_a_hundred_steps(
+    world_size: int, stage: int, overlap: bool, bucket: int, clip: float
+) -> None:
+    config = config_for(stage, clip=clip, overlap_comm=overlap, reduce_bucket_size=bucket)
+    losses, weights, norms = engine_losses(make_zoo, config, 100)
+    expected_losses, expected_weights, expected_norms = ddp_losses(make_zoo, 100, gas=1, clip=clip)
+    assert losses == expected_losses
+    assert norms == expected_norms
+    assert_same(weights, expected_weights)
+
+
+@distributed(world_size=[1, 2, 3, 4])
+def test_equals_one_process_with_torch(world_size: int) -> None:
+    """The other oracle: one process, torch's AdamW and clipping, the mean over the ranks' batches."""
+    losses, weights, _ = engine_losses(make_zoo, config_for(2), STEPS)
+    model = make_zoo()
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    expected = []
+    for step in range(STEPS):
+        parts = [model(batch(step, 0, r), uses_sometimes(step, r)) for r in range(world_size)]
+        torch.stack(parts).mean().backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(parts[torch.distributed.get_rank()].item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
