@@ -118,8 +118,10 @@ NAMES: dict[str, dict[str, str]] = {
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
     },
     "deepspeed.runtime.zero.optimizer": {
+        "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
+        "estimate_zero3_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
         "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",

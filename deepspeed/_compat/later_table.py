@@ -506,16 +506,6 @@ LATER: dict[str, tuple[str, ...]] = {
         " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
         "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
     ),
-    "deepspeed.runtime.zero.memory": (
-        "def estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node=1, "
-        "num_nodes=1, additional_buffer_factor=1.5)",
-        "def estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
-        "additional_buffer_factor=1.5)",
-        "def estimate_zero3_model_states_mem_needs_all_cold(total_params, largest_layer_params, "
-        "num_gpus_per_node=1, num_nodes=1, additional_buffer_factor=1.5)",
-        "def estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1, "
-        "additional_buffer_factor=1.5)",
-    ),
     "deepspeed.runtime.zero.mics": (
         "class MiCS_Init(module=None, data_parallel_group=None, sequence_data_parallel_group=None, "
         "mem_efficient_linear=True, remote_device=None, pin_memory=False, config_dict_or_path=None, "

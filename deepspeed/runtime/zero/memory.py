@@ -1,0 +1,176 @@
+"""How much memory the model states of ZeRO stages 2 and 3 need: the documented estimators and their tables.
+
+They count model states only (weights, gradients, masters, moments; Rajbhandari et al. 2020, section 3.1): mixed
+precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for their gradients, and 16 for fp32
+masters, gradients and two moments at the update. Activations, buffers and fragmentation come on top. With
+``offload`` states live in host memory, for which ``additional_buffer_factor`` is a margin. Offloading itself is
+another matter: these functions do arithmetic and allocate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from deepspeed.runtime.zero.params import full_numel
+
+_WEIGHT = 2
+_GRADIENT = 2
+_OPTIMIZER = 16
+_FP32 = 4
+_GB = 2**30
+
+
+def model_sizes(model: nn.Module) -> tuple[int, int]:
+    """``(all parameters, those of the largest layer)``; a layer is a module with its direct parameters, and a
+    parameter that several modules share counts once in the total."""
+    total = sum(full_numel(p) for p in model.parameters())
+    largest = max(
+        (sum(full_numel(p) for p in module.parameters(recurse=False)) for module in model.modules()),
+        default=0,
+    )
+    return total, largest
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """Bytes ``(host per node, each GPU)`` at stage 2.
+
+    The host holds at least one fp32 copy of the model per process while it is built.
+    """
+    ranks = num_gpus_per_node * num_nodes
+    if cpu_offload:
+        gpu = _WEIGHT * total_params
+        host = total_params * max(_FP32 * ranks, _OPTIMIZER)
+    else:
+        gpu = _WEIGHT * total_params + (_GRADIENT + _OPTIMIZER) * total_params / ranks
+        host = total_params * _FP32 * num_gpus_per_node
+    return int(host * additional_buffer_factor), int(gpu)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Bytes ``(host per node, each GPU, of which for the gathered largest layer)`` at stage 3.
+
+    ``zero_init``: the model is built under ``zero.Init`` and never exists whole; otherwise every process of a node
+    builds an fp32 copy of it first. ``cpu_offload_params`` counts only together with ``cpu_offload``.
+    """
+    ranks = num_gpus_per_node * num_nodes
+    layer = (_WEIGHT + _GRADIENT) * largest_layer_params
+    sharded, offloaded = _WEIGHT + _OPTIMIZER, 0
+    if cpu_offload and cpu_offload_params:
+        sharded, offloaded = 0, sharded
+    elif cpu_offload:
+        sharded, offloaded = _WEIGHT, _OPTIMIZER
+    gpu = layer + sharded * total_params / ranks
+    host = offloaded * total_params / num_nodes
+    if not zero_init:
+        host = max(host, _FP32 * total_params * num_gpus_per_node)
+    elif not cpu_offload:
+        host = _FP32 * largest_layer_params * num_gpus_per_node
+    return int(host * additional_buffer_factor), int(gpu), layer
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the stage-2 table for ``model``, which may be on the meta device."""
+    total, _ = model_sizes(model)
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the stage-2 table for a number of parameters, one row per way of offloading."""
+    _print_header(f"Model with {_millions(total_params)} total params.", num_gpus_per_node, num_nodes)
+    rows = []
+    for offload in (True, False):
+        host, gpu = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
+        )
+        rows.append((host, gpu, f"offload_optimizer={_device(offload)}"))
+    _print_rows(rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the stage-3 table for ``model``, which may be partitioned or on the meta device."""
+    total, largest = model_sizes(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the stage-3 table for numbers of parameters, one row per way of offloading and building."""
+    _print_header(
+        f"Model with {_millions(total_params)} total params, "
+        f"{_millions(largest_layer_params)} largest layer params.",
+        num_gpus_per_node,
+        num_nodes,
+    )
+    rows = []
+    for optimizer, params in ((True, True), (True, False), (False, False)):
+        for zero_init in (True, False):
+            host, gpu, _ = estimate_zero3_model_states_mem_needs(
+                total_params,
+                largest_layer_params,
+                num_gpus_per_node,
+                num_nodes,
+                optimizer,
+                params,
+                zero_init,
+                additional_buffer_factor,
+            )
+            options = (
+                f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}, "
+                f"zero_init={int(zero_init)}"
+            )
+            rows.append((host, gpu, options))
+    _print_rows(rows)
+
+
+def _device(offload: bool) -> str:
+    return "cpu " if offload else "none"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.0f}M"
+
+
+def _print_header(model: str, gpus: int, nodes: int) -> None:
+    print(
+        "Estimated memory needed for params, optim states and gradients for a:\n"
+        f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {gpus} GPU{'s' * (gpus > 1)} per node.\n"
+        f"SW: {model}\n"
+        "  per CPU  |  per GPU |   Options"
+    )
+
+
+def _print_rows(rows: Iterable[tuple[int, int, str]]) -> None:
+    for host, gpu, options in rows:
+        print(f" {host / _GB:7.2f}GB | {gpu / _GB:6.2f}GB | {options}")
