@@ -97,3 +97,12 @@ def test_lines_of_nested_lists() -> None:
     assert lines[("a", 1, "b")] == [3]
     assert lines[("a", 1, "c")] == [4]
     assert lines[("d",)] == [5]
+
+
+def test_hjson_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    assert parse_text('{"a": 1}', "file") == {"a": 1}
+    with pytest.raises(UnreadableConfig, match=r"line 1.*install the package 'hjson'"):
+        parse_text("{a: 1}", "file")
