@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.optim.registry import check_optimizer
 from deepspeed.runtime.zero.init_context import suspended_init_context
 
 
@@ -58,6 +59,10 @@ def initialize(
             "mesh_param (sequence parallelism through initialize) is not available yet."
         )
     parsed = DeepSpeedConfig(given, mpu)
+    if optimizer is None and parsed.optimizer_name is not None:
+        problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
+        if problems:
+            raise DeepSpeedConfigError("; ".join(problems))
     with (
         suspended_init_context()
     ):  # what the engine builds is not to be partitioned by a surrounding zero.Init

@@ -19,7 +19,7 @@ def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.opt
     if name is None or optimizer is None:
         return None
     kind = _find(name)
-    params = dict(config.scheduler_params or {})
+    params = {k: v for k, v in (config.scheduler_params or {}).items() if v != "auto"}
     known = set(inspect.signature(kind).parameters) - {"optimizer"}
     unknown = sorted(set(params) - known)
     if unknown:
