@@ -528,12 +528,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "reset_step fetch_sub_module release_sub_module release_and_reset_all "
         "release_backward_leftovers _invalidate_trace",
     ),
-    "deepspeed.runtime.zero.tiling": (
-        "class TiledLinear(in_features, out_features, bias=True, in_splits=1, out_splits=1, "
-        "input_is_already_split=False, combine_out_splits=True, linear_cls=torch.nn.Linear, "
-        "init_linear=None, **kwargs): forward copy_params_from",
-        "class TiledLinearReturnBias(**data)",
-    ),
     "deepspeed.runtime.zero.utils": ("def is_zero_supported_optimizer(optimizer)",),
     "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
     "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
