@@ -26,7 +26,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 architecture: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q -s tests/test_architecture.py
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/gen_config_docs.py

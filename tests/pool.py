@@ -123,6 +123,8 @@ def _run(
 ) -> list[Any]:
     if not hasattr(os, "fork"):
         raise RankSkip("distributed tests need fork()")
+    if _pool().server.poll() is not None:  # somebody killed it, and its ranks with it
+        close_pool()
     return _pool().run(function, world_size, timeout, init_process_group, kwargs)
 
 
@@ -136,8 +138,10 @@ def _pool() -> Pool:
 def close_pool() -> None:
     """End the ranks of this session, if there are any."""
     if _pool.cache_info().currsize:
-        _pool().close()
+        pool = _pool()
         _pool.cache_clear()
+        atexit.unregister(pool.close)
+        pool.close()
 
 
 # ---------------------------------------------------------------------------------------------- the pool
