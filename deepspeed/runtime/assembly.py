@@ -22,6 +22,7 @@ from deepspeed.runtime.precision import wire_dtypes
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.coordinator import LiveBudget
+from deepspeed.runtime.zero.gather_rules import mark_leaves, persistence_threshold
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
 from deepspeed.runtime.zero.optimizer import (
@@ -240,8 +241,14 @@ def shard_module(
     everything = with_frozen(module, trained)
     communicator = mesh.communicator("dp", "sp")
     zero = config.zero_config
-    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=int(zero.param_persistence_threshold))
+    mark_leaves(module, zero)
     specs = _specs(module, everything, plan)
+    persist = persistence_threshold(
+        (spec.numel for spec in specs),
+        int(zero.param_persistence_threshold),
+        int(zero.model_persistence_threshold),
+    )
+    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist)
     layouts = cut(specs, policy, communicator.size)
     buckets = [
         ShardedBucket(
