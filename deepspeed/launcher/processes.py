@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import threading
@@ -12,6 +13,7 @@ from deepspeed.launcher.shim import LINUX
 
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULT_GRACE_S = 2.5
+COLLECT_EVERY_S = 5.0
 
 
 def grace_seconds() -> float:
@@ -91,7 +93,7 @@ def _is_alive(process) -> bool:
 
 
 class ExitWatch:
-    """Notes when each process ended, to the millisecond, without collecting its exit status.
+    """Notes when each process ended, to the millisecond, without collecting its exit status: that is the agent's.
 
     The agent polls ten times a second, and by then a killed rank has often taken its neighbours with it; who
     was first decides whose exit code is the command's.
@@ -100,6 +102,7 @@ class ExitWatch:
     def __init__(self, pids: Mapping[int, int]) -> None:
         """``pids``: local rank -> process id of a child that nobody has waited for yet."""
         self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
+        self._pids = frozenset(pids.values())
         if not hasattr(os, "pidfd_open"):
             return
         self._selector = selectors.DefaultSelector()
@@ -112,9 +115,20 @@ class ExitWatch:
 
     def _watch(self, running: int) -> None:
         while running:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(timeout=COLLECT_EVERY_S):
                 self.ended_at[key.data] = time.time()
                 self._selector.unregister(key.fileobj)
                 os.close(key.fd)
                 running -= 1
+            self._collect_orphans()
         self._selector.close()
+
+    def _collect_orphans(self) -> None:
+        """Takes the exit status of what ranks left behind and this process adopted: a long run would fill the table."""
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if (
+                    ended.si_pid in self._pids
+                ):  # not ours to collect; the agent is about to, and then we go on
+                    return
+                os.waitpid(ended.si_pid, 0)

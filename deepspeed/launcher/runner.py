@@ -234,11 +234,14 @@ def supervise(command: Sequence[str]) -> int:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Gives the signals that ask for an end to ``handler`` for a while."""
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    """Gives the signals that ask for an end to ``handler`` for a while; a hang-up that nohup ignores stays ignored."""
     before = {}
-    for signum in (getattr(signal, name) for name in names if hasattr(signal, name)):
-        before[signum] = signal.signal(signum, handler)
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+            signum = getattr(signal, name, None)  # Windows has two of them
+            if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
+                continue
+            before[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:

@@ -74,7 +74,7 @@ def make_plan(short: bool) -> Plan:
     per_step = 1.33 * 2 * seconds[fastest]
     steps = max(60, min(300, int(TRAINING_BUDGET_S / per_step))) // 20 * 20
     precision = {"float32": "fp32", "bfloat16": "bf16"}[fastest]
-    return Plan(config, precision, steps * 3 // 5, steps, steps // 20, 1.5e-3)
+    return Plan(config, precision, steps * 3 // 5, steps, max(10, steps // 15), 1.5e-3)
 
 
 def write_config(plan: Plan, stage: int, out: Path) -> Path:
@@ -144,7 +144,7 @@ def plot(rows: list[dict[str, float]], plan: Plan, entropy: float, path: Path) -
         xlabel="optimizer step", ylabel="loss (nats per token)", title="GPT on the source of Python's library"
     )
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center right")
     figure.savefig(path)
 
 
@@ -199,9 +199,8 @@ def main() -> None:
     rows = read_metrics(out / "metrics.csv")
     plot(rows, plan, entropy, out / "loss.png")
     broken = check(rows, plan, entropy)
-    print(
-        f"training took {time.perf_counter() - start:.0f} s; written to {out}: loss.png, metrics.csv, model/, checkpoint/"
-    )
+    print(f"training took {time.perf_counter() - start:.0f} s")
+    print(f"written to {out}: loss.png, metrics.csv, model/model.safetensors, checkpoint/")
     if broken:
         sys.exit("FAILED: " + "; ".join(broken))
 

@@ -159,9 +159,9 @@ class Run:
             if is_new:
                 writer.writerow(COLUMNS)
             seconds, stage = time.perf_counter() - self.started, self.engine.zero_optimization_stage()
-            measured = [None if value is None else round(value, 5) for value in (loss, validation, speed)]
-            where = (self.engine.global_steps, self.ranks, stage)
-            writer.writerow((*where, *measured, "+".join(map(str, memory_mb)), round(seconds, 2)))
+            losses = [None if value is None else round(value, 5) for value in (loss, validation)]
+            measured = (*losses, speed and round(speed), "+".join(map(str, memory_mb)), round(seconds, 2))
+            writer.writerow((self.engine.global_steps, self.ranks, stage, *measured))
 
     def sample(self, prompt: str = "def ") -> str:
         """Text that the model writes. Every rank runs the model: at stage 3 each holds a part of it only."""

@@ -112,6 +112,26 @@ def test_a_daemon_of_a_run_that_succeeds_is_left_alone(tmp_path):
     os.kill(pid, signal.SIGKILL)
 
 
+ORPHANS = """\
+import subprocess, sys, time
+from deepspeed.launcher import processes
+processes.COLLECT_EVERY_S = 0.05
+processes.adopt_orphans()
+rank = subprocess.Popen(["sh", "-c", "(sleep 0.1 & sleep 0.1 &) ; sleep 1; exit 7"])
+watch = processes.ExitWatch({0: rank.pid})
+time.sleep(0.7)
+left, status = processes.own_children(), rank.wait()
+print(left == {rank.pid}, status, set(watch.ended_at))
+"""
+
+
+def test_adopted_orphans_are_collected_and_the_rank_is_left_to_its_agent():
+    result = subprocess.run(
+        [sys.executable, "-c", ORPHANS], env=environment(), capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "True 7 {0}", result.stderr
+
+
 def test_interrupt_handlers_of_the_script_run(tmp_path):
     (tmp_path / "save.py").write_text(
         "import os, pathlib, time\n"
@@ -133,4 +153,5 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=10)
     assert job.returncode == 130 and (tmp_path / "saved").exists()
-    assert said.splitlines()[1:] == ["[deepspeed] stopped by SIGINT"]
+    assert said.splitlines()[-1] == "[deepspeed] stopped by SIGINT"
+    assert all(line.startswith("[deepspeed]") for line in said.splitlines())

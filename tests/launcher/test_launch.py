@@ -65,7 +65,9 @@ def test_each_rank_gets_its_environment_and_arguments(folder):
         assert (rank["CUDA_VISIBLE_DEVICES"], rank["path0"]) == ("0,1", str(folder))
         assert (rank["name"], rank["file"], rank["main"]) == ("__main__", "show.py", True)
         assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, (os.cpu_count() or 1) // 2)
-    assert len([line for line in result.stderr.splitlines() if line]) == 1  # one line at start
+    assert (
+        1 <= len(result.stderr.splitlines()) <= 2
+    )  # what starts where; another port than usual, if that is in use
 
 
 def test_module_without_local_rank(folder):
