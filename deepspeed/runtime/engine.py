@@ -492,14 +492,18 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` the wrapped module in place."""
+        """``torch.compile`` the wrapped module in place; at stage 3 block by block."""
         if self._is_compiled:
             return
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
                 "engine.compile(schedule=, compiled_autograd_enabled=) is not available yet."
             )
-        self.module.compile(backend=backend or self.accelerator.get_compile_backend(), **compile_kwargs)
+        options = {"backend": backend or self.accelerator.get_compile_backend(), **compile_kwargs}
+        if self.sharded is not None:
+            self.sharded.offload.compile_units(**options)
+        else:
+            self.module.compile(**options)
         self._is_compiled = True
 
     @property

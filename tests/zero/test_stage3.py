@@ -382,3 +382,34 @@ def test_two_sharded_engines_take_turns() -> None:
     assert together == alone
     for engine in engines:
         engine.destroy()
+
+
+@distributed(world_size=2)
+def test_compiled_blocks_share_graphs_without_a_break() -> None:
+    from torch._dynamo.utils import counters
+
+    init = nn.Module.__init__
+    runs = []
+    try:
+        for compiled in (False, True):
+            torch.manual_seed(0)
+            engine = start(nn.Sequential(*(Block(16) for _ in range(12))))
+            torch._dynamo.reset()
+            counters.clear()
+            if compiled:
+                engine.compile(backend="aot_eager")
+            losses = []
+            for step in range(4):
+                if step == 2:
+                    assert not counters["graph_break"]
+                    counters.clear()
+                loss = engine(torch.full((2, 16), 0.1 * step + dist.get_rank())).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            assert not counters["frames"]  # nothing was compiled again after the second step
+            engine.destroy()
+            runs.append(losses)
+    finally:
+        nn.Module.__init__ = init  # torch's compiler patches it for good
+    assert runs[0] == pytest.approx(runs[1], rel=1e-6)

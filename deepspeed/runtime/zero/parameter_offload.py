@@ -1,8 +1,12 @@
 """Stage 3 inside a model: hooks that tell the coordinator which module runs, and reads of parameters elsewhere.
 
-Hooks are closures (modules get deep-copied with their hooks) and are not traced by ``torch.compile``. Every module
-that owns parameters has them, not only whole blocks, because clients call submodules directly; the outermost
-module of a unit keeps its bucket until it is left.
+Hooks are closures: modules get deep-copied with their hooks. Every module that owns parameters has them, not only
+whole blocks, because clients call submodules directly; the outermost module of a unit keeps its bucket until it
+is left.
+
+[Note: hooks and torch.compile] Traced hooks would bake the swapped memory into the graph. ``compile_units`` compiles
+the forward of each block, so that the block's hooks run around one graph without a break. Inside a compiled block
+there are no hooks: they would differ from block to block and cost a graph each.
 """
 
 from __future__ import annotations
@@ -59,6 +63,7 @@ class DeepSpeedZeRoOffload:
             id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
         }
         self._needs: dict[nn.Module, list[int]] = {}
+        self._compiled: list[nn.Module] = []
         self._watch_reads()
         self._register_deepspeed_module(module)
 
@@ -72,12 +77,20 @@ class DeepSpeedZeRoOffload:
         roots = set(blocks_of(self.module)) | {self.module}
         self._walk(module, roots, set())
 
+    def compile_units(self, **options: Any) -> None:
+        """``torch.compile`` the forward of every block (of the whole model, if it has no blocks)."""
+        self._compiled = blocks_of(self.module) or [self.module]
+        for block in self._compiled:
+            block.forward = torch.compile(block.forward, **options)
+        self.remove_hooks()
+        self._register_deepspeed_module(self.module)
+
     def _walk(self, module: nn.Module, roots: set[nn.Module], seen: set[nn.Module]) -> None:
         if module in seen:
             return
         seen.add(module)
         leaf = z3_leaf_module(module)
-        whole = leaf or (module in roots and module is not self.module)
+        whole = leaf or module in self._compiled or (module in roots and module is not self.module)
         params = list(module.parameters() if whole else module.parameters(recurse=False))
         params += [param for _, param in external_parameters(module)]
         needs = self._needs.setdefault(module, [])
@@ -86,7 +99,7 @@ class DeepSpeedZeRoOffload:
                 needs.append(b)
         if needs or module is self.module or whole:
             self._hook(module, needs)
-        if not leaf:
+        if not leaf and module not in self._compiled:
             for child in module.children():
                 self._walk(child, roots, seen)
 
@@ -120,7 +133,7 @@ class DeepSpeedZeRoOffload:
         coordinator, index = self.param_coordinator, self._index
 
         def read(param: nn.Parameter) -> None:
-            if coordinator.frames:
+            if not torch.compiler.is_compiling() and coordinator.frames:
                 b = index.get(id(param))
                 if b is not None and not coordinator.buckets[b].persistent:
                     coordinator.touch(b)
