@@ -18,6 +18,8 @@ SCRIPTS = {
     "train_step.py": ["compute alone", "ours, stage 2"],
 }
 
+SHORT = {"checkpoint.py", "engine_cost.py"}  # those that take a few seconds
+
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
@@ -26,8 +28,9 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in SCRIPTS]
+)
 def test_quick_form_prints_its_table(script: str) -> None:
     printed = run(script, "--quick")
     for text in SCRIPTS[script]:
