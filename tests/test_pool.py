@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from tests import pool
 from tests.pool import RankError, RankSkip, distributed, run
 
 
@@ -161,6 +162,14 @@ def test_a_leak_fails_the_test_that_leaked(what: str) -> None:
     with pytest.raises(RankError, match="left process-wide state behind"):
         run(_leaks, 2, what=what)
     run(_leaks, 2, what="nothing")
+
+
+def test_a_killed_fork_server_is_replaced() -> None:
+    run(_pid, 2)
+    server = pool._pool().server
+    server.kill()
+    server.wait()
+    assert run(_sum_of_ranks, 2, offset=0) == [1.0] * 2
 
 
 def test_skips() -> None:
