@@ -16,6 +16,7 @@ from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.precision import wire_dtypes
@@ -40,6 +41,7 @@ from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_paramet
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
 from deepspeed.runtime.zero.units import assign_units
+from deepspeed.runtime.zero.whole_matrices import WholeMatrices
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -118,6 +120,7 @@ def resolve_optimizer(
         )
     if config.optimizer_name is None or not groups:
         return None
+    set_optimizer_flags(config, module)
     return build_optimizer(config.optimizer_name, config.optimizer_params, groups)
 
 
@@ -143,7 +146,8 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: Train
             f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
-    if plan.zero.allow_untested_optimizer or hasattr(optimizer, "segment_sum") or is_elementwise(optimizer):
+    whole = hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
+    if plan.zero.allow_untested_optimizer or whole or is_elementwise(optimizer):
         return
     raise DeepSpeedConfigError(
         f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
@@ -188,6 +192,8 @@ def build_core(
     store = StateStore(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
     )
+    if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
+        optimizer.whole_matrices = WholeMatrices(store, communicator)
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
@@ -361,18 +367,21 @@ def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch
         yield batch
 
 
-def check_ranks_agree(trained: TrainedParams, communicator: Communicator) -> None:
-    """All ranks must train the same parameters; says which rank differs and how."""
+def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
+    """All ranks must have built the same model with the same frozen parameters; says which rank differs and how."""
     if communicator.size == 1:
         return
-    mine = torch.tensor([len(trained.params), sum(full_numel(p) for p in trained.params)], dtype=torch.int64)
-    device = trained.params[0].device if trained.params else torch.device("cpu")
-    every = torch.empty(2 * communicator.size, dtype=torch.int64, device=device)
-    communicator.all_gather(every, mine.to(device)).wait()
-    rows = every.view(-1, 2).tolist()
+    params = list(module.parameters())
+    counts = [len(params), sum(map(full_numel, params)), sum(p.requires_grad for p in params)]
+    device = params[0].device if params else torch.device("cpu")
+    every = torch.empty(len(counts) * communicator.size, dtype=torch.int64, device=device)
+    communicator.all_gather(every, torch.tensor(counts, dtype=torch.int64, device=device)).wait()
+    rows = every.view(-1, len(counts)).tolist()
     if any(row != rows[0] for row in rows):
-        listing = ", ".join(f"rank {r}: {n} parameters, {e} elements" for r, (n, e) in enumerate(rows))
+        listing = "; ".join(
+            f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
+        )
         raise RuntimeError(
-            f"ranks disagree on the parameters to train ({listing}); build the same model with the same frozen "
-            "parameters on every rank."
+            f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every "
+            "rank."
         )

@@ -100,6 +100,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         cast_module(model, self.plan.precision)
         self.module = model
         communicator = self.mesh.communicator("dp", "sp")
+        check_ranks_agree(model, communicator)
         broadcast_weights(model, communicator)
 
         self.client_optimizer = client_optimizer
@@ -114,7 +115,6 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             self.core = build_core(
                 model, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded
             )
-            check_ranks_agree(self.core.trained, communicator)
             self.optimizer = self.core.optimizer
         self.client_lr_scheduler = lr_scheduler
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
@@ -181,6 +181,9 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         try:
             core.reducer.before_backward()
             (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
+        except BaseException:
+            core.reducer.abandon()
+            raise
         finally:
             self._in_backward = False
         self._end_backward()

@@ -412,3 +412,22 @@ def test_attributes_fall_through_and_missing_ones_are_told() -> None:
     assert not hasattr(engine, "param_groups")
     assert engine.get_global_grad_norm() is None
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=1)
+def test_a_failed_backward_leaves_nothing_behind(stage: int) -> None:
+    engine, reference = start(stage), start(stage)
+
+    def fail(grad: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hidden = engine.module[1](engine.module[0](data(0)))
+    hidden.register_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(engine.module[2](hidden).square().mean())
+    for e in (engine, reference):
+        e.backward(e(data(1)).square().mean())
+        e.step()
+    engine.destroy(), reference.destroy()
+    assert same(weights(engine), weights(reference))

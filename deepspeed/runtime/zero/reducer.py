@@ -240,6 +240,14 @@ class GradReducer:
             bucket.collect()
         self._recorded = self.communicator.size == 1  # observe again: the graph has changed
 
+    def abandon(self) -> None:
+        """A backward failed halfway: forget what it left, so that the next one starts clean on this rank."""
+        for bucket in self.buckets:
+            bucket.in_flight = None
+        self.managed = False
+        self.clear()
+        self._begin()
+
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
         for bucket in self.buckets:
