@@ -11,6 +11,7 @@ import ast
 import fnmatch
 import functools
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,18 @@ def test_the_largest_files_and_functions() -> None:
         print(f"\nten largest {what} of {len(sizes)}:")
         for name, lines in sorted(sizes.items(), key=lambda item: -item[1])[:10]:
             print(f"{lines:6} lines  {name}")
+
+
+def test_files_named_in_documents_exist() -> None:
+    folders = ("deepspeed", "tests", "docs", "tools", "examples", "benchmarks", "csrc")
+    generated = ("examples/pretrain_gpt/out",)
+    named = {
+        (document.name, path)
+        for document in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+        for path in re.findall(r"`([\w.-]+/[\w./-]+)`", document.read_text(encoding="utf-8"))
+        if path.split("/")[0] in folders and not path.startswith(generated)
+    }
+    assert [name for name in sorted(named) if not (ROOT / name[1]).exists()] == []
 
 
 # ---------------------------------------------------------------------------------------------- documented

@@ -512,12 +512,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "config=None, enabled=True, dtype=None, mpu=None): get_partition_dp_group get_partition_rank "
         "num_partitions",
     ),
-    "deepspeed.runtime.zero.muon.muon_optimizer": ("class MuonWithAuxAdam(*args, **kwargs): step",),
-    "deepspeed.runtime.zero.muon.original_muon": (
-        "class Muon(params, lr=0.02, weight_decay=0, momentum=0.95, ns_method='gram'): step",
-        "def muon_update(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method='gram', "
-        "is_expert_group=False)",
-    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
         "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "
         "max_available_parameters_in_numel, allgather_stream, inflight_param_registry, "
