@@ -73,7 +73,7 @@ bool Channel::await(Counter &counter, uint32_t target, int32_t peer) {
         const uint32_t state = block(peer).state.load();
         const bool alive = is_alive(peer);
         if (counter.reached(target)) return true;  // its last deed before it ended or left
-        if (state == kFailed) return fail(DS_SHM_DEAD, block(peer).silent_rank.load());
+        if (state == kFailed) return fail(block(peer).status.load(), block(peer).silent_rank.load());
         if (state == kLeft) return fail(DS_SHM_LEFT, peer);
         if (!alive) return fail(DS_SHM_DEAD, peer);
         if (Clock::now() > deadline) return fail(DS_SHM_TIMEOUT, peer);
@@ -82,11 +82,16 @@ bool Channel::await(Counter &counter, uint32_t target, int32_t peer) {
 
 bool Channel::fail(int32_t status, int32_t silent_rank) {
     status_ = status;
-    silent_rank_ = silent_rank;
+    failure_.operations = block(rank_).operations.load();
+    failure_.silent_rank = silent_rank;
+    if (silent_rank >= 0) failure_.their_operations = block(silent_rank).operations.load();
+    block(rank_).status.store(status);
     block(rank_).silent_rank.store(silent_rank);
     block(rank_).state.store(status == DS_SHM_CLOSED ? kLeft : kFailed);  // who waits for us learns the reason
     return false;
 }
+
+void Channel::explain(ds_shm_failure &failure) const { failure = failure_; }
 
 // A descriptor of a process becomes readable when it ends, also while nobody has reaped it and its number lives on.
 bool Channel::is_alive(int32_t peer) const {
@@ -107,6 +112,12 @@ bool Channel::await_free_slot() {
 
 const char *Channel::slot_of(int32_t peer) {
     if (!await(block(peer).published, read_ + 1, peer)) return nullptr;
+    const ds_shm_call &theirs = block(peer).calls[read_ % kSlots];
+    if (std::memcmp(&theirs, &call_, sizeof call_) != 0) {
+        failure_.their_call = theirs;
+        fail(DS_SHM_MISMATCH, peer);
+        return nullptr;
+    }
     return outbox(peer) + int64_t(read_ % kSlots) * geometry_.slot_bytes;
 }
 
@@ -118,6 +129,7 @@ bool Channel::rounds(int64_t count, Need &&need, Write &&write, Read &&read) {
         for (; ahead < count && ahead < n + kAhead && need(ahead) <= n; ++ahead) {
             if (!await_free_slot()) return false;
             write(ahead, own_slot());
+            block(rank_).calls[written_ % kSlots] = call_;
             block(rank_).published.set(++written_);
         }
         if (!read(n)) return false;
@@ -131,7 +143,9 @@ bool Channel::rounds(int64_t count, Need &&need, Write &&write, Read &&read) {
 int32_t Channel::run(const ds_shm_operation &operation, bool may_spin) {
     if (status_ != DS_SHM_OK) return status_;
     spin_now_ns_ = may_spin ? spin_ns_ : 0;
-    switch (operation.kind) {
+    call_ = operation.call;
+    block(rank_).operations.fetch_add(1);
+    switch (call_.kind) {
         case DS_SHM_ALL_GATHER: all_gather(operation); break;
         case DS_SHM_REDUCE_SCATTER: reduce_scatter(operation); break;
         case DS_SHM_ALL_REDUCE:
@@ -146,10 +160,10 @@ int32_t Channel::run(const ds_shm_operation &operation, bool may_spin) {
 
 void Channel::combine(const ds_shm_operation &operation, void *output, const void *const *inputs,
                       int64_t numel) const {
-    if (operation.kind == DS_SHM_ALL_REDUCE_MAX)
-        max_chunks(output, inputs, size_, operation.input_dtype, numel);
+    if (operation.call.kind == DS_SHM_ALL_REDUCE_MAX)
+        max_chunks(output, inputs, size_, operation.call.input_dtype, numel);
     else
-        sum_chunks(output, operation.output_dtype, inputs, size_, operation.input_dtype, numel, operation.scale);
+        sum_chunks(output, operation.call.output_dtype, inputs, size_, operation.call.input_dtype, numel, operation.scale);
 }
 
 // Elements of `bytes` size that fit where a slot is divided among the other ranks.
@@ -159,7 +173,7 @@ int64_t Channel::piece_numel(int64_t bytes) const {
 }
 
 bool Channel::all_gather(const ds_shm_operation &operation) {
-    const int64_t total = operation.count, piece = geometry_.slot_bytes;
+    const int64_t total = operation.call.count, piece = geometry_.slot_bytes;
     char *output = static_cast<char *>(operation.output);
     const char *input = static_cast<const char *>(operation.input);
     char *own = output + rank_ * total;
@@ -203,8 +217,8 @@ int64_t place(int32_t writer, int32_t reader) { return reader < writer ? reader 
 }  // namespace
 
 bool Channel::reduce_scatter(const ds_shm_operation &operation) {
-    const int64_t item = item_bytes(operation.input_dtype), out_item = item_bytes(operation.output_dtype);
-    const Shares shares{operation.count * size_, operation.count, piece_numel(item), item};
+    const int64_t item = item_bytes(operation.call.input_dtype), out_item = item_bytes(operation.call.output_dtype);
+    const Shares shares{operation.call.count * size_, operation.call.count, piece_numel(item), item};
     const int64_t stride = shares.piece * item;
     const char *input = static_cast<const char *>(operation.input);
     char *output = static_cast<char *>(operation.output);
@@ -235,9 +249,9 @@ bool Channel::reduce_scatter(const ds_shm_operation &operation) {
 // Reduces pieces of the own share (rounds R) and hands them out (rounds A), interleaved as R0 R1 A0 R2 A1 ... so that
 // reducing piece n + 1 overlaps with handing out piece n.
 bool Channel::all_reduce(const ds_shm_operation &operation) {
-    const int64_t item = item_bytes(operation.input_dtype);
-    if (operation.count * item <= std::min(kSmallReduceBytes, geometry_.slot_bytes)) return all_reduce_small(operation);
-    const Shares shares{operation.count, (operation.count + size_ - 1) / size_, piece_numel(item), item};
+    const int64_t item = item_bytes(operation.call.input_dtype);
+    if (operation.call.count * item <= std::min(kSmallReduceBytes, geometry_.slot_bytes)) return all_reduce_small(operation);
+    const Shares shares{operation.call.count, (operation.call.count + size_ - 1) / size_, piece_numel(item), item};
     const int64_t stride = shares.piece * item, pieces = shares.rounds();
     char *data = static_cast<char *>(operation.output);
     std::vector<const void *> summands(size_t(size_), nullptr);
@@ -287,7 +301,7 @@ bool Channel::all_reduce(const ds_shm_operation &operation) {
 }
 
 bool Channel::all_reduce_small(const ds_shm_operation &operation) {
-    const size_t bytes = size_t(operation.count * item_bytes(operation.input_dtype));
+    const size_t bytes = size_t(operation.call.count * item_bytes(operation.call.input_dtype));
     std::vector<const void *> summands(size_t(size_), nullptr);
     return rounds(
         1, [&](int64_t, char *slot) { std::memcpy(slot, operation.input, bytes); },
@@ -297,23 +311,23 @@ bool Channel::all_reduce_small(const ds_shm_operation &operation) {
                 if (slot == nullptr) return false;
                 summands[size_t(peer)] = slot;
             }
-            combine(operation, operation.output, summands.data(), operation.count);
+            combine(operation, operation.output, summands.data(), operation.call.count);
             return true;
         });
 }
 
 bool Channel::broadcast(const ds_shm_operation &operation) {
-    const int64_t total = operation.count, piece = geometry_.slot_bytes;
+    const int64_t total = operation.call.count, piece = geometry_.slot_bytes;
     char *data = static_cast<char *>(operation.output);
     const auto length = [&](int64_t n) { return size_t(std::min(piece, total - n * piece)); };
     return rounds(
         (total + piece - 1) / piece,
         [&](int64_t n, char *slot) {
-            if (rank_ == operation.root) std::memcpy(slot, data + n * piece, length(n));
+            if (rank_ == operation.call.root) std::memcpy(slot, data + n * piece, length(n));
         },
         [&](int64_t n) {
-            if (rank_ == operation.root) return true;
-            const char *slot = slot_of(operation.root);
+            if (rank_ == operation.call.root) return true;
+            const char *slot = slot_of(operation.call.root);
             if (slot == nullptr) return false;
             std::memcpy(data + n * piece, slot, length(n));
             return true;
@@ -376,18 +390,18 @@ bool Channel::all_to_all(const ds_shm_operation &operation) {
 }
 
 bool Channel::reduce(const ds_shm_operation &operation) {
-    const int64_t item = item_bytes(operation.input_dtype), piece = geometry_.slot_bytes / item;
+    const int64_t item = item_bytes(operation.call.input_dtype), piece = geometry_.slot_bytes / item;
     const char *input = static_cast<const char *>(operation.input);
     char *output = static_cast<char *>(operation.output);
     std::vector<const void *> summands(size_t(size_), nullptr);
-    const auto numel = [&](int64_t n) { return std::min(piece, operation.count - n * piece); };
+    const auto numel = [&](int64_t n) { return std::min(piece, operation.call.count - n * piece); };
     return rounds(
-        (operation.count + piece - 1) / piece,
+        (operation.call.count + piece - 1) / piece,
         [&](int64_t n, char *slot) {
-            if (rank_ != operation.root) std::memcpy(slot, input + n * piece * item, size_t(numel(n) * item));
+            if (rank_ != operation.call.root) std::memcpy(slot, input + n * piece * item, size_t(numel(n) * item));
         },
         [&](int64_t n) {
-            if (rank_ != operation.root) return true;
+            if (rank_ != operation.call.root) return true;
             for (int32_t peer = 0; peer < size_; ++peer) {
                 const char *slot = peer == rank_ ? input + n * piece * item : slot_of(peer);
                 if (slot == nullptr) return false;

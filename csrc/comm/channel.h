@@ -29,9 +29,12 @@ enum RankState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2, kFailed = 3 }
 
 struct alignas(128) RankBlock {
     Counter published, done;
+    ds_shm_call calls[kSlots] = {};  // the operation that each slot belongs to: readers compare it with their own
+    std::atomic<int64_t> operations{0};
     std::atomic<int32_t> pid{0};
     std::atomic<uint32_t> state{kAbsent};
-    std::atomic<int32_t> silent_rank{-1};  // of a failed rank: whom it had waited for
+    // Of a failed rank: why, and whom it had waited for.
+    std::atomic<int32_t> status{DS_SHM_OK}, silent_rank{-1};
 };
 
 struct alignas(128) Header {
@@ -45,11 +48,11 @@ class Channel {
     ~Channel();
 
     void start(int64_t spin_ns, int64_t timeout_ms);
-    // Runs one operation; `spin_ns` as far as waiting in this thread is cheap.
+    // Runs one operation to its end or failure; once failed, the channel stays so.
     int32_t run(const ds_shm_operation &operation, bool may_spin);
     void abandon() { abandoned_.store(true); }
 
-    int32_t silent_rank() const { return silent_rank_; }
+    void explain(ds_shm_failure &failure) const;
 
   private:
     template <class Need, class Write, class Read>
@@ -90,7 +93,9 @@ class Channel {
     int64_t spin_ns_ = 0, spin_now_ns_ = 0, timeout_ms_ = 600000;
     std::vector<int> pid_fds_;
     std::atomic<bool> abandoned_{false};
-    int32_t status_ = DS_SHM_OK, silent_rank_ = -1;
+    ds_shm_call call_ = {};  // under way
+    int32_t status_ = DS_SHM_OK;
+    ds_shm_failure failure_ = {0, 0, {}, -1};
 };
 
 }  // namespace ds::shm

@@ -163,7 +163,7 @@ int64_t ds_shm_completed(ds_shm_channel *channel) {
     return channel->completed;
 }
 
-int32_t ds_shm_silent_rank(ds_shm_channel *channel) { return channel->channel.silent_rank(); }
+void ds_shm_explain(ds_shm_channel *channel, ds_shm_failure *failure) { channel->channel.explain(*failure); }
 
 void ds_shm_close(ds_shm_channel *channel) {
     channel->channel.abandon();

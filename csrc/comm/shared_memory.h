@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define DS_SHM_ABI 1
+#define DS_SHM_ABI 2
 DS_API int32_t ds_shm_abi(void);
 
 /* Continues enum ds_dtype. */
@@ -40,13 +40,18 @@ enum ds_shm_kind {
     DS_SHM_BARRIER = 7
 };
 
+/* What all ranks have to agree on. */
+typedef struct ds_shm_call {
+    int64_t count; /* elements of reductions, bytes of the rest, as the comments above name them; all_to_all: 0 */
+    int32_t kind, input_dtype, output_dtype, root;
+} ds_shm_call;
+
 typedef struct ds_shm_operation {
     void *output;
     const void *input;
-    int64_t count; /* elements of reductions, bytes of the rest, as the comments above name them */
     const int64_t *output_bytes, *input_bytes; /* all_to_all; have to live until the operation is done */
     double scale;
-    int32_t kind, input_dtype, output_dtype, root;
+    ds_shm_call call;
 } ds_shm_operation;
 
 enum ds_shm_status {
@@ -55,7 +60,8 @@ enum ds_shm_status {
     DS_SHM_TIMEOUT = 2, /* the silent rank did not come within the timeout */
     DS_SHM_DEAD = 3,    /* the process of the silent rank is gone */
     DS_SHM_LEFT = 4,    /* the silent rank closed its channel */
-    DS_SHM_CLOSED = 5   /* this channel was closed */
+    DS_SHM_CLOSED = 5,  /* this channel was closed */
+    DS_SHM_MISMATCH = 6 /* the silent rank is in another operation than this one */
 };
 
 typedef struct ds_shm_channel ds_shm_channel;
@@ -79,8 +85,14 @@ DS_API int64_t ds_shm_issue(ds_shm_channel *channel, const ds_shm_operation *ope
 DS_API int32_t ds_shm_wait(ds_shm_channel *channel, int64_t ticket);
 /* How many issued operations are done: those with a ticket up to this one. */
 DS_API int64_t ds_shm_completed(ds_shm_channel *channel);
-/* After a failure: the rank (inside the group) that was waited for, else -1. */
-DS_API int32_t ds_shm_silent_rank(ds_shm_channel *channel);
+/* After a failure. */
+typedef struct ds_shm_failure {
+    int64_t operations;       /* how many operations this rank has begun */
+    int64_t their_operations; /* and the silent rank */
+    ds_shm_call their_call;   /* the one that the silent rank is in; only if the status is DS_SHM_MISMATCH */
+    int32_t silent_rank;      /* who was waited for (inside the group), else -1 */
+} ds_shm_failure;
+DS_API void ds_shm_explain(ds_shm_channel *channel, ds_shm_failure *failure);
 /* Give up what is under way, unmap, free. Nothing of the channel may be used afterwards. */
 DS_API void ds_shm_close(ds_shm_channel *channel);
 

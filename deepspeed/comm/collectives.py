@@ -1,89 +1,42 @@
-"""What the training core knows of communication: a `Communicator` per process group.
-
-Each operation is a small object with one call (`AllGather`, `ReduceScatter`, ...). Transports (gloo, the
-backend's own operations, shared memory) are siblings with the same calls, chosen in `_select_transport`.
-"""
+"""What the training core knows of communication: a `Communicator` per process group."""
 
 from __future__ import annotations
 
 import atexit
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 
-from . import gloo, native, shared_memory
 from .logging import measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
+from .transport import (
+    AllGather,
+    AllReduce,
+    ReduceScatter,
+    Transport,
+    is_gloo,
+    select_transport,
+)
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
     "CommunicationError",
     "Communicator",
     "Pending",
+    "ReduceScatter",
     "Transport",
     "communicator",
     "forget_communicators",
+    "use_shared_memory",
 ]
-
-
-class AllGather(Protocol):
-    def __call__(self, output: Tensor, input: Tensor) -> Pending: ...
-
-
-class ReduceScatter(Protocol):
-    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
-
-
-class AllReduce(Protocol):
-    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
-
-
-class Reduce(Protocol):
-    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
-
-
-class AllToAll(Protocol):
-    def __call__(
-        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
-    ) -> Pending: ...
-
-
-class Barrier(Protocol):
-    def __call__(self) -> Pending: ...
-
-
-class AllReduceMax(Protocol):
-    def __call__(self, tensor: Tensor) -> Pending: ...
-
-
-class Broadcast(Protocol):
-    def __call__(self, tensor: Tensor, src: int) -> Pending: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
-    """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
-
-    name: str
-    background: bool  # asynchronous operations finish without anybody waiting for them
-    all_gather: AllGather
-    reduce_scatter: ReduceScatter
-    all_reduce: AllReduce
-    all_reduce_max: AllReduceMax
-    reduce: Reduce
-    broadcast: Broadcast
-    all_to_all: AllToAll
-    barrier: Barrier
-    close: Callable[[], None] = lambda: None
 
 
 class Communicator:
@@ -111,7 +64,9 @@ class Communicator:
             if output.data_ptr() != input.data_ptr():
                 output.detach().view(-1).copy_(input.detach().view(-1))
             return DONE
-        operation = self._transport(output).all_gather
+        if output.numel() != input.numel() * self.size or output.dtype != input.dtype:
+            raise self._unfit("all_gather", output, input, f"output = {self.size} x input, of one dtype")
+        operation = self._transport(output, input).all_gather
         output, input = output.detach().view(-1), input.detach().view(-1)
         self._count("all_gather", input.nbytes * (self.size - 1))
         if recording("all_gather_into_tensor"):
@@ -123,7 +78,9 @@ class Communicator:
         a wider dtype, or be input's own slice; `input` is left as it is otherwise."""
         if self.size == 1 or output.numel() == 0:
             return _single(output, input, scale)
-        operation = self._transport(input).reduce_scatter
+        if input.numel() != output.numel() * self.size:
+            raise self._unfit("reduce_scatter", output, input, f"input = {self.size} x output")
+        operation = self._transport(output, input).reduce_scatter
         output, input = output.detach().view(-1), input.detach().view(-1)
         self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
         if recording("reduce_scatter_tensor"):
@@ -185,9 +142,12 @@ class Communicator:
         if self.size == 1:
             output.copy_(input)
             return DONE
-        operation = self._transport(input).all_to_all
         received = output_counts or [output.numel() // self.size] * self.size
         sent = input_counts or [input.numel() // self.size] * self.size
+        fitting = sum(received) == output.numel() and sum(sent) == input.numel()
+        if not fitting or output.dtype != input.dtype or not len(received) == len(sent) == self.size:
+            raise self._unfit("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
+        operation = self._transport(output, input).all_to_all
         self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
         if recording("all_to_all_single"):
             return measured(
@@ -204,7 +164,7 @@ class Communicator:
 
     def _device_type(self) -> str:
         assert self.group is not None
-        return "cpu" if _is_gloo(self.group) else get_accelerator().device_name()
+        return "cpu" if is_gloo(self.group) else get_accelerator().device_name()
 
     def close(self) -> None:
         """Let go of what the transports hold."""
@@ -237,13 +197,26 @@ class Communicator:
         transport = self._transports.get(device_type)
         return self.size == 1 or (transport is not None and transport.background)
 
-    def _transport(self, tensor: Tensor) -> Transport:
+    def _transport(self, tensor: Tensor, other: Tensor | None = None) -> Transport:
+        if other is not None and other.device != tensor.device:
+            raise ValueError(
+                f"a collective among ranks {list(self.ranks)}: {tensor.device} and {other.device}"
+            )
         return self._transport_for(tensor.device.type)
+
+    def _unfit(self, operation: str, output: Tensor, input: Tensor, expected: str) -> ValueError:
+        return ValueError(
+            f"{operation} among ranks {list(self.ranks)}: output is {output.dtype} {tuple(output.shape)}, input "
+            f"{input.dtype} {tuple(input.shape)}; expected {expected}"
+        )
 
     def _transport_for(self, device_type: str) -> Transport:
         transport = self._transports.get(device_type)
         if transport is None:
-            transport = self._transports[device_type] = _select_transport(self, device_type)
+            assert self.group is not None
+            transport = self._transports[device_type] = select_transport(
+                self.group, self.ranks, device_type, may_share_memory=_may_share_memory()
+            )
         return transport
 
     def __repr__(self) -> str:
@@ -268,70 +241,8 @@ def use_shared_memory(wanted: bool) -> None:
     _shared_memory_wanted = wanted
 
 
-def _select_transport(owner: Communicator, device_type: str) -> Transport:
-    """The one place where a transport is chosen."""
-    assert owner.group is not None
-    if device_type != "cpu" or not _is_gloo(owner.group):
-        return _native_transport(owner.group, owner.ranks)
-    fallback = _gloo_transport(owner.group, owner.ranks)
-    wanted = _shared_memory_wanted and os.environ.get("DS_SHM", "1") != "0"
-    channel = shared_memory.connect(owner.group, owner.ranks, wanted)
-    return fallback if channel is None else _shared_memory_transport(channel, fallback)
-
-
-def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
-    channel = gloo.GlooChannel(group, ranks)
-    return Transport(
-        name="gloo",
-        background=False,
-        all_gather=gloo.GlooAllGather(channel),
-        reduce_scatter=gloo.GlooReduceScatter(channel),
-        all_reduce=gloo.GlooAllReduce(channel),
-        all_reduce_max=gloo.GlooAllReduceMax(channel),
-        reduce=gloo.GlooReduce(channel),
-        broadcast=gloo.GlooBroadcast(channel),
-        all_to_all=gloo.GlooAllToAll(channel),
-        barrier=gloo.GlooBarrier(channel),
-    )
-
-
-def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
-    """`fallback` reduces the dtypes that the native code does not."""
-    return Transport(
-        name="shared_memory",
-        background=True,
-        all_gather=shared_memory.SharedMemoryAllGather(channel),
-        reduce_scatter=shared_memory.SharedMemoryReduceScatter(channel, fallback.reduce_scatter),
-        all_reduce=shared_memory.SharedMemoryAllReduce(channel, fallback.all_reduce),
-        all_reduce_max=shared_memory.SharedMemoryAllReduceMax(channel, fallback.all_reduce_max),
-        reduce=shared_memory.SharedMemoryReduce(channel, fallback.reduce),
-        broadcast=shared_memory.SharedMemoryBroadcast(channel),
-        all_to_all=shared_memory.SharedMemoryAllToAll(channel),
-        barrier=shared_memory.SharedMemoryBarrier(channel),
-        close=channel.close,
-    )
-
-
-def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
-    return Transport(
-        name="native",
-        background=True,
-        all_gather=native.NativeAllGather(group, ranks),
-        reduce_scatter=native.NativeReduceScatter(group, ranks),
-        all_reduce=native.NativeAllReduce(group, ranks),
-        all_reduce_max=native.NativeAllReduceMax(group, ranks),
-        reduce=native.NativeReduce(group, ranks),
-        broadcast=native.NativeBroadcast(group, ranks),
-        all_to_all=native.NativeAllToAll(group, ranks),
-        barrier=native.NativeBarrier(group, ranks),
-    )
-
-
-def _is_gloo(group: ProcessGroup) -> bool:
-    try:
-        return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
-    except RuntimeError:  # the group has no backend for CPU tensors
-        return False
+def _may_share_memory() -> bool:
+    return _shared_memory_wanted and os.environ.get("DS_SHM", "1") != "0"
 
 
 _communicators: dict[ProcessGroup, Communicator] = {}

@@ -30,7 +30,7 @@ from .gloo import GlooAllGather, GlooChannel
 from .groups import timeout_of
 from .pending import CommunicationError, Pending
 
-_ABI = 1
+_ABI = 2
 
 # enum ds_shm_kind
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_REDUCE_MAX, _BROADCAST, _ALL_TO_ALL, _REDUCE, _BARRIER = (
@@ -41,7 +41,7 @@ _OPERATION_NAMES = (
     *("broadcast", "all_to_all", "reduce", "barrier"),
 )
 # enum ds_shm_status
-_OK, _, _TIMEOUT, _DEAD, _LEFT, _CLOSED = range(6)
+_OK, _, _TIMEOUT, _DEAD, _LEFT, _CLOSED, _MISMATCH = range(7)
 _REASONS = {
     _TIMEOUT: "it did not come within the timeout",
     _DEAD: "its process is gone",
@@ -66,15 +66,34 @@ _SPIN_US = 100
 
 
 class _Operation(ctypes.Structure):
-    """struct ds_shm_operation"""
+    """struct ds_shm_operation, with its ds_shm_call spread out."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("output", "input")),
-        ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("output_bytes", "input_bytes")),
+        *((name, ctypes.c_void_p) for name in ("output", "input", "output_bytes", "input_bytes")),
         ("scale", ctypes.c_double),
+        ("count", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("kind", "input_dtype", "output_dtype", "root")),
     ]
+
+
+class _Failure(ctypes.Structure):
+    """struct ds_shm_failure, with its ds_shm_call spread out."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("operations", "their_operations", "count")),
+        *((name, ctypes.c_int32) for name in ("kind", "input_dtype", "output_dtype", "root", "silent_rank")),
+    ]
+
+    def reason(self, status: int) -> str:
+        if status == _MISMATCH:
+            return (
+                f"that rank is in another call, {_call_text(self)}. All ranks have to issue the same collectives "
+                "in the same order, with tensors of the same size and dtype"
+            )
+        reason = _REASONS[status]
+        if self.silent_rank >= 0:
+            reason += f"; it has begun {self.their_operations} collectives of this group, this rank {self.operations}"
+        return reason
 
 
 @functools.cache
@@ -93,7 +112,7 @@ def _library() -> ctypes.CDLL | None:
         "ds_shm_issue": (int64, (pointer, pointer)),
         "ds_shm_wait": (int32, (pointer, int64)),
         "ds_shm_completed": (int64, (pointer,)),
-        "ds_shm_silent_rank": (int32, (pointer,)),
+        "ds_shm_explain": (None, (pointer, pointer)),
         "ds_shm_close": (None, (pointer,)),
     }
     try:
@@ -108,6 +127,17 @@ def _library() -> ctypes.CDLL | None:
 def is_available() -> bool:
     """Whether this build and platform can communicate through shared memory at all."""
     return _library() is not None
+
+
+def _call_text(call: _Operation | _Failure) -> str:
+    """A call in words: "all_reduce of 12 float32"."""
+    name = _OPERATION_NAMES[call.kind]
+    if call.kind in (_BARRIER, _ALL_TO_ALL):
+        return name
+    if call.kind in (_ALL_GATHER, _BROADCAST):
+        return f"{name} of {call.count} bytes"
+    dtype = next(dtype for dtype, code in _DTYPES.items() if code == call.input_dtype)
+    return f"{name} of {call.count} {str(dtype).removeprefix('torch.')}"
 
 
 class SharedMemoryChannel:
@@ -126,21 +156,26 @@ class SharedMemoryChannel:
     def issue(self, operation: _Operation, *tensors: Tensor) -> Pending:
         ticket: int = self.lib.ds_shm_issue(self.handle, ctypes.byref(operation))
         self._in_flight.append((ticket, tensors))
-        kind: int = operation.kind
-        return Pending(lambda: self._wait(ticket, kind))
+        return Pending(lambda: self._wait(ticket, operation))
 
-    def _wait(self, ticket: int, kind: int) -> None:
+    def _wait(self, ticket: int, operation: _Operation) -> None:
         status = self.lib.ds_shm_wait(self.handle, ticket) if self.handle is not None else _CLOSED
         while self._in_flight and self._in_flight[0][0] <= ticket:
             self._in_flight.popleft()
         if status != _OK:
-            silent: int = self.lib.ds_shm_silent_rank(self.handle) if self.handle is not None else -1
-            raise CommunicationError.of(
-                _OPERATION_NAMES[kind],
-                self.ranks,
-                RuntimeError(_REASONS[status]),
-                silent=self.ranks[silent] if silent >= 0 else None,
-            )
+            raise self._error(status, operation)
+
+    def _error(self, status: int, operation: _Operation) -> CommunicationError:
+        failure = _Failure(silent_rank=-1)
+        if self.handle is not None:
+            self.lib.ds_shm_explain(self.handle, ctypes.byref(failure))
+        silent: int = failure.silent_rank
+        return CommunicationError.of(
+            _call_text(operation),
+            self.ranks,
+            RuntimeError(failure.reason(status)),
+            silent=self.ranks[silent] if silent >= 0 else None,
+        )
 
     def close(self) -> None:
         """Give up what is under way and unmap the segment. A forked child leaves the parent's alone."""
@@ -240,7 +275,7 @@ class SharedMemoryAllGather:
         self.channel = channel
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        operation = _Operation(output.data_ptr(), input.data_ptr(), input.nbytes, kind=_ALL_GATHER)
+        operation = _Operation(output.data_ptr(), input.data_ptr(), count=input.nbytes, kind=_ALL_GATHER)
         return self.channel.issue(operation, output, input)
 
 
@@ -296,7 +331,7 @@ class SharedMemoryBroadcast:
         self.channel = channel
 
     def __call__(self, tensor: Tensor, src: int) -> Pending:
-        operation = _Operation(tensor.data_ptr(), None, tensor.nbytes, kind=_BROADCAST, root=src)
+        operation = _Operation(tensor.data_ptr(), count=tensor.nbytes, kind=_BROADCAST, root=src)
         return self.channel.issue(operation, tensor)
 
 
@@ -313,7 +348,6 @@ class SharedMemoryAllToAll:
         operation = _Operation(
             output.data_ptr(),
             input.data_ptr(),
-            0,
             counts[0].data_ptr(),
             counts[1].data_ptr(),
             kind=_ALL_TO_ALL,
@@ -341,8 +375,8 @@ def _reduction(kind: int, output: Tensor, input: Tensor, scale: float) -> _Opera
     return _Operation(
         output.data_ptr(),
         input.data_ptr(),
-        output.numel(),
         scale=scale,
+        count=output.numel(),
         kind=kind,
         input_dtype=dtype,
         output_dtype=_DTYPES[output.dtype],

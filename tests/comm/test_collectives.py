@@ -297,3 +297,21 @@ def test_overlapping_groups_at_once():
         for index in range(3) if rank % 2 else reversed(range(3)):
             pendings[index].wait()
         assert [tensor[7].item() for tensor in tensors] == [sum(rows.ranks), sum(columns.ranks), 6.0]
+
+
+@on_transports
+@distributed(world_size=2)
+def test_tensors_that_do_not_fit_are_refused(transport):
+    with using(transport) as comm:
+        with pytest.raises(
+            ValueError, match=r"all_gather among ranks \[0, 1\].*output is torch.float32 \(3,\)"
+        ):
+            comm.all_gather(torch.empty(3), torch.empty(2))
+        with pytest.raises(ValueError, match="of one dtype"):
+            comm.all_gather(torch.empty(4), torch.empty(2, dtype=torch.float16))
+        with pytest.raises(ValueError, match="expected input = 2 x output"):
+            comm.reduce_scatter(torch.empty(3), torch.empty(4))
+        with pytest.raises(ValueError, match="runs"):
+            comm.all_to_all(torch.empty(3), torch.empty(3), [1, 2], [1, 1])
+        with pytest.raises(ValueError, match="meta"):
+            comm.all_gather(torch.empty(4, device="meta"), torch.empty(2))

@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named(tmp_path, transport):
     )
     code, output, seconds = results[0]
     assert results[1][0] == -signal.SIGKILL
-    assert code == 1 and "CommunicationError: all_reduce among ranks [0, 1] failed" in output
+    assert code == 1 and "CommunicationError: all_reduce" in output and "among ranks [0, 1] failed" in output
     assert "waiting for rank 1" in output and seconds < 30
     assert "DEEPSPEED_TIMEOUT" in output
 
@@ -184,3 +184,42 @@ def test_leaving_while_something_is_under_way(tmp_path, transport):
         """,
     )
     assert [code for code, _, _ in results] == [0, 0], results
+
+
+def test_ranks_in_different_collectives_are_told_apart(tmp_path):
+    results = run_ranks(
+        tmp_path,
+        "shared_memory",
+        """
+        try:
+            if rank == 0:
+                comm.all_reduce(torch.ones(10)).wait()
+            else:
+                comm.broadcast(torch.ones(10), 1).wait()
+                comm.all_reduce(torch.ones(20)).wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(6)
+        """,
+    )
+    assert results[0][0] == 6, results
+    message = results[0][1]
+    assert "all_reduce of 10 float32 among ranks [0, 1] failed while waiting for rank 1" in message
+    assert "in another call, broadcast of 40 bytes" in message
+    assert results[1][0] == 6, results
+
+
+def test_ranks_that_disagree_on_a_size(tmp_path):
+    results = run_ranks(
+        tmp_path,
+        "shared_memory",
+        """
+        try:
+            comm.all_reduce(torch.ones(10 + rank)).wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(7)
+        """,
+    )
+    for rank, (code, output, _) in enumerate(results):
+        assert code == 7 and f"all_reduce of {11 - rank} float32. All ranks have to" in output, output

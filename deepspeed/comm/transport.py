@@ -1,0 +1,136 @@
+"""What a transport is, and which one moves the tensors of a group.
+
+Each operation is a small object with one call (`AllGather`, `ReduceScatter`, ...); gloo, the process group's own
+operations and shared memory are siblings with the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from . import gloo, native, shared_memory
+from .pending import Pending
+
+
+class AllGather(Protocol):
+    def __call__(self, output: Tensor, input: Tensor) -> Pending: ...
+
+
+class ReduceScatter(Protocol):
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending: ...
+
+
+class AllReduce(Protocol):
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending: ...
+
+
+class Reduce(Protocol):
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending: ...
+
+
+class AllToAll(Protocol):
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending: ...
+
+
+class Barrier(Protocol):
+    def __call__(self) -> Pending: ...
+
+
+class AllReduceMax(Protocol):
+    def __call__(self, tensor: Tensor) -> Pending: ...
+
+
+class Broadcast(Protocol):
+    def __call__(self, tensor: Tensor, src: int) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
+
+    name: str
+    background: bool  # asynchronous operations finish without anybody waiting for them
+    all_gather: AllGather
+    reduce_scatter: ReduceScatter
+    all_reduce: AllReduce
+    all_reduce_max: AllReduceMax
+    reduce: Reduce
+    broadcast: Broadcast
+    all_to_all: AllToAll
+    barrier: Barrier
+    close: Callable[[], None] = lambda: None
+
+
+def select_transport(
+    group: ProcessGroup, ranks: tuple[int, ...], device_type: str, *, may_share_memory: bool
+) -> Transport:
+    """The one place where a transport is chosen. A collective call for CPU tensors over gloo."""
+    if device_type != "cpu" or not is_gloo(group):
+        return _native_transport(group, ranks)
+    fallback = _gloo_transport(group, ranks)
+    channel = shared_memory.connect(group, ranks, may_share_memory)
+    return fallback if channel is None else _shared_memory_transport(channel, fallback)
+
+
+def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    channel = gloo.GlooChannel(group, ranks)
+    return Transport(
+        name="gloo",
+        background=False,
+        all_gather=gloo.GlooAllGather(channel),
+        reduce_scatter=gloo.GlooReduceScatter(channel),
+        all_reduce=gloo.GlooAllReduce(channel),
+        all_reduce_max=gloo.GlooAllReduceMax(channel),
+        reduce=gloo.GlooReduce(channel),
+        broadcast=gloo.GlooBroadcast(channel),
+        all_to_all=gloo.GlooAllToAll(channel),
+        barrier=gloo.GlooBarrier(channel),
+    )
+
+
+def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
+    """`fallback` reduces the dtypes that the native code does not."""
+    return Transport(
+        name="shared_memory",
+        background=True,
+        all_gather=shared_memory.SharedMemoryAllGather(channel),
+        reduce_scatter=shared_memory.SharedMemoryReduceScatter(channel, fallback.reduce_scatter),
+        all_reduce=shared_memory.SharedMemoryAllReduce(channel, fallback.all_reduce),
+        all_reduce_max=shared_memory.SharedMemoryAllReduceMax(channel, fallback.all_reduce_max),
+        reduce=shared_memory.SharedMemoryReduce(channel, fallback.reduce),
+        broadcast=shared_memory.SharedMemoryBroadcast(channel),
+        all_to_all=shared_memory.SharedMemoryAllToAll(channel),
+        barrier=shared_memory.SharedMemoryBarrier(channel),
+        close=channel.close,
+    )
+
+
+def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    return Transport(
+        name="native",
+        background=True,
+        all_gather=native.NativeAllGather(group, ranks),
+        reduce_scatter=native.NativeReduceScatter(group, ranks),
+        all_reduce=native.NativeAllReduce(group, ranks),
+        all_reduce_max=native.NativeAllReduceMax(group, ranks),
+        reduce=native.NativeReduce(group, ranks),
+        broadcast=native.NativeBroadcast(group, ranks),
+        all_to_all=native.NativeAllToAll(group, ranks),
+        barrier=native.NativeBarrier(group, ranks),
+    )
+
+
+def is_gloo(group: ProcessGroup) -> bool:
+    """Whether gloo moves this group's CPU tensors."""
+    try:
+        return "Gloo" in type(group._get_backend(torch.device("cpu"))).__name__
+    except RuntimeError:  # the group has no backend for CPU tensors
+        return False
