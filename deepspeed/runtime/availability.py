@@ -108,7 +108,6 @@ MISSING: tuple[Missing, ...] = (
         _OTHER_OPTIMIZER,
         value="OneBitAdam, OneBitLamb, ZeroOneAdam",
     ),
-    Missing("optimizer.type", _optimizer("muon"), _OTHER_OPTIMIZER, value="Muon"),
     Missing(
         "optimizer.type",
         _optimizer("muadam", "muadamw", "musgd"),

@@ -43,7 +43,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 4}}),
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
-    ("optimizer.type", {"optimizer": {"type": "Muon"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),

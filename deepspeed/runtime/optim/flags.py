@@ -15,4 +15,5 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     if (config_class.optimizer_name or "").lower() != "muon":
         return
     for name, param in model.named_parameters():
-        param.use_muon = param.ndim >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)  # type: ignore[attr-defined]
+        shape = getattr(param, "ds_shape", param.shape)  # under zero.Init the parameter itself is empty
+        param.use_muon = len(shape) >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, nearest
 from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
 
 __all__ = ["available_names", "build_optimizer", "check_optimizer", "is_elementwise"]
 
@@ -47,9 +48,10 @@ BUILT_IN: dict[str, BuiltIn] = {
     "lion": BuiltIn(FusedLion),
     "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
     "sgd": BuiltIn(SGD, torch_name="SGD"),
+    "muon": BuiltIn(build_muon),
 }
 
-NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam", "muon", "muadam", "muadamw", "musgd")
+NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")
 """Documented names that have no implementation in this release."""
 
 

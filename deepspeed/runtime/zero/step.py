@@ -193,13 +193,18 @@ class StepExecutor:
         optimizer: Any = self.store.optimizer
         if hasattr(optimizer, "multi_tensor_step"):
             for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
-                if masters or hasattr(optimizer, "segment_sum"):
+                if masters or self._joins_ranks(optimizer):
                     optimizer.multi_tensor_step(
                         group, masters, grads, grad_scale=grad_scale, low_precision=lows
                     )
             optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
         else:
             self._update_with_torch(lists, grad_scale)
+
+    @staticmethod
+    def _joins_ranks(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the update is collective, so that ranks without a fragment take part as well."""
+        return hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
 
     def _segment_sum(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, 2] fp64 over fragments -> the same over whole parameters, for LAMB. Collective."""

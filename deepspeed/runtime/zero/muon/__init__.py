@@ -1,0 +1,1 @@
+"""Muon: orthogonalized momentum for hidden matrices."""

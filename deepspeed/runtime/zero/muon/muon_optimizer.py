@@ -1,0 +1,159 @@
+"""Muon for hidden matrices and Adam for everything else, as one optimizer that ZeRO can shard.
+
+Momentum is per element, so its slices stay where the slices of the weights are. Only the orthogonalization needs
+whole matrices: ``whole_matrices`` brings those together at one owner each (``zero/whole_matrices.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.runtime.zero.muon.original_muon import METHODS, apply_update, momentum_update, orthogonalize
+
+MOMENTUM = "momentum_buffer"
+_MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+_ADAM_DEFAULTS = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "bias_correction": True,
+    "adam_w_mode": True,
+}
+
+
+class WholeMatrixUpdate(Protocol):
+    """Given fragments of the matrices of ``group`` and values for them, replace the values by those of
+    ``function`` (matrix -> matrix of the same shape) applied to the whole matrices. Collective."""
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None: ...
+
+
+class MuonWithAuxAdam(MultiTensorAdam):
+    """Groups say ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
+    weight_decay). What a group does not give has the defaults of the paper's implementation."""
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        self.whole_matrices: WholeMatrixUpdate | None = None
+        super().__init__(list(param_groups), {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not isinstance(param_group, dict) or "use_muon" not in param_group:
+            raise ValueError(
+                "MuonWithAuxAdam takes parameter groups with a key use_muon (True: Muon, False: Adam)"
+            )
+        defaults = _MUON_DEFAULTS if param_group["use_muon"] else _ADAM_DEFAULTS
+        for key, value in defaults.items():
+            param_group.setdefault(key, value)
+        if param_group.get("ns_method", METHODS[0]) not in METHODS:
+            raise ValueError(f"ns_method={param_group['ns_method']!r} must be one of {', '.join(METHODS)}")
+        super().add_param_group(param_group)
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if not group["use_muon"]:
+            return super().state_for(param, group)
+        state = self.state[param]
+        if MOMENTUM not in state:
+            dtype = self._state_dtype(param, group)
+            state[MOMENTUM] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return state
+
+    @torch.no_grad()
+    def multi_tensor_step(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        if not group["use_muon"]:
+            super().multi_tensor_step(
+                group, params, grads, grad_scale=grad_scale, low_precision=low_precision
+            )
+            return
+        momenta = [self.state_for(param, group)[MOMENTUM] for param in params]
+        scaled = [g.to(m.dtype) * grad_scale for g, m in zip(grads, momenta, strict=True)]
+        updates = momentum_update(scaled, momenta, group["momentum"], nesterov=True) if params else []
+        lr = float(group["lr"])
+        if lr == 0.0:
+            return  # no weight would change: nothing to orthogonalize
+        self._orthogonalize(group, params, updates)
+        for param, update in zip(params, updates, strict=True):
+            apply_update(param, update.view(param.shape), lr, group["weight_decay"])
+        for param, low in zip(params, low_precision or [None] * len(params), strict=True):
+            if low is not None:
+                low.copy_(param.view(low.shape))
+
+    def _orthogonalize(self, group: dict[str, Any], params: Sequence[Tensor], updates: list[Tensor]) -> None:
+        def function(matrix: Tensor) -> Tensor:
+            return orthogonalize(matrix, ns_method=group["ns_method"])
+
+        if self.whole_matrices is not None:
+            self.whole_matrices(group, params, updates, function)
+        else:
+            updates[:] = map(function, updates)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if group["use_muon"]:
+                for param in group["params"]:
+                    self.state[param].pop("step", None)  # Muon counts no steps
+
+
+def build_muon(
+    params: Iterable[Any],
+    lr: float | None = None,
+    momentum: float = 0.95,
+    weight_decay: float = 0.0,
+    muon_lr: float | None = None,
+    adam_lr: float | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-10,
+    ns_method: str = "gram",
+) -> MuonWithAuxAdam:
+    """``optimizer.type: Muon``: parameters flagged ``use_muon`` (``set_optimizer_flags``) go to Muon, others to Adam.
+
+    Args:
+        params: parameters or groups; a group that says ``use_muon`` is taken as it is, others are split.
+        lr: of both kinds, unless ``muon_lr`` or ``adam_lr`` or the group itself says otherwise.
+    """
+    shared: dict[bool, dict[str, Any]] = {
+        True: {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method},
+        False: {"betas": betas, "eps": eps, "weight_decay": weight_decay},
+    }
+    for use_muon, rate in ((True, muon_lr), (False, adam_lr)):
+        if rate is not None or lr is not None:
+            shared[use_muon]["lr"] = rate if rate is not None else lr
+    groups = []
+    for group in _as_groups(params):
+        for use_muon in (True, False):
+            chosen = [
+                p for p in group["params"] if group.get("use_muon", getattr(p, "use_muon", False)) == use_muon
+            ]
+            if chosen:
+                groups.append({**shared[use_muon], **group, "params": chosen, "use_muon": use_muon})
+    return MuonWithAuxAdam(groups)
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    given = list(params)
+    groups = [dict(entry) for entry in given if isinstance(entry, dict)]
+    bare = [entry for entry in given if not isinstance(entry, dict)]
+    for group in groups:
+        listed = group["params"]
+        group["params"] = [listed] if torch.is_tensor(listed) else list(listed)
+    return groups + ([{"params": bare}] if bare else [])

@@ -1,0 +1,164 @@
+"""Whole matrices in the middle of a sharded step, for optimizers that need them (Muon).
+
+Each matrix has one *owner*, the rank that holds most of it. One all-to-all brings its fragments there, the owner
+computes, a second one takes the result back: 4 bytes per element each way in fp32. The cut into buckets spreads
+matrices over ranks, and so spreads the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.state_store import StateStore
+
+BATCH_NUMEL = 32 * 1024 * 1024
+"""Elements that are exchanged at once: they exist twice (at the sender and at the owner) for that time."""
+
+
+class Part(NamedTuple):
+    """Elements ``[start, stop)`` of a flat matrix, held by ``rank``."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Where one matrix lies: its parts in order, and the rank that makes it whole."""
+
+    param: int
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class WholeMatrices:
+    """Applies a function of whole matrices to values that are cut like the weights of ``store``."""
+
+    def __init__(self, store: StateStore, communicator: Communicator) -> None:
+        self.store = store
+        self.communicator = communicator
+        self.matrices = [
+            [matrix for matrix in matrices_of(store) if store.group_of[matrix.param] == g]
+            for g in range(len(store.optimizer.param_groups))
+        ]
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
+
+        All ranks take part in every matrix of the group; what is missing (a parameter that nobody used) is zero, and
+        its result goes nowhere. Collective.
+        """
+        index = next(i for i, known in enumerate(self.store.optimizer.param_groups) if known is group)
+        fragment_of = {id(owned.master): owned for owned in self.store.fragments}
+        mine: dict[int, Tensor] = {}
+        for param, value in zip(params, values, strict=True):
+            mine[fragment_of[id(param)].param_index] = value.view(-1)
+        for batch in batches(self.matrices[index], BATCH_NUMEL):
+            self._exchange(batch, mine, function)
+
+    def _exchange(
+        self, batch: Sequence[Matrix], mine: dict[int, Tensor], function: Callable[[Tensor], Tensor]
+    ) -> None:
+        rank, size = self.communicator.rank, self.communicator.size
+        held = [
+            [(m, p) for m in batch if m.owner == r for p in m.parts if p.rank == rank] for r in range(size)
+        ]
+        due = [
+            [(m, p) for m in batch if m.owner == rank for p in m.parts if p.rank == r] for r in range(size)
+        ]
+        sent = [sum(p.numel for _, p in runs) for runs in held]
+        received = [sum(p.numel for _, p in runs) for runs in due]
+        first = self.store.params[batch[0].param]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        outgoing = torch.zeros(sum(sent), dtype=dtype, device=first.device)
+        for place, (matrix, _) in _places(held, outgoing):
+            if matrix.param in mine:
+                place.copy_(mine[matrix.param])
+        incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
+        self.communicator.all_to_all(incoming, outgoing, received, sent).wait()
+        self._compute(due, incoming, function)
+        self.communicator.all_to_all(outgoing, incoming, sent, received).wait()
+        for place, (matrix, _) in _places(held, outgoing):
+            if matrix.param in mine:
+                mine[matrix.param].copy_(place)
+
+    @staticmethod
+    def _compute(
+        due: Sequence[Sequence[tuple[Matrix, Part]]], incoming: Tensor, function: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Put the parts in ``incoming`` together and replace them by the parts of the result."""
+        gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
+        for place, (matrix, part) in _places(due, incoming):
+            gathered.setdefault(matrix.param, (matrix, []))[1].append((place, part))
+        for matrix, parts in gathered.values():
+            whole = torch.empty(matrix.numel, dtype=incoming.dtype, device=incoming.device)
+            for place, part in parts:
+                whole[part.start : part.stop] = place
+            result = function(whole.view(matrix.shape)).reshape(-1)
+            for place, part in parts:
+                place.copy_(result[part.start : part.stop])
+
+
+def matrices_of(store: StateStore) -> Iterator[Matrix]:
+    """Every parameter of the store's buckets with at least one element, and who holds it."""
+    for bucket in store.param_buckets:
+        layout = bucket.layout
+        for slot, param in zip(layout.slots, bucket.params, strict=True):
+            parts = []
+            for rank in range(layout.num_shards):
+                low, high = layout.shard_range(rank)
+                low, high = max(low, slot.offset), min(high, slot.end)
+                if low < high:
+                    parts.append(Part(rank, low - slot.offset, high - slot.offset))
+            if parts:
+                owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
+                yield Matrix(slot.param, tuple(full_shape(param)), tuple(parts), owner)
+
+
+def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
+    """Runs of matrices of together at most ``numel`` elements, at least one each."""
+    batch: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        if batch and size + matrix.numel > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(matrix)
+        size += matrix.numel
+    if batch:
+        yield batch
+
+
+def _places(
+    runs: Sequence[Sequence[tuple[Matrix, Part]]], flat: Tensor
+) -> Iterator[tuple[Tensor, tuple[Matrix, Part]]]:
+    """The view of ``flat`` that belongs to each part, in the order of the exchange."""
+    position = 0
+    for run in runs:
+        for matrix, part in run:
+            yield flat[position : position + part.numel], (matrix, part)
+            position += part.numel

@@ -1,0 +1,341 @@
+"""Muon: its arithmetic against singular value decompositions, and training with it at every stage."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.runtime.zero.layout import BucketLayout, Slot
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from deepspeed.runtime.zero.muon.original_muon import (
+    COEFFICIENTS,
+    Muon,
+    SingleDeviceMuon,
+    muon_update,
+    orthogonalize,
+)
+from deepspeed.runtime.zero.whole_matrices import Matrix, Part, batches, matrices_of
+from tests.pool import distributed
+from tests.zero.models import Block
+
+METHODS = ["gram", "standard"]
+
+
+def by_svd(matrix: Tensor, steps: int = 5) -> Tensor:
+    """The polynomial applied to the singular values in fp64."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / matrix.double().norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    rows, cols = matrix.shape
+    return (u * s) @ v * max(1.0, rows / cols) ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 40), (40, 8), (1, 5), (5, 1)])
+@pytest.mark.parametrize("method", METHODS)
+def test_orthogonalize_equals_the_polynomial_of_singular_values(method: str, shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape)
+    result = orthogonalize(matrix, ns_method=method)
+    torch.testing.assert_close(result.double(), by_svd(matrix), rtol=2e-3, atol=2e-3)
+    values = torch.linalg.svdvals(result) / max(1.0, shape[0] / shape[1]) ** 0.5
+    assert 0.6 < values.min() <= values.max() < 1.25
+
+
+def test_numbers_of_release_0_19() -> None:
+    """What `muon_update` of DeepSpeed 0.19.8 (ns_method gram) returns for this diagonal."""
+    seen = torch.tensor([0.7909865, 1.1310790, 1.0266838, 0.7366879, 0.8185263, 0.6912019])
+    grad = torch.diag(torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.01]))
+    for method in METHODS:
+        update = muon_update(grad, torch.zeros(6, 6), ns_method=method)
+        torch.testing.assert_close(update.diagonal(), seen, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum(nesterov: bool) -> None:
+    grads = torch.randn(3, 6, 9)
+    momentum, expected = torch.zeros(6, 9), torch.zeros(6, 9)
+    for grad in grads:
+        update = muon_update(grad, momentum, beta=0.9, nesterov=nesterov)
+        expected = 0.9 * expected + 0.1 * grad
+        direction = 0.9 * expected + 0.1 * grad if nesterov else expected
+        torch.testing.assert_close(momentum, expected)
+        torch.testing.assert_close(update, orthogonalize(direction), rtol=1e-4, atol=1e-5)
+
+
+def test_more_dimensions() -> None:
+    kernel = torch.randn(6, 3, 2, 2)
+    torch.testing.assert_close(orthogonalize(kernel), orthogonalize(kernel.view(6, 12)).view(6, 3, 2, 2))
+    experts = torch.randn(4, 5, 7)
+    together = muon_update(experts, torch.zeros_like(experts), is_expert_group=True)
+    alone = torch.stack([muon_update(e, torch.zeros_like(e)) for e in experts])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert orthogonalize(torch.zeros(3, 4)).eq(0).all()
+    with pytest.raises(ValueError, match="none"):
+        orthogonalize(torch.randn(4))
+    with pytest.raises(ValueError, match="ns_method='svd'"):
+        orthogonalize(torch.randn(4, 4), ns_method="svd")
+
+
+def test_single_device_against_the_formula() -> None:
+    param = nn.Parameter(torch.randn(6, 4))
+    before, momentum = param.detach().clone(), torch.zeros(6, 4)
+    optimizer = SingleDeviceMuon([param], lr=0.1, weight_decay=0.5)
+    for _ in range(3):
+        param.grad = torch.randn(6, 4)
+        update = muon_update(param.grad.clone(), momentum)
+        before = before * (1 - 0.1 * 0.5) - 0.1 * update
+        optimizer.step()
+        torch.testing.assert_close(param.detach(), before)
+
+
+@distributed(world_size=[2, 4])
+def test_muon_shares_the_work(world_size: int) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(4, 3 + i)) for i in range(5)]
+    twins = [nn.Parameter(p.detach().clone()) for p in params]
+    optimizer, expected = Muon(params, weight_decay=0.1), SingleDeviceMuon(twins, weight_decay=0.1)
+    for _ in range(3):
+        for param, twin in zip(params, twins, strict=True):
+            param.grad = torch.randn(param.shape)
+            twin.grad = param.grad.clone()
+        optimizer.step()
+        expected.step()
+        assert all(torch.equal(p, t) for p, t in zip(params, twins, strict=True))
+    assert len(optimizer.state) < len(params)
+
+
+def test_aux_adam_is_muon_and_adamw() -> None:
+    torch.manual_seed(0)
+    matrix, vector = nn.Parameter(torch.randn(5, 8)), nn.Parameter(torch.randn(7))
+    twins = [nn.Parameter(p.detach().clone()) for p in (matrix, vector)]
+    both = MuonWithAuxAdam(
+        [
+            {"params": [matrix], "use_muon": True, "lr": 0.1, "weight_decay": 0.01},
+            {"params": [vector], "use_muon": False, "lr": 0.01, "weight_decay": 0.1},
+        ]
+    )
+    muon = SingleDeviceMuon([twins[0]], lr=0.1, weight_decay=0.01)
+    adam = FusedAdam([twins[1]], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    for _ in range(4):
+        for param, twin in zip((matrix, vector), twins, strict=True):
+            param.grad = torch.randn(param.shape)
+            twin.grad = param.grad.clone()
+        for optimizer in (both, muon, adam):
+            optimizer.step()
+    assert torch.equal(matrix, twins[0])
+    assert torch.equal(vector, twins[1])
+    resumed = MuonWithAuxAdam(copy.deepcopy(both).param_groups)
+    resumed.load_state_dict(both.state_dict())
+    assert set(resumed.state[resumed.param_groups[0]["params"][0]]) == {"momentum_buffer"}
+    with pytest.raises(ValueError, match="use_muon"):
+        MuonWithAuxAdam([{"params": [matrix]}])
+
+
+def test_config_section() -> None:
+    matrix, head = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+    matrix.use_muon = True  # type: ignore[attr-defined]
+    settings = {"lr": 0.5, "adam_lr": 0.25, "weight_decay": 0.1, "betas": [0.8, 0.9], "ns_method": "standard"}
+    muon, adam = build_optimizer("Muon", settings, [matrix, head]).param_groups
+    assert (muon["lr"], muon["ns_method"], muon["weight_decay"]) == (0.5, "standard", 0.1)
+    assert (adam["lr"], adam["betas"], adam["params"]) == (0.25, (0.8, 0.9), [head])
+    (group,) = build_optimizer("muon", {}, [{"params": [head], "lr": 7.0}]).param_groups
+    assert (group["lr"], group["use_muon"]) == (7.0, False)
+    with pytest.raises(DeepSpeedConfigError, match="ns_method"):
+        build_optimizer("Muon", {"ns_method": "svd"}, [matrix])
+    with pytest.raises(DeepSpeedConfigError, match="nesterov"):
+        build_optimizer("Muon", {"nesterov": True}, [matrix])
+
+
+# Who owns what --------------------------------------------------------------------------------------------------
+
+
+def test_owner_holds_most() -> None:
+    layout = BucketLayout(
+        index=0,
+        axis="dp",
+        dtype=torch.float32,
+        wire_dtype=torch.float32,
+        requires_grad=True,
+        slots=(Slot(0, 0, 20), Slot(1, 32, 60), Slot(2, 96, 32)),
+        padded_numel=128,
+        num_shards=4,
+    )
+    params = [torch.empty(4, 5), torch.empty(6, 10), torch.empty(4, 8)]
+    store = SimpleNamespace(param_buckets=[SimpleNamespace(layout=layout, params=params)])
+    matrices = list(matrices_of(store))  # type: ignore[arg-type]
+    assert matrices[0] == Matrix(0, (4, 5), (Part(0, 0, 20),), 0)
+    assert matrices[1] == Matrix(1, (6, 10), (Part(1, 0, 32), Part(2, 32, 60)), 1)
+    assert matrices[2].owner == 3
+    assert [len(run) for run in batches(matrices, 80)] == [2, 1]
+    assert [len(run) for run in batches(matrices, 1)] == [1, 1, 1]
+
+
+# Training ---------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(11, 12)
+        self.blocks = nn.ModuleList(Block(12) for _ in range(3))
+        self.conv = nn.Conv1d(12, 10, 3, padding=1)
+        self.never = nn.Linear(7, 6)
+        self.lm_head = nn.Linear(10, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed_tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.conv(x.transpose(1, 2)).transpose(1, 2))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def ids(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    small = {"stage3_param_persistence_threshold": 20} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, **small},
+        **more,
+    }
+
+
+def train(steps: int, settings: dict[str, Any], init: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    values = Model().state_dict()
+    with deepspeed.zero.Init(enabled=init, config_dict_or_path=settings):
+        model = Model()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict(values)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    losses = run(engine, 0, steps)
+    engine.destroy()
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}
+
+
+def run(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(ids(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def oracle(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Averaged gradients, torch's clipping, and the plain optimizers on whole tensors."""
+    torch.manual_seed(0)
+    model = Model()
+    hidden = [
+        p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n and "lm_head" not in n
+    ]
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    muon = SingleDeviceMuon(hidden, lr=0.02, weight_decay=0.1)
+    adam = FusedAdam(others, lr=0.005, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(ids(step, dist.get_rank()))
+        loss.backward()
+        losses.append(loss.item())
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+@distributed(world_size=[1, 2, 4])
+def test_every_stage_equals_one_process(world_size: int) -> None:
+    expected_losses, expected = oracle(5)
+    losses, weights = train(5, config(0))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    for stage in (1, 2, 3):
+        sharded_losses, sharded = train(5, config(stage))
+        assert sharded_losses == losses, stage
+        assert all(torch.equal(value, weights[name]) for name, value in sharded.items()), stage
+
+
+@distributed(world_size=2)
+def test_bf16_and_zero_init() -> None:
+    bf16 = {"bf16": {"enabled": True}}
+    losses, weights = train(4, config(0, **bf16))
+    for stage, init in ((1, False), (2, False), (3, False), (3, True)):
+        sharded_losses, sharded = train(4, config(stage, **bf16), init=init)
+        assert sharded_losses == losses
+        assert all(torch.equal(value, weights[name]) for name, value in sharded.items())
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 3), (3, 1), (3, 3)])
+@distributed(world_size=2)
+def test_resume_from_another_stage(tmp_path: Path, saved: int, loaded: int) -> None:
+    expected, weights = train(6, config(saved))
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=Model(), config=config(saved))
+    losses = run(engine, 0, 3)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    torch.manual_seed(5)
+    model = Model()
+    engine, *_ = deepspeed.initialize(model=model, config=config(loaded))
+    engine.load_checkpoint(str(tmp_path))
+    losses += run(engine, 3, 6)
+    engine.destroy()
+    assert losses == expected
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+@distributed(world_size=2)
+def test_momentum_stays_in_slices_and_the_wire_is_counted() -> None:
+    engine, *_ = deepspeed.initialize(model=Model(), config=config(2))
+    run(engine, 0, 1)
+    state = engine.optimizer.state
+    hidden = sum(p.numel() for p in engine.module.parameters() if p.use_muon)
+    local = sum(s["momentum_buffer"].numel() for s in state.values() if "momentum_buffer" in s)
+    total = torch.tensor(local)
+    dist.all_reduce(total)
+    assert local < hidden
+    assert total == hidden - 42  # but those of the layer that nobody used
+    wire = engine.mesh.communicator("dp", "sp")
+    before = wire.collectives["all_to_all"]
+    run(engine, 1, 2)
+    assert wire.collectives["all_to_all"] - before == 2  # there and back
+    momentum = deepspeed.utils.safe_get_full_optimizer_state(
+        engine.module.blocks[0].up.weight, "momentum_buffer"
+    )
+    assert momentum.shape == (24, 12)
+    assert momentum.abs().sum() > 0
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_warmup_from_zero() -> None:
+    """A rate of 0 leaves the weights alone and fills the momentum."""
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 4}}}
+    losses, weights = train(4, config(0, **schedule))
+    sharded_losses, sharded = train(4, config(3, **schedule))
+    assert losses == sharded_losses
+    assert all(torch.equal(value, weights[name]) for name, value in sharded.items())
