@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.processes import ExitWatch, grace_seconds, kill_descendants, run_dir_prefix
 from deepspeed.launcher.shim import ERROR_FILE
 
@@ -199,6 +200,9 @@ def supervise(job: NodeJob) -> int:
     try:
         result: Any = supervisor.run()
         exit_code = _report(job, result, supervisor) if result.is_failed() else 0
+    except DistNetworkError as error:
+        reason = str(error).splitlines()[0]
+        raise LaunchError(f"no rendezvous at {job.master_addr}:{job.master_port}: {reason}") from None
     except SignalException as stop:
         exit_code = 128 + stop.sigval
         logger.warning("stopped by %s", stop.sigval.name)

@@ -116,9 +116,7 @@ def decode_world_info(encoded: str) -> dict[str, list[int]]:
 
 
 def pid_file(main_pid: int) -> Path:
-    """Where ``--save_pid`` writes the process id of this launcher; ``main_pid`` is that of the `deepspeed`
-    command.
-    """
+    """Where ``--save_pid`` writes this launcher's process id; ``main_pid`` is that of the `deepspeed` command."""
     folder = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
     return Path(folder, f"{main_pid}.ds")
 
@@ -144,7 +142,7 @@ def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: 
     }
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # empty: he hides his GPUs
+    if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # if empty, it hides GPUs
         accelerator.set_visible_devices_envs(environment, local_slots)
     os.environ.update(environment)
 
@@ -169,25 +167,14 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(port_in_use(args.master_addr, args.master_port))
     bound = cores.binding(args.bind_core_list, len(slots)) if args.bind_cores_to_rank else None
     threads = len(bound[0]) if bound else max(1, cores.core_budget() // len(slots))
-    log_dir = None
-    if args.enable_each_rank_log is not None:
-        log_dir = Path(args.enable_each_rank_log)
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(
-                f"--enable_each_rank_log={log_dir}: cannot make this folder: {error.strerror}"
-            ) from None
+    log_dir = make_log_dir(args.enable_each_rank_log)
 
     adopt_orphans()
     from deepspeed.launcher.agent import NodeJob, supervise  # torch comes in here
 
     export_environment(slots, args, len(world), threads)
-    per_rank = os.environ["OMP_NUM_THREADS"]
-    plural = "" if len(slots) == 1 else "s", "" if per_rank == "1" else "s"
-    where = f"{args.master_addr}:{args.master_port}"
-    line = f"{len(slots)} rank{plural[0]}, {per_rank} thread{plural[1]} each, rendezvous at {where}"
-    logger.info("%s", line)
+    where, per_rank = f"{args.master_addr}:{args.master_port}", os.environ["OMP_NUM_THREADS"]
+    logger.info("ranks: %d, threads of each: %s, rendezvous: %s", len(slots), per_rank, where)
     return supervise(
         NodeJob(
             command=shim_command(args, bound),
@@ -200,6 +187,19 @@ def run(args: argparse.Namespace) -> int:
             script=args.training_script,
         )
     )
+
+
+def make_log_dir(folder: str | None) -> Path | None:
+    """The folder of ``--enable_each_rank_log``, made if it is not there."""
+    if folder is None:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(
+            f"--enable_each_rank_log={folder}: cannot make this folder: {error.strerror}"
+        ) from None
+    return Path(folder)
 
 
 def port_in_use(address: str, port: int) -> str:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+from pathlib import Path
+
+LOWEST_OPEN_PORT = 1024
+CANDIDATES = 4096
 
 
 def is_free(address: str, port: int) -> bool:
@@ -27,10 +32,17 @@ def is_free(address: str, port: int) -> bool:
 
 
 def find_free(address: str) -> int:
-    """A port that is free now. It may be taken before it is used, which is rare: the kernel hands them out in
-    turn.
+    """A port that is free now, and likely to be so some seconds later, when rank 0 has started.
+
+    Ports that the kernel gives to outgoing connections would not be: those below its range come first.
     """
-    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
+    try:
+        lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest_given = 32768
+    below = range(max(LOWEST_OPEN_PORT, lowest_given - CANDIDATES), lowest_given)
+    for port in random.sample(below, len(below)):
+        if is_free(address, port):
+            return port
+    with socket.create_server((address, 0)) as probe:
         return probe.getsockname()[1]

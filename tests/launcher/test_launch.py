@@ -22,7 +22,7 @@ shown = {name: os.environ.get(name) for name in names.split()}
 shown |= {"argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": os.path.basename(__file__)}
 shown["main"] = sys.modules["__main__"].__dict__.get("shown") is shown
 shown["cores"] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-print(json.dumps(shown), flush=True)
+sys.stdout.write(json.dumps(shown) + "\\n")  # one write a line: print makes two, and ranks share the pipe
 """
 
 FAIL = """\
@@ -163,7 +163,7 @@ def test_ranks_meet_under_the_launcher_and_under_torchrun_and_alone(folder):
         "dist.init_process_group('gloo') if 'RANK' in os.environ else None\n"
         "total = torch.ones(1)\n"
         "dist.all_reduce(total) if dist.is_initialized() else None\n"
-        "print('total', int(total), flush=True)\n"
+        "import sys; sys.stdout.write(f'total {int(total)}\\n')\n"
     )
     torchrun = [
         sys.executable,
