@@ -32,9 +32,10 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Set the communication log up from a config (a DeepSpeedConfig, or its `comms_logger` section), then
-    from the single values that are given."""
+    from the single values that are given. A section that is not enabled changes nothing."""
     section = getattr(deepspeed_config, "comms_config", deepspeed_config)
-    if section is not None:
+    section = getattr(section, "comms_logger", section)
+    if section is not None and section.enabled:
         comms_logger.configure(section)
     single = {
         "enabled": enabled,

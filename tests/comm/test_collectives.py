@@ -25,7 +25,7 @@ def scales_of(dtype: torch.dtype) -> tuple[float, ...]:
 
 @on_transports
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 def test_reduce_scatter_sums_in_rank_order_and_rounds_once(transport, dtype, world_size):
     with using(transport) as comm:
         for numel in SIZES:
@@ -55,7 +55,7 @@ def test_reduce_scatter_of_16_bits_into_fp32_does_not_round(transport, dtype, wo
 
 @on_transports
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 def test_all_reduce_equals_reduce_scatter_and_all_gather(transport, dtype, world_size):
     with using(transport) as comm:
         for numel in SIZES:
@@ -75,7 +75,7 @@ def test_all_reduce_equals_reduce_scatter_and_all_gather(transport, dtype, world
 
 @on_transports
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 def test_all_gather(transport, dtype, world_size):
     with using(transport) as comm:
         for numel in SIZES:
@@ -107,7 +107,7 @@ def test_several_pieces(transport, world_size):
 
 @on_transports
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 def test_max_broadcast_and_reduce(transport, dtype, world_size):
     with using(transport) as comm:
         for numel in SIZES:
@@ -135,7 +135,7 @@ def test_max_of_infinities(transport, world_size):
 
 
 @on_transports
-@distributed(world_size=[1, 2, 3, 4])
+@distributed(world_size=[1, 2, 3])
 def test_all_to_all_with_even_and_uneven_runs(transport, world_size):
     with using(transport) as comm:
         for unit in (1, 1000, 60_000):
