@@ -1,0 +1,84 @@
+// One read or write, and how it is cut into blocks.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+
+#include "file.h"
+#include "transport.h"
+
+namespace ds::aio {
+
+constexpr int64_t round_down(int64_t value, int64_t step) { return value - value % step; }
+constexpr int64_t round_up(int64_t value, int64_t step) { return round_down(value + step - 1, step); }
+
+// A run of bytes of the file, [begin, end), and the caller's memory for it.
+struct Block {
+    char *memory;
+    int64_t begin, end;
+    bool direct;
+};
+
+// [Note: direct and buffered parts of a write]
+// Direct access takes whole aligned blocks. What is left of a write at either end is written through the page cache.
+// The cut is at pages, so that no page is written both ways: a cached page that overlapped a direct write could later
+// be written back over it. Reads need no cut: they read the aligned range around what is wanted.
+class Operation {
+  public:
+    Operation(bool write, void *memory, int64_t bytes, int64_t offset)
+        : write_(write), memory_(static_cast<char *>(memory)), begin_(offset), end_(offset + bytes), next_(offset) {}
+
+    // Opens the file and makes sure that it holds, or can take, the range. 0, or an errno.
+    int open(const char *path, int64_t page) {
+        if (const int error = file_.open(path, write_)) return error;
+        direct_begin_ = direct_end_ = end_;
+        if (file_.direct_fd() >= 0) {
+            const int64_t step = std::max(page, file_.alignment());
+            direct_begin_ = write_ ? std::min(round_up(begin_, step), end_) : begin_;
+            direct_end_ = write_ ? std::max(round_down(end_, step), direct_begin_) : end_;
+        }
+        if (write_) return file_.reserve(begin_, end_);
+        const int64_t size = file_.size();
+        return size < 0 ? int(-size) : size < end_ ? ENODATA : 0;
+    }
+
+    bool exhausted() const { return next_ >= end_ || error_ != 0; }
+
+    Block take(int64_t block_size) {
+        const bool direct = next_ >= direct_begin_ && next_ < direct_end_;
+        const int64_t limit = next_ < direct_begin_ ? direct_begin_ : direct ? direct_end_ : end_;
+        const int64_t begin = next_;
+        next_ = std::min(limit, round_down(begin, file_.alignment()) + block_size);
+        ++under_way_;
+        return {memory_ + (begin - begin_), begin, next_, direct};
+    }
+
+    void complete(int error, int64_t offset) {
+        --under_way_;
+        if (error && !error_) {
+            error_ = error;
+            error_offset_ = offset;
+        }
+    }
+
+    bool done() const { return exhausted() && under_way_ == 0; }
+    int64_t bytes() const { return end_ - begin_; }
+    bool write() const { return write_; }
+    const File &file() const { return file_; }
+    int error() const { return error_; }
+    int64_t error_offset() const { return error_ ? error_offset_ : begin_; }
+
+  private:
+    const bool write_;
+    char *const memory_;
+    const int64_t begin_, end_;
+    int64_t next_;  // file offset of the first byte that no worker has taken
+    int64_t direct_begin_ = 0, direct_end_ = 0;
+    int64_t under_way_ = 0;
+    int error_ = 0;
+    int64_t error_offset_ = 0;
+    File file_;
+};
+
+}  // namespace ds::aio
