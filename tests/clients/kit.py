@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -132,9 +131,10 @@ def auto_config(stage: int, **sections: Any) -> dict[str, Any]:
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Copies of all parameters, whole, on every rank. Collective."""
+    """Copies of all parameters of a model or engine, whole, on every rank. Collective."""
     import deepspeed
 
+    model = model.module if isinstance(model, deepspeed.DeepSpeedEngine) else model
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -143,13 +143,3 @@ def assert_same_weights(left: dict[str, torch.Tensor], right: dict[str, torch.Te
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, f"differ: {different}"
-
-
-def printed_by_us(text: str) -> list[str]:
-    """Lines of captured output that mention this package."""
-    return [line for line in text.splitlines() if "deepspeed" in line.lower() or "[DS" in line]
-
-
-def flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()

@@ -178,10 +178,11 @@ def test_save_model_and_best_model(tmp_path: Path, stage: int) -> None:
         ours = whole_weights(run.model)
         engine = run.model_wrapped  # goes on after the reload, from the weights that were loaded
         batch = {key: value.unsqueeze(0) for key, value in Tokens()[0].items()}
-        before = engine(**batch).loss
-        engine.backward(before)
-        engine.step()
-        assert engine(**batch).loss < before
+        before = engine(**batch).loss.item()
+        for _ in range(2):  # the first one still has the warm-up's rate of 0
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        assert engine(**batch).loss.item() < before
     torch.distributed.barrier()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same_weights({n: p.detach() for n, p in loaded.named_parameters()}, ours)
@@ -212,7 +213,6 @@ def test_gradient_checkpointing_changes_no_bit(tmp_path: Path, stage: int, reent
             args = arguments(
                 tmp_path,
                 auto_config(stage),
-                max_steps=2,
                 gradient_checkpointing=checkpointing,
                 gradient_checkpointing_kwargs={"use_reentrant": reentrant} if checkpointing else None,
             )
@@ -271,10 +271,9 @@ def test_nothing_printed_beyond_the_start(tmp_path: Path, level: str) -> None:
         logger.removeHandler(handler)
         logger.setLevel(logging.WARNING)
     said = lines.getvalue()
-    assert "deepspeed" not in printed.getvalue().lower().replace(str(tmp_path).lower(), "")
     assert not logger.propagate
     if level == "passive":
-        assert said == ""
+        assert said == "" and "deepspeed" not in printed.getvalue().lower()
     else:
         assert "DeepSpeed info" in said
         rest = said[said.index("optimizer state") :].splitlines()[1:]
