@@ -1,0 +1,274 @@
+"""`aio_handle`: reads and writes between tensors and files, in the foreground or the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_pinned
+
+ALIGNMENT = 4096
+"""Bytes. Memory and offsets that are multiples of it never take an extra copy, on any disk of today."""
+
+
+class Pending(NamedTuple):
+    """One operation under way."""
+
+    engine: Engine
+    ticket: int
+    write: bool
+    filename: str
+    offset: int  # in the file, bytes
+    tensor: Tensor  # the caller's
+    host: Tensor  # what the engine reads or writes: the same, or a copy on the host; kept alive here
+    validate: bool
+
+
+class aio_handle:  # noqa: N801  # documented name
+    """Moves tensors to and from files.
+
+    Tensors are contiguous, of any dtype, on the host or on a device, pinned or not; files, offsets and addresses need
+    no alignment. A write makes the file if it is missing and never cuts it. The number of bytes is the tensor's.
+
+    Errors are `OSError`s with `errno`, `filename` and `offset` (byte of the file where it happened): at once where the
+    file cannot be opened, is too short to be read, or cannot grow, otherwise from the call that waits. A failed
+    operation leaves the handle usable.
+
+    Args:
+        block_size: bytes per request to the disk; rounded up to whole pages.
+        queue_depth: requests that each worker keeps under way.
+        single_submit: one system call per request instead of one per batch.
+        overlap_events: refill the queue whenever a request completes; else when half of the queue has completed.
+        intra_op_parallelism: workers, which share each operation.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1048576,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        for name, value in (
+            ("block_size", block_size),
+            ("queue_depth", queue_depth),
+            ("intra_op_parallelism", intra_op_parallelism),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"aio_handle: {name} = {value!r}: expected an integer of at least 1")
+        self._options = Options(
+            block_size, queue_depth, bool(single_submit), bool(overlap_events), intra_op_parallelism
+        )
+        self._locked = LockedMemory()
+        self._pending: list[Pending] = []
+        self._running: tuple[int, Engine] | None = None  # process and its engine
+
+    # ---- settings ------------------------------------------------------------------------------------------
+
+    def get_block_size(self) -> int:
+        return self._options.block_size
+
+    def get_queue_depth(self) -> int:
+        return self._options.queue_depth
+
+    def get_single_submit(self) -> bool:
+        return self._options.single_submit
+
+    def get_overlap_events(self) -> bool:
+        return self._options.overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._options.intra_op_parallelism
+
+    def get_alignment(self) -> int:
+        """Bytes to which the two ends of a transfer may be aligned to save a copy; nothing has to be."""
+        return ALIGNMENT
+
+    @property
+    def backend(self) -> str:
+        """What moves the bytes here: io_uring, libaio, threads (native) or python."""
+        return self._engine().backend
+
+    # ---- transfers -----------------------------------------------------------------------------------------
+
+    def read(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        """Fills the tensor from the file. With `validate` the bytes are read again another way and compared."""
+        return self.pread(buffer, filename, validate, False, file_offset)
+
+    def write(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
+        """Writes the tensor to the file. With `validate` the file is read again and compared."""
+        return self.pwrite(buffer, filename, validate, False, file_offset)
+
+    def pread(
+        self, buffer: Tensor, filename: str, validate: bool, is_async: bool, file_offset: int = 0
+    ) -> int:
+        """`read`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
+        return self._transfer(False, buffer, filename, file_offset, validate, is_async)
+
+    def pwrite(
+        self, buffer: Tensor, filename: str | int, validate: bool, is_async: bool, file_offset: int = 0
+    ) -> int:
+        """`write`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
+        return self._transfer(True, buffer, filename, file_offset, validate, is_async)
+
+    def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        return self._transfer(False, buffer, filename, file_offset)
+
+    def sync_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        return self._transfer(True, buffer, filename, file_offset)
+
+    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+        """Starts a read; the tensor must not be used before `wait`."""
+        return self._transfer(False, buffer, filename, file_offset, is_async=True)
+
+    def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int:
+        """Starts a write to a file, given by its path or an open descriptor; the tensor must not change before
+        `wait`."""
+        return self._transfer(True, buffer, filename, file_offset, is_async=True)
+
+    def wait(self) -> int:
+        """Waits for all operations started in the background; returns how many there were. If some failed, the
+        error of the first one is raised after all have ended."""
+        pending, self._pending = self._pending, []
+        failure: OSError | None = None
+        for operation in pending:
+            try:
+                _finish(operation)
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return len(pending)
+
+    def _transfer(
+        self,
+        write: bool,
+        buffer: Tensor,
+        filename: str | int,
+        offset: int,
+        validate: bool = False,
+        is_async: bool = False,
+    ) -> int:
+        operation = self._start(write, buffer, filename, offset, validate)
+        if is_async:
+            self._pending.append(operation)
+            return 0
+        _finish(operation)
+        return 1
+
+    def _start(
+        self, write: bool, buffer: Tensor, filename: str | int, offset: int, validate: bool
+    ) -> Pending:
+        _check(buffer, offset)
+        path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
+        host, engine = self._on_host(buffer, copy=write), self._engine()
+        try:
+            ticket = engine.start(write, host.data_ptr(), _nbytes(host), path, offset)
+        except Failure as failure:
+            raise _os_error(failure, write, path, offset, _nbytes(host)) from None
+        return Pending(engine, ticket, write, path, offset, buffer, host, validate)
+
+    def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
+        """The tensor, or for a device tensor as many bytes on the host, with a copy of it if asked."""
+        if buffer.device.type == "cpu":
+            return buffer
+        host = host_buffer(_nbytes(buffer)).view(buffer.dtype).view(buffer.shape)
+        return host.copy_(buffer.detach()) if copy else host
+
+    def _engine(self) -> Engine:
+        """The threads of this process; started at the first use, and anew after a fork, which does not keep them."""
+        if self._running is None or self._running[0] != os.getpid():
+            engine = make_engine(self._options)
+            weakref.finalize(self, _close, engine, os.getpid())
+            self._pending = []
+            self._running = os.getpid(), engine
+        return self._running[1]
+
+    # ---- memory --------------------------------------------------------------------------------------------
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """A 1-D host tensor of the example's dtype in aligned, resident (and, as the limit allows, locked) memory."""
+        if num_elem < 0:
+            raise ValueError(f"new_cpu_locked_tensor: num_elem = {num_elem}: expected at least 0")
+        return self._locked.new(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
+        """Gives a tensor of `new_cpu_locked_tensor` back; its memory goes with the last view of it. False if the
+        tensor is not one of this handle's."""
+        return self._locked.free(tensor)
+
+    def is_pinned(self, buffer: Tensor) -> bool:
+        """Whether the tensor is locked memory of this handle or memory pinned by torch."""
+        return self._locked.holds(buffer) or is_pinned(buffer)
+
+
+def _close(engine: Engine, process: int) -> None:
+    if os.getpid() == process:
+        engine.close()
+
+
+def _check(buffer: Tensor, offset: int) -> None:
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"expected a tensor to read into or write from, not {type(buffer).__name__}")
+    if not buffer.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(buffer.shape)} and strides {buffer.stride()} is not contiguous: "
+            "transfer tensor.contiguous()"
+        )
+    if offset < 0:
+        raise ValueError(f"file_offset = {offset}: expected at least 0")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _finish(operation: Pending) -> None:
+    """Waits for one operation and brings what was read to its device."""
+    try:
+        operation.engine.finish(operation.ticket)
+    except Failure as failure:
+        nbytes = _nbytes(operation.host)
+        raise _os_error(failure, operation.write, operation.filename, operation.offset, nbytes) from None
+    if operation.validate:
+        _validate(operation)
+    if operation.host is not operation.tensor and not operation.write:
+        with torch.no_grad():
+            operation.tensor.copy_(operation.host)
+
+
+def _os_error(failure: Failure, write: bool, filename: str, offset: int, nbytes: int) -> OSError:
+    text = os.strerror(failure.errno)
+    if failure.errno == errno.ENODATA and not write:
+        size = os.path.getsize(filename) if os.path.exists(filename) else 0
+        text = f"the file has {size} bytes, too few"
+    action = "writing" if write else "reading"
+    error = OSError(failure.errno, f"{text} ({action} {nbytes} bytes at offset {offset})", filename)
+    error.offset = failure.offset  # type: ignore[attr-defined]
+    return error
+
+
+def _validate(operation: Pending) -> None:
+    """Compares memory and file, the file read by plain Python."""
+    memory = operation.host.detach().reshape(-1).view(torch.uint8)
+    step = 1 << 24
+    with open(operation.filename, "rb") as file:
+        file.seek(operation.offset)
+        for begin in range(0, memory.numel(), step):
+            part = memory[begin : begin + step]
+            data = bytearray(file.read(part.numel()))
+            if len(data) != part.numel() or not torch.equal(torch.frombuffer(data, dtype=torch.uint8), part):
+                raise _os_error(
+                    Failure(errno.EIO, operation.offset + begin),
+                    operation.write,
+                    operation.filename,
+                    operation.offset,
+                    memory.numel(),
+                )
