@@ -9,7 +9,6 @@ INSTEAD = {
     "deepspeed.compression": "Until then use torch.ao.quantization or torch.nn.utils.prune.",
     "deepspeed.elasticity": "Until then choose train_batch_size for one world size, and resume on any other.",
     "deepspeed.inference": "Until then generate with the plain module (engine.module) or with transformers.",
-    "deepspeed.io": "Until then checkpoints are written by torch.save.",
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "Until then experts can be ordinary submodules, replicated on every rank.",
@@ -137,15 +136,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "enum SchedulingResult BatchSequenceLimitExceeded=2 BatchTokenLimitExceeded=3 "
         "EngineSequenceLimitExceeded=1 KVCacheLimitExceeded=4 SequenceTokenLimitExceeded=5 Success=0",
     ),
-    "deepspeed.io.fast_file_writer": (
-        "class FastFileWriter(file_path, config): write split_index_list "
-        "save_torch_storage_object_list close fileno flush",
-        "class FastFileWriterConfig(**data)",
-    ),
-    "deepspeed.io.mock_file_writer": (
-        "class MockFileWriter(file_path): close fileno flush write save_torch_storage_object_list",
-    ),
-    "deepspeed.io.py_file_writer": ("class PyFileWriter(file_path): close fileno flush write",),
     "deepspeed.linear.config": (
         "class LoRAConfig(**data)",
         "class QuantizationConfig(**data)",
@@ -505,12 +495,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
         " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
         "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
-    ),
-    "deepspeed.runtime.zero.mics": (
-        "class MiCS_Init(module=None, data_parallel_group=None, sequence_data_parallel_group=None, "
-        "mem_efficient_linear=True, remote_device=None, pin_memory=False, config_dict_or_path=None, "
-        "config=None, enabled=True, dtype=None, mpu=None): get_partition_dp_group get_partition_rank "
-        "num_partitions",
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
         "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "

@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.gather_rules import mark_leaves, persistence_threshold
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
+from deepspeed.runtime.zero.mics import ReplicatedGradBucket
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -35,6 +36,7 @@ from deepspeed.runtime.zero.optimizer import (
 )
 from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
@@ -178,7 +180,8 @@ def build_core(
             bucket.flatten()
     else:
         param_buckets = list[ParamBucket](sharded.trained_buckets)
-    grad_buckets = _grad_buckets(module, param_buckets, communicator, plan)
+    groups = sharded.groups if sharded is not None else ShardGroups.whole(communicator)
+    grad_buckets = _grad_buckets(module, param_buckets, groups, plan)
     reducer = GradReducer(
         trained.params,
         grad_buckets,
@@ -193,14 +196,15 @@ def build_core(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
     )
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
-        optimizer.whole_matrices = WholeMatrices(store, communicator)
+        optimizer.whole_matrices = WholeMatrices(store, groups.shard)
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
+    executor.counts_squares &= groups.first_replica
     if sharded is not None:
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
-    access = StateAccess(store, reducer, scaler, publisher, communicator, trained.names, trained.shared)
+    access = StateAccess(store, reducer, scaler, publisher, groups.shard, trained.names, trained.shared)
     for param in trained.params:
         param._ds_state_access = access  # type: ignore[attr-defined]
     reducer.install_hooks()
@@ -245,8 +249,10 @@ def shard_module(
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
     trained = trained_params(module, optimizer) if optimizer is not None else TrainedParams.none()
     everything = with_frozen(module, trained)
-    communicator = mesh.communicator("dp", "sp")
     zero = config.zero_config
+    groups = ShardGroups.whole(mesh.communicator("dp", "sp"))
+    if zero.mics_shard_size > 0:
+        groups = ShardGroups.mics(groups.everyone, int(zero.mics_shard_size))
     mark_leaves(module, zero)
     specs = _specs(module, everything, plan)
     persist = persistence_threshold(
@@ -255,12 +261,13 @@ def shard_module(
         int(zero.model_persistence_threshold),
     )
     policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist)
-    layouts = cut(specs, policy, communicator.size)
+    layouts = cut(specs, policy, groups.shard.size)
     buckets = [
         ShardedBucket(
             layout,
             everything.params,
-            communicator,
+            groups.shard,
+            everyone=groups.everyone,
             persistent=all(slot.numel <= policy.persist_numel for slot in layout.slots),
         )
         for layout in layouts
@@ -269,7 +276,7 @@ def shard_module(
     return ShardedModel(
         module,
         buckets,
-        communicator,
+        groups,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
         budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
         prefetch_numel=int(zero.prefetch_bucket_size),
@@ -295,18 +302,20 @@ def _sparse(plan: Plan) -> bool:
 
 
 def _grad_buckets(
-    module: nn.Module, buckets: Sequence[ParamBucket], communicator: Communicator, plan: Plan
+    module: nn.Module, buckets: Sequence[ParamBucket], groups: ShardGroups, plan: Plan
 ) -> list[GradBucket]:
     by_rows = sparse_parameters(module) if _sparse(plan) else set()
     pool = BufferPool()
+    replicated = groups.replicas.size > 1
+    dense = partial(ReplicatedGradBucket, replicas=groups.replicas) if replicated else GradBucket
     result: list[GradBucket] = []
     for bucket in buckets:
         first = bucket.params[0]
-        kind = partial(SparseGradBucket, shape=first.shape) if first in by_rows else GradBucket
+        kind = partial(SparseGradBucket, shape=first.shape) if first in by_rows else dense
         result.append(
             kind(
                 bucket.layout,
-                communicator,
+                groups.shard,
                 pool,
                 first.device,
                 accumulate_dtype=plan.precision.accumulate or bucket.layout.dtype,

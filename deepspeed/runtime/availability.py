@@ -100,7 +100,6 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.zero_optimization.zeropp_loco_param is not None,
         "set it to null",
     ),
-    Missing("zero_optimization.mics_shard_size", lambda c: c.zero_optimization.mics_shard_size > 0, "use -1"),
     # Optimizers
     Missing(
         "optimizer.type",

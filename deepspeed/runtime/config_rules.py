@@ -157,6 +157,13 @@ def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding((f"{OFFLOAD}.super_offload", STAGE), f"needs stage 3 (stage is {zero.stage})")
 
 
+def mics_needs_stage_3(config: TrainingConfig) -> Iterator[Finding]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size > 0 and zero.stage < 3:
+        what = f"has no effect at stage {zero.stage}; it needs stage 3"
+        yield Finding(("zero_optimization.mics_shard_size", STAGE), what, False)
+
+
 def old_stage_one(config: TrainingConfig) -> Iterator[Finding]:
     if config.zero_optimization.legacy_stage1:
         yield Finding(
@@ -286,6 +293,7 @@ RULES: tuple[Rule, ...] = (
     unmanaged_accumulation,
     summed_gradients,
     offload_makes_sense,
+    mics_needs_stage_3,
     old_stage_one,
     optimizer_is_known,
     scheduler_is_known,

@@ -41,7 +41,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         "zero_optimization.zeropp_loco_param",
         {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 10}}},
     ),
-    ("zero_optimization.mics_shard_size", {"zero_optimization": {"mics_shard_size": 4}}),
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),

@@ -75,7 +75,7 @@ class GatheredParameters:
     def _keep_changes(self) -> None:
         assert self.modifier_rank is not None
         for param in self.params:
-            communicator = param.ds_home.communicator
+            communicator = param.ds_home.everyone
             source = communicator.ranks.index(self.modifier_rank)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             if tuple(value.shape) != tuple(param.ds_shape):

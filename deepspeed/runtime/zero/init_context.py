@@ -185,7 +185,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         param_swapper: Any = None,
         tensor_overrides: Any = DEFAULT_TENSOR_OVERRIDES,
     ) -> None:
-        settings = _read(config_dict_or_path if config_dict_or_path is not None else config)
+        settings = read_config(config_dict_or_path if config_dict_or_path is not None else config)
         super().__init__(enabled, mem_efficient_linear, settings, dtype)
         if not enabled:
             return
@@ -213,6 +213,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         assert self.device is not None
         dtype = self.dtype if param.is_floating_point() else param.dtype
         param.data = param.data.to(self.device, dtype)
+        self._cut(param)
+
+    def _cut(self, param: nn.Parameter) -> None:
         shard_alone(param, self.communicator)
 
     # Documented names ---------------------------------------------------------------------------------------
@@ -326,7 +329,8 @@ def suspended_init_context() -> Iterator[None]:
         restore_init_context()
 
 
-def _read(config: Any) -> dict[str, Any]:
+def read_config(config: Any) -> dict[str, Any]:
+    """The settings in a dict, a file, a config object, or none."""
     if config is None:
         return {}
     if isinstance(config, dict):

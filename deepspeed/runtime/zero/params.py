@@ -40,6 +40,9 @@ class Home(Protocol):
     """What holds the slices of a partitioned parameter; ``position`` names it there."""
 
     communicator: Any
+    """Of the ranks that together hold the parameter."""
+    everyone: Any
+    """Of all ranks that hold a copy of it."""
 
     def local_part(self, position: int) -> Tensor: ...
     def read_param(self, position: int, out: Tensor) -> None: ...

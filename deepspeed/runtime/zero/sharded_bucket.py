@@ -31,7 +31,8 @@ class Status(enum.Enum):
 class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] for good and the memory of ``full`` [padded_numel] while gathered.
 
-    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update.
+    ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
+    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS).
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class ShardedBucket(ParamBucket):
         communicator: Communicator,
         *,
         persistent: bool,
+        everyone: Communicator | None = None,
     ) -> None:
         super().__init__(layout, params, communicator)
+        self.everyone = everyone or communicator
         self.rank = communicator.rank
         self.fragments = layout.owned(self.rank)
         self.persistent = persistent

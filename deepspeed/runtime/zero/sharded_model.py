@@ -13,6 +13,7 @@ from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ScheduledGather
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.shard_server import ShardServer
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
@@ -27,17 +28,18 @@ class ShardedModel:
         self,
         module: nn.Module,
         buckets: Sequence[ShardedBucket],
-        dp: Communicator,
+        groups: ShardGroups,
         *,
         trained: set[int],
         budget: LiveBudget,
         prefetch_numel: int,
     ) -> None:
         self.buckets = list(buckets)
+        self.groups = groups
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.gatherer = make_gatherer(self.buckets, dp, prefetch_numel)
+        self.gatherer = make_gatherer(self.buckets, groups.shard, prefetch_numel)
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer.gather, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator

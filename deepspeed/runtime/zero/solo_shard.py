@@ -17,8 +17,11 @@ class SoloShard:
 
     persistent = False
 
-    def __init__(self, param: nn.Parameter, communicator: Communicator) -> None:
+    def __init__(
+        self, param: nn.Parameter, communicator: Communicator, everyone: Communicator | None = None
+    ) -> None:
         self.communicator = communicator
+        self.everyone = everyone or communicator
         self.numel = param.numel()
         size = communicator.size
         per_rank = -(-self.numel // size)
@@ -49,11 +52,14 @@ class SoloShard:
         zero_params.adopt(param, self, 0)
 
 
-def shard_alone(param: nn.Parameter, communicator: Communicator) -> None:
-    """Cut a whole parameter over the ranks, with the values of rank 0. Collective."""
+def shard_alone(
+    param: nn.Parameter, communicator: Communicator, everyone: Communicator | None = None
+) -> None:
+    """Cut a whole parameter over the ranks of ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
+    if there are replicas). Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
-        communicator.broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, SoloShard(param, communicator), 0)
+        (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()
+        zero_params.convert(param, SoloShard(param, communicator, everyone), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

@@ -68,6 +68,7 @@ class StepExecutor:
         self.communicator = communicator
         self.names = list(names)
         self.sharded = plan.zero.shard_state
+        self.counts_squares = self.sharded or communicator.rank == 0  # each slice once in the norm
         self.bad_steps = 0
         self.before_step: list[Callable[[], None]] = []
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
@@ -114,7 +115,7 @@ class StepExecutor:
         used, late = self.reducer.used, self.reducer.has_late()
         if self.communicator.size == 1:
             return GradReport(squares, used, late)
-        share = squares if self.sharded or self.communicator.rank == 0 else 0.0
+        share = squares if self.counts_squares else 0.0
         message = torch.tensor([share, float(late), *map(float, used)], dtype=torch.float64)
         message = message.to(self.reducer.device)
         self.communicator.all_reduce(message).wait()
@@ -211,7 +212,8 @@ class StepExecutor:
         index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
         indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
         whole = torch.zeros(len(self.names), 2, dtype=torch.float64)
-        whole.index_add_(0, indices, sums.cpu())
+        if self.counts_squares:
+            whole.index_add_(0, indices, sums.cpu())
         whole = whole.to(self.reducer.device)
         self.communicator.all_reduce(whole.view(-1)).wait()
         return whole[indices.to(whole.device)].to(sums.device)

@@ -91,7 +91,7 @@ class TiledLinear(nn.Module):
         ]
         return self._combine(outputs) if self.combine_out_splits else outputs
 
-    def _inputs(self, input_: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def _inputs(self, input_: Any) -> Sequence[Tensor]:
         if self.input_is_already_split or not isinstance(input_, Tensor):
             if isinstance(input_, Tensor) or len(input_) != self.in_splits:
                 found = "one tensor" if isinstance(input_, Tensor) else f"{len(input_)} tensors"
@@ -166,6 +166,6 @@ def _sizes(side: str, features: int, splits: int) -> list[int]:
 
 def _set(param: Any, value: Tensor) -> None:
     """Write a parameter, partitioned or not; every rank has the same value."""
-    rank = param.ds_home.communicator.ranks[0] if is_zero_param(param) else None
+    rank = param.ds_home.everyone.ranks[0] if is_zero_param(param) else None
     with GatheredParameters(param, modifier_rank=rank):
         param.data.copy_(value)

@@ -1,0 +1,104 @@
+"""MiCS (Z. Zhang et al. 2022): stage 3 within groups of ranks, replicas across them.
+
+A gradient is reduce-scattered inside the group and its slice all-reduced over the replicas; parameters are gathered
+inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from near neighbours instead of
+(N-1)/N from all ranks, at the price of N/s times the memory for model states.
+
+``mics_hierarchical_params_gather`` is accepted: it is a way of gathering within groups that span several nodes
+and changes no number; gathers here go directly between the ranks of a group.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.init_context import Init, read_config
+from deepspeed.runtime.zero.shard_groups import ShardGroups
+from deepspeed.runtime.zero.solo_shard import shard_alone
+
+
+class ReplicatedGradBucket(GradBucket):
+    """A gradient bucket whose slices have ``replicas``: after the sum inside the group comes one over them.
+
+    [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a
+    grouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
+    """
+
+    def __init__(self, *args: Any, replicas: Communicator, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replicas = replicas
+        self._post = 1.0
+
+    def launch(self, pre: float, post: float) -> None:
+        self._post = post
+        super().launch(pre, 1.0)
+
+    def collect(self) -> None:
+        # Buckets are collected in the order in which they were launched, which all ranks share.
+        if self.in_flight is not None:
+            self.in_flight.pending.wait()
+            self.replicas.all_reduce(self.in_flight.out, scale=self._post).wait()
+        super().collect()
+
+
+class MiCS_Init(Init):
+    """``zero.Init`` that cuts parameters over the groups of ``mics_shard_size`` ranks, which the config must give.
+
+    Every rank starts from the values of the first rank of ``data_parallel_group``, as with ``zero.Init``. The arguments
+    are those of ``zero.Init``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        sequence_data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        settings = read_config(config_dict_or_path if config_dict_or_path is not None else config)
+        self.shard_size = int(settings.get("zero_optimization", {}).get("mics_shard_size", -1))
+        if enabled and self.shard_size <= 0:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.mics_shard_size={self.shard_size}: MiCS_Init needs the number of ranks that share "
+                "one copy of the parameters; set it in the config that is passed here, or use zero.Init."
+            )
+        super().__init__(
+            module,
+            data_parallel_group,
+            mem_efficient_linear,
+            remote_device,
+            pin_memory,
+            settings,
+            enabled=enabled,
+            dtype=dtype,
+            mpu=mpu,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+        )
+
+    @cached_property
+    def groups(self) -> ShardGroups:
+        return ShardGroups.mics(self.communicator, self.shard_size)
+
+    def _cut(self, param: nn.Parameter) -> None:
+        shard_alone(param, self.groups.shard, self.groups.everyone)
+
+    def get_partition_rank(self) -> int:
+        return self.groups.shard.rank
+
+    @property
+    def num_partitions(self) -> int:
+        return self.groups.shard.size
