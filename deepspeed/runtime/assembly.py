@@ -196,7 +196,7 @@ def build_core(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
     )
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
-        optimizer.whole_matrices = WholeMatrices(store, groups.shard)
+        optimizer.whole_matrices = WholeMatrices(store, groups.shard)  # type: ignore[attr-defined]
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
