@@ -1,7 +1,7 @@
 """Collectives over gloo as direct exchanges between pairs of ranks.
 
 gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
-here, at every size (benchmarks/comm_collectives.py prints both), and their sums round 16-bit values at each
+here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
 hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_order`.
 
 Every exchange has the tag of its sequence number: messages of different collectives, and those that a user
