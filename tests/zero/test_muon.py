@@ -289,7 +289,7 @@ def test_bf16_and_zero_init() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in sharded.items())
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 3), (1, 2), (2, 3), (3, 0), (3, 1), (3, 3)])
 @distributed(world_size=2)
 def test_resume_from_another_stage(tmp_path: Path, saved: int, loaded: int) -> None:
     expected, weights = train(6, config(saved))
@@ -339,3 +339,43 @@ def test_warmup_from_zero() -> None:
     sharded_losses, sharded = train(4, config(3, **schedule))
     assert losses == sharded_losses
     assert all(torch.equal(value, weights[name]) for name, value in sharded.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=2)
+def test_a_client_s_own_groups(stage: int) -> None:
+    """Groups that say `use_muon`, and an optimizer that the client made."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        blocks = list(model.blocks.parameters())
+        rest = [p for p in model.parameters() if not any(p is b for b in blocks)]
+        return [
+            {"params": [p for p in blocks if p.ndim == 2], "use_muon": True, "lr": 0.03},
+            {"params": [p for p in blocks if p.ndim < 2] + rest, "use_muon": False, "lr": 0.002},
+        ]
+
+    def losses(client: bool, stage: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Model()
+        settings = config(stage, optimizer={"type": "Muon"})
+        if client:
+            del settings["optimizer"]
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=MuonWithAuxAdam(groups(model)), config=settings
+            )
+        else:
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=groups(model), config=settings)
+        result = run(engine, 0, 4)
+        engine.destroy()
+        return result
+
+    assert losses(True, stage) == losses(False, stage) == losses(False, 0)
+
+
+@distributed(world_size=2)
+def test_optimizers_that_cannot_be_cut_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with pytest.raises(DeepSpeedConfigError, match="SingleDeviceMuon does not update elements independently"):
+        deepspeed.initialize(
+            model=model, optimizer=SingleDeviceMuon(model.parameters()), config=config(1, optimizer=None)
+        )
