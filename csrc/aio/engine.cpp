@@ -93,7 +93,7 @@ class Worker {
             ++under_way_;
             prepare(slot);
             batch_.push_back(&slot.request);
-            if (engine_.single_submit) submit_batch();
+            if (engine_.single_submit || slot.buffer) submit_batch();  // the disk works while the next block is copied
         }
         submit_batch();
         return under_way_ > 0;

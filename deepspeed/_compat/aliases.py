@@ -59,12 +59,6 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
     },
-    "deepspeed.io": {
-        "FastFileWriter": "deepspeed.io.fast_file_writer",
-        "FastFileWriterConfig": "deepspeed.io.fast_file_writer",
-        "MockFileWriter": "deepspeed.io.mock_file_writer",
-        "PyFileWriter": "deepspeed.io.py_file_writer",
-    },
     "deepspeed.linear": {
         "Init": "deepspeed.linear.context_manager",
         "LoRAConfig": "deepspeed.linear.config",

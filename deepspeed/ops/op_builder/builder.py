@@ -49,7 +49,7 @@ class OpBuilder:
         if self.OP.module is None:
             return f"The op {self.NAME} is not implemented in this release; until then {self.OP.instead}."
         if not self.OP.fallback and not importlib.import_module(self.OP.module).is_available():
-            return f"The op {self.NAME} needs the native library; without it {self.OP.instead}. {self.hint()}"
+            return f"The op {self.NAME} needs {self.OP.needs}; without it {self.OP.instead}. {self.hint()}".rstrip()
         return ""
 
     def path(self) -> str:

@@ -14,7 +14,7 @@ class Op:
     ``module`` is what ``load()`` returns, None while this release does not have the op; then ``instead`` says
     what to use. ``sources`` are files of ``csrc/``. ``runs_on`` are the kinds of kernel that the op has;
     without one of them it runs in PyTorch, except where ``fallback`` is False (then the module has
-    ``is_available``).
+    ``is_available``, and ``needs`` says on what that depends).
     """
 
     name: str
@@ -25,6 +25,7 @@ class Op:
     sources: tuple[str, ...] = ()
     runs_on: tuple[str, ...] = ()
     fallback: bool = True
+    needs: str = "the native library"
     instead: str = ""
 
 
@@ -44,7 +45,6 @@ def _later(name: str, builder: str, absolute_name: str, instead: str, build_var:
     return Op(name, builder, build_var or f"DS_BUILD_{name.upper()}", absolute_name, instead=instead)
 
 
-_HOST_STATE = "keep optimizer state in memory"
 _GENERATE = "generate with the plain module, or with transformers"
 _SDPA = "use torch.nn.functional.scaled_dot_product_attention"
 
@@ -73,8 +73,25 @@ OPS: tuple[Op, ...] = (
         fallback=False,
         instead="collectives inside a machine go through gloo",
     ),
-    _later("async_io", "AsyncIOBuilder", "deepspeed.ops.aio.async_io_op", _HOST_STATE, "DS_BUILD_AIO"),
-    _later("gds", "GDSBuilder", "deepspeed.ops.gds.gds_op", _HOST_STATE),
+    Op(
+        name="async_io",
+        builder="AsyncIOBuilder",
+        build_var="DS_BUILD_AIO",
+        absolute_name="deepspeed.ops.aio.async_io_op",
+        module="deepspeed.ops.aio.async_io",
+        sources=tuple(f"csrc/aio/{name}.cpp" for name in ("engine", "file", "transport", "io_uring")),
+        runs_on=("native",),
+    ),
+    Op(
+        name="gds",
+        builder="GDSBuilder",
+        build_var="DS_BUILD_GDS",
+        absolute_name="deepspeed.ops.gds.gds_op",
+        module="deepspeed.ops.gds.gds",
+        fallback=False,
+        needs="GPUDirect Storage, which this release does not drive",
+        instead="use aio_handle, which takes GPU tensors too",
+    ),
     _later(
         "pin_memory", "PinMemoryBuilder", "deepspeed.ops.pin_memory.pin_memory_op", "use Tensor.pin_memory()"
     ),

@@ -1,0 +1,61 @@
+"""What all writers share: the path, and being a context manager."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+
+class BaseFileWriter:
+    """A file that is only written, from its beginning."""
+
+    def __init__(self, file_path: str) -> None:
+        self._file_path = str(file_path)
+
+    def file_path(self) -> str:
+        return self._file_path
+
+    def write(self, buffer: Any) -> int:
+        """Takes a bytes-like object, a tensor or a torch storage; returns its number of bytes."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Brings what was written to the file, as far as the writer can before it is closed."""
+
+    def close(self) -> None:
+        """Completes the file."""
+
+    def fileno(self) -> int:
+        """There is no descriptor that others may write to: torch then hands over all bytes by `write`."""
+        raise io.UnsupportedOperation(f"{type(self).__name__} has no file descriptor")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def as_bytes(buffer: Any) -> Tensor:
+    """The bytes of a bytes-like object, a tensor or a torch storage, as a 1-D uint8 tensor on the host; a view where
+    that can be."""
+    if isinstance(buffer, torch.TypedStorage):
+        buffer = buffer._untyped_storage
+    if isinstance(buffer, torch.UntypedStorage):
+        buffer = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
+    if isinstance(buffer, Tensor):
+        return buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    view = memoryview(buffer).cast("B")
+    if view.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():  # of read-only memory, which nothing writes to here
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(view, dtype=torch.uint8)

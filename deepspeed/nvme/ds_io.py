@@ -1,0 +1,118 @@
+"""`ds_io`: times reads or writes of files with one configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from deepspeed.nvme.engines import ENGINES, Transfer
+from deepspeed.nvme.measure import Plan, byte_count, speeds, summary
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ds_io", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    where = made.add_mutually_exclusive_group(required=True)
+    where.add_argument("--folder", help="directory for the files")
+    where.add_argument(
+        "--folder_to_device_mapping",
+        nargs="+",
+        metavar="FOLDER:DEVICES",
+        help="directories and the accelerators that use each, such as /nvme0:0,1 /nvme1:2,3",
+    )
+    made.add_argument("--io_size", type=_bytes, required=True, help="bytes per file (K, M, G)")
+    made.add_argument("--fast_io_size", type=_bytes, default="64M", help="bytes that torch_fastio gathers")
+    made.add_argument("--read", action="store_true", help="read; otherwise write")
+    made.add_argument("--multi_process", type=_count, default=1, help="processes per folder, a file each")
+    made.add_argument("--block_size", type=_bytes, default="1M", help="bytes per request")
+    made.add_argument("--queue_depth", type=_count, default=32, help="requests under way")
+    made.add_argument("--single_submit", action="store_true", help="one system call per request")
+    made.add_argument("--sequential_requests", action="store_true", help="no overlap of submission and waiting")
+    made.add_argument("--validate", action="store_true", help="compare what was moved, inside the measured time")
+    made.add_argument("--engine", choices=ENGINES, default="aio_handle")
+    made.add_argument("--loops", type=_count, default=3)
+    made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")
+    made.add_argument("--gpu", action="store_true", help="the tensor is on the accelerator")
+    made.add_argument("--use_gds", action="store_true", help="GPUDirect Storage")
+    made.add_argument("--slow_bounce_buffer", action="store_true", help="plain instead of locked host memory")
+    made.add_argument("--torch_legacy_save", action="store_true", help="torch's format before zip files")
+    made.add_argument(
+        "--use_accelerator_pin_memory",
+        action="store_true",
+        help="memory pinned for the accelerator; locked memory is that already where there is one",
+    )
+    made.add_argument("--warmup_loops", type=int, default=1)
+    made.add_argument("--include_warmup_time", action="store_true")
+    made.add_argument("--different_file_each_iteration", action="store_true")
+    return made
+
+
+def _bytes(text: str) -> int:
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
+
+
+def plans(args: argparse.Namespace) -> list[Plan]:
+    """One per process: every device of every folder, or `multi_process` ones."""
+    if args.folder is not None:
+        places = [(args.folder, index) for index in range(args.multi_process)]
+    else:
+        places = [place for text in args.folder_to_device_mapping for place in _devices(text)]
+    made = []
+    for folder, device in places:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such directory")
+        transfer = Transfer(
+            io_size=args.io_size,
+            read=args.read,
+            engine=args.engine,
+            block_size=args.block_size,
+            queue_depth=args.queue_depth,
+            single_submit=args.single_submit,
+            overlap_events=not args.sequential_requests,
+            intra_op_parallelism=args.io_parallel,
+            fast_io_size=args.fast_io_size,
+            device=device if args.gpu else None,
+            gds=args.use_gds,
+            pinned=not args.slow_bounce_buffer,
+            legacy_save=args.torch_legacy_save,
+            validate=args.validate,
+        )
+        name = f"_ds_io_{args.engine}_{args.io_size}_{device}"
+        made.append(
+            Plan(transfer, folder, name, args.loops, args.warmup_loops, args.different_file_each_iteration)
+        )
+    return made
+
+
+def _devices(text: str) -> list[tuple[str, int]]:
+    folder, _, devices = text.rpartition(":")
+    if not folder or not all(part.isdigit() for part in devices.split(",")):
+        raise ValueError(f"--folder_to_device_mapping {text!r}: expected FOLDER:0,1,...")
+    return [(folder, int(part)) for part in devices.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        values = speeds(plans(args), args.include_warmup_time)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"ds_io: {error}", file=sys.stderr)
+        return 1
+    print(f"{args.engine} {'read' if args.read else 'write'} of {args.io_size} bytes: {summary(values)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

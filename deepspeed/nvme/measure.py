@@ -1,0 +1,75 @@
+"""Timing of transfers, in one process or in several side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.nvme.engines import Transfer, make_file, prepare
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def byte_count(text: str) -> int:
+    """`400M` -> 419430400. ValueError for anything but a positive integer with K, M, G or T behind it, or nothing."""
+    number, factor = text.strip().upper().removesuffix("B"), 1
+    if number and number[-1] in _UNITS:
+        number, factor = number[:-1], _UNITS[number[-1]]
+    if not number.isdigit() or int(number) == 0:
+        raise ValueError(f"{text!r}: expected a number of bytes, such as 1048576, 400M or 1G")
+    return int(number) * factor
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one process does in its folder."""
+
+    transfer: Transfer
+    folder: str
+    name: str  # of the file; one per process
+    loops: int
+    warmup_loops: int = 0
+    file_per_loop: bool = False
+
+
+def seconds_per_loop(plan: Plan) -> list[float]:
+    """Times of the loops, warm-up first. Files that are written are removed again, files that are read stay."""
+    transfer = plan.transfer
+    paths = [
+        os.path.join(plan.folder, f"{plan.name}_{i if plan.file_per_loop else 0}.bin")
+        for i in range(plan.warmup_loops + plan.loops)
+    ]
+    run, times = prepare(transfer), []
+    try:
+        for path in sorted(set(paths)) if transfer.read else ():
+            make_file(transfer, path)
+        for path in paths:
+            begin = time.perf_counter()
+            run(path)
+            times.append(time.perf_counter() - begin)
+    finally:
+        if not transfer.read:
+            for path in set(paths):
+                Path(path).unlink(missing_ok=True)
+    return times
+
+
+def speeds(plans: Sequence[Plan], include_warmup: bool = False) -> list[float]:
+    """GB/s of each loop, all processes together (the slowest one counts)."""
+    if len(plans) == 1:
+        results = [seconds_per_loop(plans[0])]
+    else:
+        with multiprocessing.get_context("spawn").Pool(len(plans)) as pool:
+            results = pool.map(seconds_per_loop, plans, chunksize=1)
+    total = sum(plan.transfer.io_size for plan in plans)
+    first = 0 if include_warmup else plans[0].warmup_loops
+    return [total / max(times) / 1e9 for times in list(zip(*results, strict=True))[first:]]
+
+
+def summary(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} GB/s (median of {len(values)}; {min(values):.2f} to {max(values):.2f})"

@@ -1,0 +1,159 @@
+"""`ds_nvme_tune`: tries configurations of `aio_handle` on directories and recommends the best for the `aio` section."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from deepspeed.nvme.engines import Transfer
+from deepspeed.nvme.measure import Plan, byte_count, speeds
+
+DEFAULT_SPACE: dict[str, list[Any]] = {
+    "block_size": ["1M", "8M"],
+    "queue_depth": [32, 128],
+    "intra_op_parallelism": [1, 2, 4, 8],
+    "overlap_events": [True, False],
+    "single_submit": [False],
+}
+_OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
+_FLAGS = ("single_submit", "overlap_events")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="ds_nvme_tune", description=__doc__)
+    made.add_argument("--nvme_dir", nargs="+", required=True, help="writable directories, one per device")
+    made.add_argument("--sweep_config", type=Path, help="JSON file: name of a setting -> list of values")
+    made.add_argument("--no_read", action="store_true", help="do not measure reads")
+    made.add_argument("--no_write", action="store_true", help="do not measure writes")
+    made.add_argument("--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)")
+    made.add_argument("--gpu", action="store_true", help="tensors on the GPU")
+    made.add_argument("--gds", action="store_true", help="GPUDirect Storage")
+    made.add_argument(
+        "--flush_page_cache", action="store_true", help="empty the page cache before each read; needs root"
+    )
+    made.add_argument("--log_dir", type=Path, default=Path("_aio_bench_logs"), help="default: ./%(default)s")
+    made.add_argument("--loops", type=int, default=1, help="repetitions (default: %(default)s)")
+    made.add_argument("--verbose", action="store_true", help="print each measurement")
+    return made
+
+
+def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All combinations of the lists in `config`, as arguments of `aio_handle`. ValueError for other keys or values."""
+    lists: dict[str, list[Any]] = {}
+    for key, values in config.items():
+        name = _OTHER_NAMES.get(key, key)
+        if name not in DEFAULT_SPACE:
+            raise ValueError(f"sweep configuration: unknown setting {key!r}; there are {', '.join(DEFAULT_SPACE)}")
+        lists[name] = [_value(name, value) for value in (values if isinstance(values, list) else [values])]
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _value(name: str, value: Any) -> Any:
+    text = str(value).lower()
+    if name in _FLAGS:
+        if text not in ("true", "false"):
+            raise ValueError(f"sweep configuration: {name} = {value!r}: expected true or false")
+        return text == "true"
+    return byte_count(text)
+
+
+def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Speeds in GB/s of each configuration: its settings with "read" and "write" (None: not measured)."""
+    kinds = [kind for kind, left_out in (("read", args.no_read), ("write", args.no_write)) if not left_out]
+    results = []
+    args.log_dir.mkdir(parents=True, exist_ok=True)
+    with (
+        open(args.log_dir / "results.jsonl", "w", encoding="utf-8") as log,
+        tqdm(total=len(space) * len(kinds), disable=None, leave=False) as bar,
+    ):
+        for settings in space:
+            row: dict[str, Any] = {**settings, "read": None, "write": None}
+            for kind in kinds:
+                row[kind] = _speed(args, settings, kind)
+                bar.update()
+            results.append(row)
+            print(json.dumps(row), file=log, flush=True)
+            if args.verbose:
+                tqdm.write(json.dumps(row), file=sys.stdout)
+    return results
+
+
+def _speed(args: argparse.Namespace, settings: Mapping[str, Any], kind: str) -> float:
+    transfer = Transfer(
+        io_size=byte_count(args.io_size),
+        read=kind == "read",
+        device=0 if args.gpu or args.gds else None,
+        gds=args.gds,
+        **settings,
+    )
+    if transfer.read and args.flush_page_cache:
+        _flush_page_cache()
+    plans = [
+        Plan(
+            dataclasses.replace(transfer, device=None if transfer.device is None else index),
+            folder,
+            "_ds_nvme_tune",
+            args.loops,
+        )
+        for index, folder in enumerate(args.nvme_dir)
+    ]
+    return statistics.median(speeds(plans))
+
+
+def _flush_page_cache() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1", encoding="ascii")
+
+
+def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The configuration that takes least time to read and write one byte each."""
+    return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
+
+
+def aio_section(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The `aio` section for ds_config; flags are strings, as documented."""
+    flags = {name: str(row.get(name, name == "overlap_events")).lower() for name in _FLAGS}
+    numbers = {name: row.get(name) for name in ("intra_op_parallelism", "queue_depth", "block_size")}
+    return {"aio": {**flags, **{name: value for name, value in numbers.items() if value is not None}}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        return _tune(args)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"ds_nvme_tune: {error}", file=sys.stderr)
+        return 1
+    finally:
+        for folder in args.nvme_dir:
+            Path(folder, "_ds_nvme_tune_0.bin").unlink(missing_ok=True)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    if args.no_read and args.no_write:
+        raise ValueError("--no_read and --no_write leave nothing to measure")
+    for folder in args.nvme_dir:
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"{folder}: no such directory")
+    text = args.sweep_config.read_text(encoding="utf-8") if args.sweep_config else None
+    space = space_of(json.loads(text) if text is not None else DEFAULT_SPACE)
+    print(f"Running DeepNVMe performance tuning on {args.nvme_dir}", flush=True)
+    row = best(sweep(args, space))
+    found = ", ".join(f"{kind} = {row[kind]:.2f}" for kind in ("read", "write") if row[kind] is not None)
+    print(f"Best performance (GB/sec): {found}")
+    print(json.dumps(aio_section(row), indent=3))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
