@@ -30,8 +30,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--block_size", type=_bytes, default="1M", help="bytes per request")
     made.add_argument("--queue_depth", type=_count, default=32, help="requests under way")
     made.add_argument("--single_submit", action="store_true", help="one system call per request")
-    made.add_argument("--sequential_requests", action="store_true", help="no overlap of submission and waiting")
-    made.add_argument("--validate", action="store_true", help="compare what was moved, inside the measured time")
+    made.add_argument(
+        "--sequential_requests", action="store_true", help="no overlap of submission and waiting"
+    )
+    made.add_argument(
+        "--validate", action="store_true", help="compare what was moved, inside the measured time"
+    )
     made.add_argument("--engine", choices=ENGINES, default="aio_handle")
     made.add_argument("--loops", type=_count, default=3)
     made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")

@@ -35,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sweep_config", type=Path, help="JSON file: name of a setting -> list of values")
     made.add_argument("--no_read", action="store_true", help="do not measure reads")
     made.add_argument("--no_write", action="store_true", help="do not measure writes")
-    made.add_argument("--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)")
+    made.add_argument(
+        "--io_size", default="400M", help="bytes to move per measurement (default: %(default)s)"
+    )
     made.add_argument("--gpu", action="store_true", help="tensors on the GPU")
     made.add_argument("--gds", action="store_true", help="GPUDirect Storage")
     made.add_argument(
@@ -53,7 +55,9 @@ def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key, values in config.items():
         name = _OTHER_NAMES.get(key, key)
         if name not in DEFAULT_SPACE:
-            raise ValueError(f"sweep configuration: unknown setting {key!r}; there are {', '.join(DEFAULT_SPACE)}")
+            raise ValueError(
+                f"sweep configuration: unknown setting {key!r}; there are {', '.join(DEFAULT_SPACE)}"
+            )
         lists[name] = [_value(name, value) for value in (values if isinstance(values, list) else [values])]
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 

@@ -33,7 +33,9 @@ def aio_write(
     validate: bool,
 ) -> int:
     """One write with a handle of its own (see `aio_handle`)."""
-    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(
+        buffer, filename, validate
+    )
 
 
 def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:

@@ -163,7 +163,11 @@ class PythonEngine:
             self._check(write, path, offset + nbytes)
         except OSError as error:
             raise Failure(error.errno or errno.EIO, offset) from None
-        memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+        memory = (
+            memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+            if nbytes
+            else memoryview(b"")
+        )
         step = max(-(-nbytes // self._parts), 1)
         self._futures[self._tickets] = [
             self._pool.submit(_move, write, path, memory[at : at + step], offset + at)

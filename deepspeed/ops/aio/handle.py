@@ -30,7 +30,7 @@ class Pending(NamedTuple):
     validate: bool
 
 
-class aio_handle:  # noqa: N801  # documented name
+class aio_handle:  # documented name
     """Moves tensors to and from files.
 
     Tensors are contiguous, of any dtype, on the host or on a device, pinned or not; files, offsets and addresses need

@@ -28,7 +28,7 @@ def is_available() -> bool:
     return not why_not()
 
 
-class gds_handle(aio_handle):  # noqa: N801  # documented name
+class gds_handle(aio_handle):  # documented name
     """The interface of `aio_handle` for CUDA tensors. Refused with NotImplementedError: `aio_handle` takes CUDA tensors
     too, by way of pinned memory on the host."""
 
