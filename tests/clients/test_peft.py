@@ -192,10 +192,11 @@ def test_modules_to_save_copies_partitioned_parameters(tmp_path: Path) -> None:
 def test_adalora_reads_whole_gradients(tmp_path: Path, stage: int) -> None:
     """AdaLoRA asks `safe_get_full_grad` after backward wherever Transformers knows a DeepSpeed config."""
     from peft import AdaLoraConfig, get_peft_model
-    from transformers import TrainerCallback
+
+    import deepspeed
 
     with clean_clients():
-        args = arguments(tmp_path, auto_config(stage), learning_rate=5e-2)
+        keep = arguments(tmp_path, auto_config(stage))  # AdaLoRA asks Transformers whether there is a config
         settings = AdaLoraConfig(
             target_r=2,
             init_r=4,
@@ -207,13 +208,18 @@ def test_adalora_reads_whole_gradients(tmp_path: Path, stage: int) -> None:
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(llama(), settings)
-
-        class Allocate(TrainerCallback):
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                model.base_model.update_and_allocate(state.global_step)
-
-        run = trainer(args, model, callbacks=[Allocate()])
-        run.train()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 1000},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        batch = torch.stack([Tokens()[i]["input_ids"] for i in range(2)])
+        for step in range(3):
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            model.base_model.update_and_allocate(step)
+            engine.step()
         scores = model.base_model.rankallocator.exp_avg_ipt
         assert scores and all(torch.isfinite(score).all() for score in scores.values())
         assert any(score.abs().sum() > 0 for score in scores.values())
+        del keep
