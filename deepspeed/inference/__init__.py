@@ -1,0 +1,1 @@
+"""Inference: so far its configuration; engines are refused by name."""

@@ -1,0 +1,1 @@
+"""FastGen: so far its configuration."""

@@ -1,0 +1,1 @@
+"""Ragged batching: so far its configuration."""
