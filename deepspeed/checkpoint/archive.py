@@ -270,7 +270,7 @@ def _write_tensor(file: Any, offset: int, nbytes: int, value: Tensor | LazyTenso
         total = Checksum()
         for chunk in byte_chunks(part):
             total.add(chunk, part.dtype.itemsize)
-            left = memoryview(chunk)
+            left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
             while left:
                 left = left[file.write(left) :]
         sums.append(total.signed)

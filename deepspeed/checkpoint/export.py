@@ -118,7 +118,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         for tensor in weights.values():
             for part in tensor.parts() if isinstance(tensor, LazyTensor) else (tensor,):
                 for chunk in byte_chunks(part):
-                    file.write(memoryview(chunk))
+                    file.write(memoryview(chunk))  # type: ignore[arg-type]  # numpy arrays are buffers
         file.flush()
         os.fsync(file.fileno())
 

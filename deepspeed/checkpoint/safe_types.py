@@ -36,7 +36,7 @@ def zero_stage(value: int) -> int:
 
 
 def _numpy_types() -> list[Any]:
-    core = getattr(np, "_core", None) or np.core  # renamed in numpy 2
+    core: Any = getattr(np, "_core", None) or np.core  # renamed in numpy 2
     scalar_dtypes = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
     reconstruct, scalar = core.multiarray._reconstruct, core.multiarray.scalar
     # Files written under numpy 1 and 2 name these by different paths.

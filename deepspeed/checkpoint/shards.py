@@ -45,7 +45,8 @@ class ShardIndex:
                 )
         if not 0 <= self.start <= self.stop <= self.local_numel:
             raise ValueError(
-                f"{self.name}: [{self.start}, {self.stop}) does not lie in a local tensor of {self.local_numel} elements"
+                f"{self.name}: [{self.start}, {self.stop}) does not lie in a local tensor of {self.local_numel} "
+                "elements"
             )
 
     @property

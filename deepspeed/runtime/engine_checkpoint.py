@@ -101,7 +101,7 @@ def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Train
 
 def _loader_state(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     loader = engine.training_dataloader
-    return loader.state_dict() if hasattr(loader, "state_dict") else None
+    return loader.state_dict() if loader is not None and hasattr(loader, "state_dict") else None
 
 
 def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
@@ -241,7 +241,8 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None) -> str | None:
 def _optimizer_order(engine: DeepSpeedEngine) -> list[list[str]]:
     """Names of the optimizer's parameters by group, in the client's order."""
     known = {id(param): name for param, name in engine.param_names.items()}
-    return [[known.get(id(p), "") for p in group["params"]] for group in engine.basic_optimizer.param_groups]
+    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
+    return [[known.get(id(p), "") for p in group["params"]] for group in groups]
 
 
 def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
@@ -307,8 +308,9 @@ def _load_rank_state(engine: DeepSpeedEngine, saved: list[dict[str, Any]], ranks
     if ranks.rank < len(saved):
         rng.restore(saved[ranks.rank]["random"])
     data = saved[min(ranks.rank, len(saved) - 1)]["data"]
-    if data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
-        engine.training_dataloader.load_state_dict(materialize(data))
+    loader = engine.training_dataloader
+    if data is not None and loader is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(materialize(data))
 
 
 # Weights alone

@@ -50,7 +50,10 @@ MODES = {
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "autocast fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 4}},
+    "autocast fp16": {
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+        "fp16": {"initial_scale_power": 4},
+    },
     "fp32, bf16 wire": {"communication_data_type": "bf16"},
 }
 

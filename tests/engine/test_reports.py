@@ -117,7 +117,10 @@ def test_unused_parameters_are_an_error_on_request(stage: int) -> None:
 @distributed(world_size=1)
 def test_schedulers_step_with_the_engine() -> None:
     for scheduler in (
-        {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}},
+        {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
         {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
     ):
         engine = start(1, scheduler=scheduler)

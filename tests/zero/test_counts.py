@@ -109,7 +109,9 @@ def test_stage_3_model_states_per_rank(world_size: int, bf16: bool) -> None:
     def watch(*_: Any) -> None:
         nonlocal peak
         full = [b.full for b in engine.sharded.buckets]
-        peak = max(peak, held_bytes(engine) + storage_bytes([t for t in full if t.untyped_storage().nbytes()]))
+        peak = max(
+            peak, held_bytes(engine) + storage_bytes([t for t in full if t.untyped_storage().nbytes()])
+        )
 
     for block in engine.module:
         block.register_forward_hook(watch)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,26 +135,30 @@ class StateStore:
             torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
 
     def ensure_state(self) -> None:
-        """Make the optimizer create its state tensors, by a step that changes nothing (no gradient, lr 0)."""
+        """Make the optimizer create its state tensors, by a step that changes nothing (no gradient, lr 0). Local."""
         missing = [[owned for owned in group if not self.state_of(owned)] for group in self.by_group]
-        if not any(missing):
-            return
-        rates = [group.get("lr") for group in self.optimizer.param_groups]
-        with self.lend(missing), torch.no_grad():
-            for group in self.optimizer.param_groups:
+        if any(missing):
+            optimizer: Any = self.optimizer
+            with self.lend(missing), _without_collectives(optimizer), torch.no_grad():
+                self._empty_step()
+
+    def _empty_step(self) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        for group in groups:
+            if "lr" in group:
+                group["lr"] = 0.0
+            for param in group[PARAMS]:
+                param.grad = torch.zeros_like(param)
+        try:
+            self.optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
                 if "lr" in group:
-                    group["lr"] = 0.0
+                    group["lr"] = rate
                 for param in group[PARAMS]:
-                    param.grad = torch.zeros_like(param)
-            try:
-                self.optimizer.step()
-            finally:
-                for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                    if "lr" in group:
-                        group["lr"] = rate
-                    for param in group[PARAMS]:
-                        param.grad = None
-                        self._reset_step(self.optimizer.state[param])
+                    param.grad = None
+                    self._reset_step(self.optimizer.state[param])
 
     @staticmethod
     def _reset_step(state: dict[str, Any]) -> None:
@@ -162,6 +167,19 @@ class StateStore:
         if step is None:
             return
         state["step"] = torch.zeros_like(step) if isinstance(step, Tensor) else 0
+
+
+@contextlib.contextmanager
+def _without_collectives(optimizer: Any) -> Iterator[None]:
+    """LAMB adds norms up over ranks; an empty step, which some ranks may not need, must not."""
+    segment_sum = getattr(optimizer, "segment_sum", None)
+    if segment_sum is not None:
+        optimizer.segment_sum = None
+    try:
+        yield
+    finally:
+        if segment_sum is not None:
+            optimizer.segment_sum = segment_sum
 
 
 class _Lent:
