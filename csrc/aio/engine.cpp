@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <sys/mman.h>
 #include <system_error>
 #include <thread>
 #include <unistd.h>
@@ -43,6 +44,12 @@ struct Slot {
     Buffer buffer;
 };
 
+// How many blocks of the operation at the head of the queue a worker has under way.
+struct Share {
+    const Operation *operation = nullptr;
+    int64_t blocks = 0;
+};
+
 }  // namespace
 
 struct ds_aio_engine {
@@ -58,7 +65,7 @@ struct ds_aio_engine {
     bool closing = false;
     std::vector<std::thread> threads;
 
-    bool take(Slot &slot, int under_way, bool may_sleep);
+    bool take(Slot &slot, Share &share, bool may_sleep);
     void complete(Slot &slot, int error, int64_t offset);
     void stop();
 };
@@ -88,7 +95,7 @@ class Worker {
     bool refill() {
         while (!idle_.empty() && buffers_in_use_ < buffer_limit_) {
             Slot &slot = *idle_.back();
-            if (!engine_.take(slot, under_way_, under_way_ == 0)) break;
+            if (!engine_.take(slot, share_, under_way_ == 0)) break;
             idle_.pop_back();
             ++under_way_;
             prepare(slot);
@@ -132,6 +139,7 @@ class Worker {
             void *memory = nullptr;
             const size_t bytes = size_t(engine_.block_size + 2 * engine_.page);
             if (posix_memalign(&memory, size_t(engine_.page), bytes)) return false;
+            madvise(memory, bytes - bytes % size_t(engine_.page), MADV_NOHUGEPAGE);  // see ops/aio/memory.py
             slot.buffer.reset(static_cast<char *>(memory));
         } else {
             slot.buffer = std::move(spare_.back());
@@ -142,6 +150,7 @@ class Worker {
     }
 
     void release(Slot &slot) {
+        if (slot.operation == share_.operation) --share_.blocks;
         slot.operation = nullptr;
         idle_.push_back(&slot);
         --under_way_;
@@ -198,6 +207,7 @@ class Worker {
     std::vector<Slot *> idle_;
     std::vector<Request *> batch_, complete_;
     std::vector<Buffer> spare_;
+    Share share_;
     int64_t buffer_limit_ = 0, buffers_in_use_ = 0;
     int under_way_ = 0;
 };
@@ -230,14 +240,16 @@ void start_workers(ds_aio_engine &engine, int &kind) {
 }  // namespace
 
 // The next block for `slot`. With `may_sleep` waits for one; then false means that the engine closes.
-bool ds_aio_engine::take(Slot &slot, int under_way, bool may_sleep) {
+bool ds_aio_engine::take(Slot &slot, Share &share, bool may_sleep) {
     std::unique_lock<std::mutex> lock(mutex);
     if (may_sleep) work.wait(lock, [&] { return closing || !queue.empty(); });
     if (queue.empty()) return false;
     Operation &operation = *queue.front();
     // Workers share an operation evenly, also one of few blocks.
     const int64_t blocks = (operation.bytes() + block_size - 1) / block_size;
-    if (under_way > 0 && under_way >= (blocks + parallelism - 1) / parallelism) return false;
+    if (share.operation != &operation) share = {&operation, 0};
+    if (share.blocks > 0 && share.blocks >= (blocks + parallelism - 1) / parallelism) return false;
+    ++share.blocks;
     slot.operation = &operation;
     slot.block = operation.take(block_size);
     if (operation.exhausted()) queue.pop_front();

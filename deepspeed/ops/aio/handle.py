@@ -136,16 +136,16 @@ class aio_handle:  # documented name
     def wait(self) -> int:
         """Waits for all operations started in the background; returns how many there were. If some failed, the
         error of the first one is raised after all have ended."""
-        pending, self._pending = self._pending, []
-        failure: OSError | None = None
-        for operation in pending:
+        count, failure = len(self._pending), None
+        while self._pending:  # each stays referenced until the engine has let go of its memory
+            operation = self._pending.pop(0)
             try:
                 _finish(operation)
-            except OSError as error:
+            except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return len(pending)
+        return count
 
     def _transfer(
         self,
