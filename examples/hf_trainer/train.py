@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/hf_trainer/train.py             # two ranks; the `deepspeed` launcher works, too
 
 Text: the source of Python's standard library, as bytes. Shows that the loss falls below what byte frequencies
-alone reach, that a run resumed from a checkpoint ends with the very same loss, and that the saved model loads.
+alone reach, that a run resumed from a checkpoint ends with the very same loss, and that the model is saved whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -109,10 +110,10 @@ def main() -> None:
     again = make_trainer(options.output, options.steps, on_cpu, *data)
     again.train(resume_from_checkpoint=str(options.output / f"checkpoint-{options.steps // 2}"))
     if run.is_world_process_zero():
-        loaded = LlamaForCausalLM.from_pretrained(options.output / "model")
+        saved = load_file(options.output / "model" / "model.safetensors")
         print(f"evaluation loss {reached:.3f} nats per byte; byte frequencies alone reach {data[1].entropy():.3f}")
         print(f"last training loss straight through {last_loss(run)}, resumed half-way {last_loss(again)}")
-        print(f"saved and loaded: {sum(p.numel() for p in loaded.parameters()):,} parameters")
+        print(f"saved whole: {sum(weight.numel() for weight in saved.values()):,} parameters")
 
 
 if __name__ == "__main__":

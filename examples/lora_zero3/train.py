@@ -31,7 +31,6 @@ def config(width: int) -> dict:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": width},
-        "steps_per_print": 0,
     }
 
 
