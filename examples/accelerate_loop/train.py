@@ -43,7 +43,13 @@ def data() -> TensorDataset:
 
 def start() -> None:
     """Without a launcher, be the only rank; without a GPU, tell Accelerate the backend."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29512",
+    }
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -80,14 +86,18 @@ def train(stage: int, folder: Path) -> tuple[list[float], bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_accelerate_loop"))
     options = parser.parse_args()
     start()
     for stage in range(4):
         losses, same = train(stage, options.output)
         if PartialState().is_main_process:
-            print(f"stage {stage}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; from the saved state: equal = {same}")
+            print(
+                f"stage {stage}: loss {losses[0]:.4f} -> {losses[-1]:.4f}; from the saved state: equal = {same}"
+            )
 
 
 if __name__ == "__main__":

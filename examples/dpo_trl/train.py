@@ -26,7 +26,13 @@ NUMBERS = [str(i) for i in range(60)]
 
 def start() -> bool:
     """Without a launcher, be the only rank; without a GPU, tell Accelerate the backend. True on CPU."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29513",
+    }
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     on_cpu = not torch.cuda.is_available()
@@ -71,7 +77,9 @@ def model() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_dpo_trl"))
     options = parser.parse_args()

@@ -51,7 +51,13 @@ class Bytes(Dataset):
 
 def start() -> bool:
     """Without a launcher, be the only rank; without a GPU, tell Accelerate the backend. True on CPU."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     on_cpu = not torch.cuda.is_available()
@@ -96,7 +102,9 @@ def last_loss(run: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_hf_trainer"))
     options = parser.parse_args()
@@ -111,7 +119,9 @@ def main() -> None:
     again.train(resume_from_checkpoint=str(options.output / f"checkpoint-{options.steps // 2}"))
     if run.is_world_process_zero():
         saved = load_file(options.output / "model" / "model.safetensors")
-        print(f"evaluation loss {reached:.3f} nats per byte; byte frequencies alone reach {data[1].entropy():.3f}")
+        print(
+            f"evaluation loss {reached:.3f} nats per byte; byte frequencies alone reach {data[1].entropy():.3f}"
+        )
         print(f"last training loss straight through {last_loss(run)}, resumed half-way {last_loss(again)}")
         print(f"saved whole: {sum(weight.numel() for weight in saved.values()):,} parameters")
 

@@ -78,7 +78,9 @@ def on_cpu(module: Regression, epochs: int, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_lightning_module"))
     options = parser.parse_args()

@@ -48,7 +48,9 @@ def write_base(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_lora_zero3"))
     options = parser.parse_args()

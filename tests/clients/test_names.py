@@ -46,7 +46,9 @@ def test_name_resolves_by_attribute(path: str) -> None:
     """Clients write dotted access after `import deepspeed` alone."""
     found: Any = deepspeed
     for part in path.split(".")[1:]:
-        found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path.rpartition(".")[0])
+        found = (
+            getattr(found, part) if hasattr(found, part) else importlib.import_module(path.rpartition(".")[0])
+        )
     assert found is not None or path.endswith("arange")
 
 
@@ -214,7 +216,11 @@ def test_cpu_optimizers() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.ops.lion import DeepSpeedCPULion
 
-    for kind, keywords in ((DeepSpeedCPUAdam, {"adamw_mode": True}), (DeepSpeedCPUAdagrad, {}), (DeepSpeedCPULion, {})):
+    for kind, keywords in (
+        (DeepSpeedCPUAdam, {"adamw_mode": True}),
+        (DeepSpeedCPUAdagrad, {}),
+        (DeepSpeedCPULion, {}),
+    ):
         param = torch.nn.Parameter(torch.ones(8))
         optimizer = kind([param], lr=0.1, **keywords)
         param.grad = torch.ones(8)

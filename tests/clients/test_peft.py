@@ -69,7 +69,9 @@ def test_trainer_trains_only_the_adapter(tmp_path: Path, stage: int, precision: 
         run.save_model(str(tmp_path / "adapter"))
         logits = run.model_wrapped(input_ids=Tokens()[0]["input_ids"][None]).logits.detach().float()
         torch.distributed.barrier()
-    loaded = PeftModel.from_pretrained(llama().to(dtype), str(tmp_path / "adapter"), autocast_adapter_dtype=False)
+    loaded = PeftModel.from_pretrained(
+        llama().to(dtype), str(tmp_path / "adapter"), autocast_adapter_dtype=False
+    )
     again = loaded.to(dtype)(input_ids=Tokens()[0]["input_ids"][None]).logits.float()
     assert torch.allclose(logits, again, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
@@ -110,7 +112,10 @@ def test_base_loaded_under_zero_init(tmp_path: Path) -> None:
         run.train()
         assert losses(run)[-1] < losses(run)[0]
         weights = whole_weights(model)
-        assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"].shape == (4, 16)
+        assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"].shape == (
+            4,
+            16,
+        )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -184,7 +189,9 @@ def test_modules_to_save_copies_partitioned_parameters(tmp_path: Path) -> None:
         copied = "base_model.model.lm_head.modules_to_save.default.weight"
         original = "base_model.model.lm_head.original_module.weight"
         assert torch.equal(before[copied], before[original])
-        assert torch.equal(after[original], before[original]) and not torch.equal(after[copied], before[copied])
+        assert torch.equal(after[original], before[original]) and not torch.equal(
+            after[copied], before[copied]
+        )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

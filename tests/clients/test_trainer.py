@@ -121,7 +121,9 @@ def test_equals_a_plain_loop(tmp_path: Path, stage: int) -> None:
     assert ours == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, BF16), (2, FP32), (2, FP16), (3, FP32), (3, BF16), (3, FP16)])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, BF16), (2, FP32), (2, FP16), (3, FP32), (3, BF16), (3, FP16)]
+)
 @distributed(world_size=2)
 def test_resumes_bit_identically(tmp_path: Path, stage: int, precision: str) -> None:
     """Weights, log history and sharded masters after a resume equal those of the run that went through."""
@@ -242,7 +244,12 @@ def test_hyperparameter_search_makes_many_engines(tmp_path: Path, stage: int) ->
     pytest.importorskip("optuna", reason="the clients extra is not installed")
     with clean_clients(deepspeed_state=False):
         args = arguments(
-            tmp_path, auto_config(stage), max_steps=2, eval_strategy="steps", eval_steps=2, accelerator_config=None
+            tmp_path,
+            auto_config(stage),
+            max_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            accelerator_config=None,
         )
         run = trainer(args, model_init=lambda trial=None: llama())
         best = run.hyperparameter_search(

@@ -144,9 +144,10 @@ def test_generate_at_stage_3_with_uneven_lengths(gather: bool) -> None:
                 optimizer.zero_grad()
                 if generate:
                     count = 3 if launched.process_index == 0 else 9
-                    with unwrap_model_for_generation(
-                        model, launched, gather_deepspeed3_params=gather
-                    ) as bare, torch.no_grad():
+                    with (
+                        unwrap_model_for_generation(model, launched, gather_deepspeed3_params=gather) as bare,
+                        torch.no_grad(),
+                    ):
                         made = bare.generate(
                             prompt(4), do_sample=False, min_new_tokens=count, max_new_tokens=count
                         )
@@ -192,7 +193,9 @@ def test_synced_generation(synced: bool) -> None:
     engine.eval()
     length = 2 + torch.distributed.get_rank()
     with torch.no_grad():
-        made = engine.module.generate(prompt(length), do_sample=False, max_new_tokens=6 - length, synced_gpus=synced)
+        made = engine.module.generate(
+            prompt(length), do_sample=False, max_new_tokens=6 - length, synced_gpus=synced
+        )
     assert made.shape[1] <= 6
 
 
