@@ -1,0 +1,201 @@
+"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8, and loads what we export with it.
+
+Not part of the suite. Needs a Python in which that release is installed:
+
+    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 make
+    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 load FOLDER STAGE PRECISION WORLD EXPECTED
+
+``make`` trains a small model at each stage and precision on 2 ranks, saves a checkpoint, and asks that release's own
+``ds_to_universal`` for the fp32 weights and moments of each parameter: the oracle, kept in ``expected.pt``.
+``load`` loads a checkpoint with that release and compares its state with the tensors in ``EXPECTED``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CASES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
+FIXTURES = Path(__file__).resolve().parents[1] / "data/upstream_checkpoints"
+
+
+def model() -> Any:
+    """Tied, frozen and buffer tensors; the sizes are odd, so that partitions are padded."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(11, 6)
+            self.frozen = nn.Linear(6, 5)
+            self.l1 = nn.Linear(5, 7)
+            self.norm = nn.LayerNorm(7)
+            self.l2 = nn.Linear(7, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+            self.head.weight = self.emb.weight
+            self.register_buffer("count", torch.arange(3.0))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, tokens: Any) -> Any:
+            return self.head(self.l2(self.norm(torch.tanh(self.l1(self.frozen(self.emb(tokens)))))))
+
+    return Net()
+
+
+def config(stage: int, precision: str) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}},
+    }
+    if stage:
+        made["zero_optimization"] = {"stage": stage}
+    if precision == "bf16":
+        made["bf16"] = {"enabled": True}
+    if precision == "fp16":
+        made["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    return made
+
+
+def groups(net: Any) -> list[dict[str, Any]]:
+    trained = [p for p in net.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def on_a_rank(task: str, folder: str, stage: int, precision: str, expected: str) -> None:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from torch.nn.functional import cross_entropy
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # type: ignore[method-assign] - it works, only slowly
+    torch.manual_seed(0 if task == "make" else 5)
+    net = model()
+    engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=groups(net), config=config(stage, precision))
+    if task == "load":
+        path, client = engine.load_checkpoint(folder)
+        assert path is not None, "nothing was loaded"
+        with open(f"{expected}.{engine.global_rank}.loaded", "wb") as file:
+            torch.save({"state": live_state(engine, net, stage), "client": client, "steps": engine.global_steps}, file)
+    for step in range(3 if task == "make" else 1):
+        generator = torch.Generator().manual_seed(100 * step + engine.global_rank)
+        tokens = torch.randint(0, 11, (4, 5), generator=generator)
+        labels = torch.randint(0, 11, (4, 5), generator=generator)
+        loss = cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten())
+        engine.backward(loss)
+        engine.step()
+    if task == "make":
+        engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "hello"})
+
+
+def live_state(engine: Any, net: Any, stage: int) -> dict[str, Any]:
+    """What that release holds in memory after loading: weights, and masters and moments where it gives them."""
+    import torch
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state  # noqa: F401
+
+    state: dict[str, Any] = {}
+    with deepspeed_gather(net, stage):
+        for name, tensor in net.state_dict().items():
+            state[f"weight/{name}"] = tensor.detach().float().clone()
+    optimizer = engine.optimizer
+    if stage in (1, 2):
+        state["flat"] = [t.detach().clone() for t in optimizer.single_partition_of_fp32_groups]
+        inner = optimizer.optimizer.state
+        state["moments"] = [
+            {k: v.clone() for k, v in inner[t].items() if torch.is_tensor(v)}
+            for t in optimizer.single_partition_of_fp32_groups
+        ]
+    return state
+
+
+def deepspeed_gather(net: Any, stage: int) -> Any:
+    import contextlib
+
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(net.parameters())) if stage == 3 else contextlib.nullcontext()
+
+
+def launch(python: str, world: int, *arguments: str) -> None:
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", __file__]
+    for _ in range(3):  # that release's shared-memory transport hangs now and then
+        process = subprocess.Popen(
+            [*command, "rank", *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            continue
+        if process.returncode:
+            raise SystemExit(f"{arguments} failed:\n{output[-4000:]}")
+        return
+    raise SystemExit(f"{arguments} hung three times")
+
+
+def universal(python: str, folder: Path) -> dict[str, Any]:
+    """Whole fp32 weights and moments by that release's own conversion."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "universal"
+        command = [python, "-m", "deepspeed.checkpoint.ds_to_universal", "--no_strict"]
+        command += ["--input_folder", str(folder), "--output_folder", str(out)]
+        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert (out / "zero").is_dir(), done.stderr[-3000:]
+        found: dict[str, Any] = {}
+        for path in sorted((out / "zero").glob("*/*.pt")):
+            value = torch.load(path, weights_only=False)
+            value = value["param"] if isinstance(value, dict) else value
+            found[f"{path.parent.name}/{path.stem}"] = torch.as_tensor(value)
+        return found
+
+
+def make(python: str) -> None:
+    import torch
+
+    for stage, precision in CASES:
+        if (FIXTURES / f"stage{stage}_{precision}/latest").exists():
+            continue  # remove the folder to make it again
+        folder = FIXTURES / f"stage{stage}_{precision}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        launch(python, 2, "make", str(folder), str(stage), precision, "-")
+        for path in folder.glob("*.py"):
+            path.unlink()
+        if stage:
+            torch.save(universal(python, folder / "global_step3"), folder / "expected.pt")
+        print(folder.name, sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()), "bytes")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        on_a_rank(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])
+    elif sys.argv[2] == "make":
+        make(sys.argv[1])
+    else:
+        launch(sys.argv[1], int(sys.argv[6]), "load", sys.argv[3], sys.argv[4], sys.argv[5], sys.argv[7])
+        print(json.dumps({"loaded": sys.argv[3]}))
