@@ -3,9 +3,9 @@
     python examples/lora_zero3/train.py
     torchrun --nproc-per-node 2 examples/lora_zero3/train.py
 
-A tiny Llama is written to disk as the "pretrained" base and loaded under `zero.Init`; PEFT adds adapters; only they have
-gradients and optimizer state. Shows what each rank holds, that the base did not change, and how small the adapter's
-file is.
+A tiny Llama is written to disk as the "pretrained" base and loaded under `zero.Init`; PEFT adds adapters; only they
+have gradients and optimizer state. Shows what each rank holds, that the base did not change, and how small the
+adapter's file is.
 """
 
 from __future__ import annotations

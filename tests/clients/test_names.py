@@ -29,7 +29,8 @@ deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME deepspeed.moe.layer.MoE dee
 deepspeed.ops.adam.DeepSpeedCPUAdam deepspeed.ops.adam.FusedAdam deepspeed.ops.lion.DeepSpeedCPULion
 deepspeed.runtime.base_optimizer.DeepSpeedOptimizer deepspeed.runtime.engine.DeepSpeedEngine
 deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES deepspeed.runtime.utils.move_to_device
-deepspeed.runtime.zero.partition_parameters.ZeroParamStatus deepspeed.runtime.zero.partition_parameters._orig_torch_arange
+deepspeed.runtime.zero.partition_parameters.ZeroParamStatus
+deepspeed.runtime.zero.partition_parameters._orig_torch_arange
 deepspeed.runtime.zero.partition_parameters.get_accelerator
 deepspeed.runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor deepspeed.utils.groups
 deepspeed.utils.groups._get_sequence_parallel_group deepspeed.utils.groups._get_sequence_parallel_rank

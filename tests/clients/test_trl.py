@@ -1,4 +1,4 @@
-"""TRL: SFT and DPO on ZeRO, frozen reference models, and generation at stage 3 with ranks that end at different lengths."""
+"""TRL: SFT, DPO, GRPO, frozen reference models, and generation at stage 3 with ranks that end at other lengths."""
 
 from __future__ import annotations
 
