@@ -24,6 +24,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 OURS = sys.executable
+GRACE_S = 5.0  # for a rank to end by itself before it is killed
 
 
 class JobError(RuntimeError):
@@ -108,9 +109,13 @@ class Job:
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
+            process.terminate()
         for process in self.processes:
-            process.wait()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
@@ -125,12 +130,16 @@ class Job:
 
 
 def rank_environment(python: str, rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
-    """What a launcher would set. This interpreter sees this checkout; another one what is installed there."""
+    """What a launcher would set. This interpreter sees this checkout; another one what is installed there, and
+    keeps the kernels that it compiles in its own environment (a lock file that somebody else's interrupted build
+    left in the user's cache would make it wait for ever)."""
     environment = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
     if python == OURS:
         environment["PYTHONPATH"] = str(FOLDER.parent)
+    else:
+        environment.setdefault("TORCH_EXTENSIONS_DIR", str(Path(python).parent.parent / "torch_extensions"))
     environment |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from jobs import OURS, Contender, Job, Spread, pack, ratios, round_robin, started
 from report import Report, common_arguments
@@ -31,6 +32,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="rounds over all contenders")
     parser.add_argument("--steps", type=int, default=0, help="steps per measurement; 0: by size")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--over-gloo", action="store_true", help="also rows of ours without shared memory")
     parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (fsdp2, compute)")
     parser.add_argument("--memory-gib", type=float, default=20.0, help="contenders held in memory at once")
     arguments = parser.parse_args(argv)
@@ -44,14 +46,14 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
     """All rows, DDP first."""
 
     def row(
-        name: str, system: str, *, stage: int = 0, python: str = OURS, goal: float | None = None
+        name: str, system: str, *, python: str = OURS, goal: float | None = None, **options: int
     ) -> Contender:
-        whole = 1.0 if stage == 0 else 1.0 / arguments.ranks
-        per_parameter = 12 + 8 * whole  # weights, gradients and their buckets, moments
+        shards = arguments.ranks if options.get("stage") else 1
+        per_parameter = 12 + 8 / shards  # weights, gradients and their buckets; moments
         return Contender(
             name,
             "trainers:Trainer",
-            {"system": system, "model": size, "precision": precision, "stage": stage},
+            {"system": system, "model": size, "precision": precision, **options},
             python=python,
             ranks=arguments.ranks,
             goal=goal,
@@ -62,61 +64,60 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
     rows = [r for r in rows if r.options["system"] not in arguments.without]
     for stage in arguments.stages:
         rows.append(row(f"ours, stage {stage}", "engine", stage=stage, goal=GOALS[precision][stage]))
-    if arguments.peer:
-        rows += [
-            row(f"peer, stage {stage}", "engine", stage=stage, python=arguments.peer)
-            for stage in arguments.stages
-        ]
+        if arguments.over_gloo:
+            rows.append(row(f"ours, stage {stage}, over gloo", "engine", stage=stage, shared_memory=False))
+        if arguments.peer:
+            rows.append(row(f"peer, stage {stage}", "engine", stage=stage, python=arguments.peer))
     return rows
 
 
-def measure(arguments: argparse.Namespace, size: str, precision: str, report: Report) -> None:
-    ddp, *others = contenders(arguments, size, precision)
-    steps = arguments.steps or STEPS[size]
-    data: dict[str, dict[str, object]] = {}
-    cells: list[list[str]] = []
-    for run in pack(others, [ddp], arguments.memory_gib):
-        with started(run) as jobs:
-            cpu: dict[str, list[float]] = {name: [] for name in jobs}
+def measure(run: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Times, memory and description of each contender that is held in memory together with the others."""
+    cpu: dict[str, list[float]] = {contender.name: [] for contender in run}
 
-            def run_and_note(job: Job, cpu: dict[str, list[float]] = cpu) -> float:
-                seconds = max(job.call("run", steps=steps))
-                cpu[job.name].append(max(job.call("cpu")))
-                return seconds
+    def seconds_per_step(job: Job) -> float:
+        seconds = max(job.call("run", steps=steps))
+        cpu[job.name].append(max(job.call("cpu")))
+        return seconds
 
-            seconds = round_robin(jobs, arguments.rounds, run_and_note)
-            peaks = {name: max(job.call("peak_memory")) for name, job in jobs.items()}
-            described = {name: job.call("describe")[0] for name, job in jobs.items()}
-        for contender in run:
-            name = contender.name
-            if name in data:
-                continue
-            ratio = ratios(seconds[name], seconds[ddp.name])
-            data[name] = {
+    with started(run) as jobs:
+        seconds = round_robin(jobs, rounds, seconds_per_step)
+        return {
+            name: {
                 "seconds": seconds[name],
                 "cpu_seconds": cpu[name],
-                "ddp_seconds": seconds[ddp.name],
-                "peak_bytes": peaks[name],
-                "goal": contender.goal,
-                **described[name],
+                "ddp_seconds": seconds[run[0].name],
+                "peak_bytes": max(job.call("peak_memory")),
+                **job.call("describe")[0],
             }
-            cells.append(
-                [
-                    name,
-                    f"{Spread.of(seconds[name]).median * 1e3:.1f}",
-                    f"{Spread.of(cpu[name]).median * 1e3:.1f}",
-                    ratio.show(),
-                    "" if contender.goal is None else f"<= {contender.goal:.2f}",
-                    f"{peaks[name] / 2**30:.2f}",
-                    f"{described[name]['losses'][-1]:.4f}",
-                ]
-            )
+            for name, job in jobs.items()
+        }
+
+
+def compare(arguments: argparse.Namespace, size: str, precision: str, report: Report) -> None:
+    ddp, *others = contenders(arguments, size, precision)
+    steps = arguments.steps or STEPS[size]
+    data: dict[str, dict[str, Any]] = {}
+    for run in pack(others, [ddp], arguments.memory_gib):
+        data = {**measure(run, arguments.rounds, steps), **data}  # DDP as in the first run
     report.table(
         f"{size} GPT, {precision}, {arguments.ranks} ranks, {arguments.rounds} rounds of {steps} steps",
         ["", "ms/step", "CPU ms", "ratio to DDP, median [min .. max]", "goal", "peak GiB/rank", "loss"],
-        cells,
+        [cells(contender, data[contender.name]) for contender in [ddp, *others]],
     )
     report.data[f"{size}_{precision}"] = data
+
+
+def cells(contender: Contender, found: dict[str, Any]) -> list[str]:
+    return [
+        contender.name,
+        f"{Spread.of(found['seconds']).median * 1e3:.1f}",
+        f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
+        ratios(found["seconds"], found["ddp_seconds"]).show(),
+        "" if contender.goal is None else f"<= {contender.goal:.2f}",
+        f"{found['peak_bytes'] / 2**30:.2f}",
+        f"{found['losses'][-1]:.4f}",
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("train_step", arguments)
     for size in arguments.sizes:
         for precision in arguments.precisions:
-            measure(arguments, size, precision, report)
+            compare(arguments, size, precision, report)
     report.save()
 
 

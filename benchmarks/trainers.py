@@ -115,6 +115,8 @@ class Trainer:
         precision: "fp32" or "bf16" (autocast in plain torch, bf16 weights in an engine).
         stage: ZeRO stage of an engine.
         warmup: steps before the first measurement.
+        config: more of the engine's JSON.
+        shared_memory: False makes our collectives use gloo's sockets, as DDP does, also within one machine.
     """
 
     def __init__(
@@ -128,7 +130,10 @@ class Trainer:
         warmup: int = 3,
         device: str = "cpu",
         config: dict[str, Any] | None = None,
+        shared_memory: bool = True,
     ) -> None:
+        if not shared_memory:
+            os.environ["DS_SHM"] = "0"
         self.device = device
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         module, batches = self._material(model, batch, context, rank)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any, TextIO
@@ -26,11 +27,15 @@ def main() -> None:
         nonlocal subject
         subject = getattr(importlib.import_module(module), name)(**options)
 
-    answer(answers, create)
-    for line in sys.stdin:
-        method, arguments = json.loads(line)
-        answer(answers, lambda m=method, a=arguments: getattr(subject, m)(**a))
-    os._exit(0)  # no collective teardown: the other ranks may be gone already
+    # Being told to end is an exception, so that a kernel build under way gives its lock file back.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        answer(answers, create)
+        for line in sys.stdin:
+            method, arguments = json.loads(line)
+            answer(answers, lambda m=method, a=arguments: getattr(subject, m)(**a))
+    finally:
+        os._exit(0)  # no collective teardown: the other ranks may be gone already
 
 
 def answer(answers: TextIO, action: Any) -> None:
