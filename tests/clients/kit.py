@@ -86,6 +86,21 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     return LlamaForCausalLM(llama_config(**changes))
 
 
+def lora(model: Any, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    adapter = {key: options.pop(key) for key in ("autocast_adapter_dtype",) if key in options}
+    settings: dict[str, Any] = {
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"],
+        "task_type": "CAUSAL_LM",
+    }
+    return get_peft_model(model, LoraConfig(**(settings | options)), **adapter)
+
+
 class Tokens(torch.utils.data.Dataset):
     """`size` fixed random sequences, labels equal to the inputs."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,27 +14,13 @@ from tests.clients.kit import (
     bf16_without_gpu,
     clean_clients,
     llama,
+    lora,
     whole_weights,
 )
 from tests.clients.test_trainer import arguments, losses, trainer
 from tests.pool import distributed
 
 pytest.importorskip("peft", reason="the clients extra is not installed")
-
-
-def lora(model: Any, **options: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    adapter = {key: options.pop(key) for key in ("autocast_adapter_dtype",) if key in options}
-    settings: dict[str, Any] = {
-        "r": 4,
-        "lora_alpha": 8,
-        "lora_dropout": 0.0,
-        "target_modules": ["q_proj", "v_proj"],
-        "task_type": "CAUSAL_LM",
-    }
-    return get_peft_model(model, LoraConfig(**(settings | options)), **adapter)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,9 +14,9 @@ from tests.clients.kit import (
     auto_config,
     clean_clients,
     llama,
+    lora,
     whole_weights,
 )
-from tests.clients.test_peft import lora
 from tests.pool import distributed
 
 pytest.importorskip("trl", reason="the clients extra is not installed")
