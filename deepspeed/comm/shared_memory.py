@@ -62,7 +62,7 @@ _DTYPES: dict[torch.dtype, int] = {
 
 # How long a waiting thread looks before it sleeps: longer than a slot takes to fill, less than a time slice.
 # Not at all where ranks share cores: the one that is waited for may need this very core.
-_SPIN_US = 100
+_SPIN_US = 50
 
 
 class _Operation(ctypes.Structure):

@@ -57,3 +57,31 @@ def test_reduce():
     tensor = torch.full((3,), float(dist.get_rank() + 1))
     native.NativeReduce(dist.group.WORLD, (0, 1))(tensor, 1, scale=0.5).wait()
     assert dist.get_rank() == 0 or tensor.tolist() == [1.5] * 3
+
+
+@distributed(world_size=1, init_process_group=False)
+def test_a_fake_group_of_64_counts_traffic():
+    """One process asks what 64 ranks would send; nothing is moved."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from deepspeed.comm.collectives import communicator, forget_communicators
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    try:
+        comm = communicator().prepare()
+        assert (comm.size, comm.rank, comm.transport_name("cpu")) == (64, 3, "native")
+        whole, part = torch.zeros(6400, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.bfloat16)
+        for pending in (
+            comm.reduce_scatter(part, whole),
+            comm.all_gather(whole, part),
+            comm.all_reduce(whole),
+            comm.all_reduce_max(whole),
+            comm.broadcast(whole, 0),
+            comm.all_to_all(torch.zeros_like(whole), whole),
+            comm.barrier(),
+        ):
+            pending.wait()
+        assert comm.bytes_sent == (1 + 1 + 2 + 2 + 1) * 12800 * 63 // 64
+    finally:
+        forget_communicators()
+        dist.destroy_process_group()
