@@ -44,8 +44,9 @@ class Communicator:
 
     Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
     and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
-    tensor is cut into calls. All ranks issue the same collectives in the same order; handles may be waited
-    in any order. A group of one rank never touches the network.
+    tensor is cut into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
+    ranks issue the same collectives in the same order; handles may be waited in any order. A group of one
+    rank never touches the network.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -181,7 +182,7 @@ class Communicator:
         self.bytes_sent += sent_bytes
 
     def transport_name(self, device_type: str) -> str:
-        """Which transport moves tensors of this device: "gloo", "shared_memory" or "native"."""
+        """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or native."""
         return self._transport_for(device_type).name
 
     def prepare(self) -> Communicator:

@@ -2,7 +2,7 @@
 
 gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
 here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
-hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_order`.
+hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_blocks`.
 
 Every exchange has the tag of its sequence number: messages of different collectives, and those that a user
 sends on the same group, never meet.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from .pending import CommunicationError, OrderedPending, Pending
-from .reduction import sum_in_order
+from .reduction import sum_in_blocks
 
 # Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
 # under way: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
@@ -45,6 +45,8 @@ class GlooChannel:
         self.ranks = ranks
         # Start with the next rank, so that not every rank talks to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        # Sums are formed within each block of ranks (those of one host), then over the blocks.
+        self.blocks: tuple[tuple[int, ...], ...] = (tuple(range(self.size)),)
         self._sequence = 0
 
     def next_tag(self) -> int:
@@ -169,7 +171,7 @@ class _SlicedSum:
             for peer, buffer, work in self.received[index]:
                 self.channel.wait(work, self.operation, peer)
                 summands[peer] = buffer
-            sum_in_order(output[first:last], summands, scale)
+            sum_in_blocks(output[first:last], summands, self.channel.blocks, scale)
             if index + _PIECES_IN_FLIGHT < len(self.pieces):
                 self.received.append(self._receive(index + _PIECES_IN_FLIGHT))
             if each is not None:
@@ -235,7 +237,7 @@ class GlooAllReduce:
 
         def finish() -> None:
             wait()
-            sum_in_order(tensor, list(everyone), scale)
+            sum_in_blocks(tensor, list(everyone), channel.blocks, scale)
 
         return Pending(finish)
 

@@ -24,3 +24,19 @@ def sum_in_order(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -
     if scale != 1.0 and not accumulation_dtype(inputs[0].dtype).is_floating_point:
         raise ValueError(f"scale={scale} with dtype {inputs[0].dtype}: integers can only be summed (scale=1)")
     reduce_chunks(output, inputs, scale)
+
+
+def sum_in_blocks(
+    output: Tensor, inputs: Sequence[Tensor], blocks: Sequence[Sequence[int]], scale: float = 1.0
+) -> None:
+    """`sum_in_order` within each block of inputs, unrounded, then over the blocks. One block, or blocks of one:
+    the same as `sum_in_order`."""
+    if len(blocks) == 1 or len(blocks) == len(inputs):
+        sum_in_order(output, inputs, scale)
+        return
+    sums = torch.empty(
+        (len(blocks), output.numel()), dtype=accumulation_dtype(inputs[0].dtype), device=output.device
+    )
+    for total, block in zip(sums, blocks, strict=True):
+        sum_in_order(total, [inputs[index] for index in block])
+    sum_in_order(output, list(sums), scale)

@@ -13,21 +13,16 @@ import ctypes
 import functools
 import os
 import secrets
-import struct
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from deepspeed.ops import native
-from deepspeed.utils.logging import logger
 
-from .gloo import GlooAllGather, GlooChannel
-from .groups import timeout_of
 from .pending import CommunicationError, Pending
 
 _ABI = 2
@@ -153,6 +148,11 @@ class SharedMemoryChannel:
         # The native side works on raw addresses: their tensors live until the operation is known to be done.
         self._in_flight: deque[tuple[int, tuple[Tensor, ...]]] = deque()
 
+    def start(self, timeout: timedelta, *, cores: int) -> None:
+        """Called once every rank has attached; `cores`: how many they have together."""
+        spin_us = _SPIN_US if cores >= self.size else 0
+        self.lib.ds_shm_start(self.handle, spin_us, int(timeout.total_seconds() * 1000))
+
     def issue(self, operation: _Operation, *tensors: Tensor) -> Pending:
         ticket: int = self.lib.ds_shm_issue(self.handle, ctypes.byref(operation))
         self._in_flight.append((ticket, tensors))
@@ -188,86 +188,25 @@ class SharedMemoryChannel:
         self.close()
 
 
-def connect(group: ProcessGroup, ranks: tuple[int, ...], wanted: bool) -> SharedMemoryChannel | None:
-    """The channel of a gloo group whose ranks all want one, share a host and can map each other's memory,
-    else None. A collective call: every rank gets the same answer."""
-    lib = _library() if wanted else None
-    rank, size = group.rank(), group.size()
+def create_segment(size: int) -> tuple[int, int] | None:
+    """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
+    it is to be closed when they have. None if there is none to be had."""
+    lib = _library()
     token = secrets.randbits(63)
-    descriptor = lib.ds_shm_create(size, token) if lib is not None and rank == 0 else -1
-    gather = functools.partial(_gather_records, GlooAllGather(GlooChannel(group, ranks)), size)
-    handle: int | None = None
-    try:
-        records = gather(
-            _Record.of_this_process(lib is not None and (rank > 0 or descriptor >= 0), token, descriptor)
-        )
-        together = all(one.ready and one.host == records[0].host for one in records)
-        if together and lib is not None:
-            path = f"/proc/{records[0].pid}/fd/{records[0].descriptor}".encode()
-            handle = lib.ds_shm_attach(path, records[0].token, rank, size)
-        attached = gather(_Record.of_this_process(handle is not None, 0, -1))
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    if lib is None or handle is None or not all(one.ready for one in attached):
-        if lib is not None and handle is not None:
-            lib.ds_shm_close(handle)
-        if together and rank == 0:
-            logger.warning(
-                f"Ranks {list(ranks)} share a host but cannot share memory; they communicate over gloo."
-            )
+    descriptor: int = -1 if lib is None else lib.ds_shm_create(size, token)
+    return None if descriptor < 0 else (descriptor, token)
+
+
+def attach(
+    pid: int, descriptor: int, token: int, rank: int, ranks: tuple[int, ...]
+) -> SharedMemoryChannel | None:
+    """Map that process' segment as `rank` of these global ranks; None if this is not possible."""
+    lib = _library()
+    if lib is None:
         return None
-    cores = functools.reduce(lambda union, one: union | one.cores, records, 0).bit_count()
-    timeout_ms = int(timeout_of(group).total_seconds() * 1000)
-    lib.ds_shm_start(handle, _SPIN_US if cores >= size else 0, timeout_ms)
-    return SharedMemoryChannel(lib, handle, ranks, rank)
-
-
-class _Record:
-    """What the ranks tell each other before they share memory."""
-
-    _LAYOUT = struct.Struct("=?qqq64s128s")
-
-    def __init__(self, ready: bool, token: int, pid: int, descriptor: int, host: bytes, cores: int) -> None:
-        self.ready, self.token, self.pid, self.descriptor = ready, token, pid, descriptor
-        self.host = host.ljust(64, b"\0")[:64]
-        self.cores = cores  # one bit per core that this process may use
-
-    @classmethod
-    def of_this_process(cls, ready: bool, token: int, descriptor: int) -> _Record:
-        cores = sum(1 << core for core in _usable_cores() if core < 1024)
-        return cls(ready, token, os.getpid(), descriptor, _host_identity(), cores)
-
-    def pack(self) -> Tensor:
-        cores = self.cores.to_bytes(128, "little")
-        data = self._LAYOUT.pack(self.ready, self.token, self.pid, self.descriptor, self.host, cores)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    @classmethod
-    def unpack(cls, data: Tensor) -> _Record:
-        ready, token, pid, descriptor, host, cores = cls._LAYOUT.unpack(data.numpy().tobytes())
-        return cls(ready, token, pid, descriptor, host, int.from_bytes(cores, "little"))
-
-
-def _gather_records(all_gather: GlooAllGather, size: int, own: _Record) -> list[_Record]:
-    packed = own.pack()
-    everyone = torch.empty(size * packed.numel(), dtype=torch.uint8)
-    all_gather(everyone, packed).wait()
-    return [_Record.unpack(one) for one in everyone.view(size, -1)]
-
-
-def _host_identity() -> bytes:
-    """Equal for two processes exactly if they run under one kernel and see each other's process ids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return secrets.token_hex(16).encode()  # unlike any other
-    return f"{boot} {namespace}".encode()
-
-
-def _usable_cores() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    path = f"/proc/{pid}/fd/{descriptor}".encode()
+    handle: int | None = lib.ds_shm_attach(path, token, rank, len(ranks))
+    return None if handle is None else SharedMemoryChannel(lib, handle, ranks, rank)
 
 
 class SharedMemoryAllGather:
@@ -285,7 +224,7 @@ class SharedMemoryReduceScatter:
         self.fallback = fallback
 
     def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        if not _can_reduce(input.dtype, output.dtype):
+        if not can_reduce(input.dtype, output.dtype):
             return self.fallback(output, input, scale=scale)
         operation = _reduction(_REDUCE_SCATTER, output, input, scale)
         return self.channel.issue(operation, output, input)
@@ -297,7 +236,7 @@ class SharedMemoryAllReduce:
         self.fallback = fallback
 
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        if not _can_reduce(tensor.dtype, tensor.dtype):
+        if not can_reduce(tensor.dtype, tensor.dtype):
             return self.fallback(tensor, scale=scale)
         return self.channel.issue(_reduction(_ALL_REDUCE, tensor, tensor, scale), tensor)
 
@@ -308,7 +247,7 @@ class SharedMemoryAllReduceMax:
         self.fallback = fallback
 
     def __call__(self, tensor: Tensor) -> Pending:
-        if not _can_reduce(tensor.dtype, tensor.dtype):
+        if not can_reduce(tensor.dtype, tensor.dtype):
             return self.fallback(tensor)
         return self.channel.issue(_reduction(_ALL_REDUCE_MAX, tensor, tensor, 1.0), tensor)
 
@@ -319,7 +258,7 @@ class SharedMemoryReduce:
         self.fallback = fallback
 
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
-        if not _can_reduce(tensor.dtype, tensor.dtype):
+        if not can_reduce(tensor.dtype, tensor.dtype):
             return self.fallback(tensor, dst, scale=scale)
         operation = _reduction(_REDUCE, tensor, tensor, scale)
         operation.root = dst
@@ -363,7 +302,7 @@ class SharedMemoryBarrier:
         return self.channel.issue(_Operation(kind=_BARRIER))
 
 
-def _can_reduce(input: torch.dtype, output: torch.dtype) -> bool:
+def can_reduce(input: torch.dtype, output: torch.dtype) -> bool:
     """Whether the native code sums these; only between fp32, bf16 and fp16 does it change the dtype."""
     return input in _DTYPES and (input == output or {input, output} <= native.DTYPE_CODES.keys())
 

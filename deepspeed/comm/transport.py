@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import gloo, native, shared_memory
+from . import gloo, hierarchical, hosts, native, shared_memory
 from .pending import Pending
 
 
@@ -75,13 +75,18 @@ def select_transport(
     """The one place where a transport is chosen. A collective call for CPU tensors over gloo."""
     if device_type != "cpu" or not is_gloo(group):
         return _native_transport(group, ranks)
-    fallback = _gloo_transport(group, ranks)
-    channel = shared_memory.connect(group, ranks, may_share_memory)
-    return fallback if channel is None else _shared_memory_transport(channel, fallback)
+    gloo_channel = gloo.GlooChannel(group, ranks)
+    met = hosts.meet(gloo_channel, may_share_memory)
+    gloo_channel.blocks = met.blocks
+    fallback = _gloo_transport(gloo_channel)
+    if met.channel is None:
+        return fallback
+    if len(met.blocks) == 1:
+        return _shared_memory_transport(met.channel, fallback)
+    return _hierarchical_transport(met.channel, gloo_channel, fallback)
 
 
-def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
-    channel = gloo.GlooChannel(group, ranks)
+def _gloo_transport(channel: gloo.GlooChannel) -> Transport:
     return Transport(
         name="gloo",
         background=False,
@@ -93,6 +98,25 @@ def _gloo_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
         broadcast=gloo.GlooBroadcast(channel),
         all_to_all=gloo.GlooAllToAll(channel),
         barrier=gloo.GlooBarrier(channel),
+    )
+
+
+def _hierarchical_transport(
+    channel: shared_memory.SharedMemoryChannel, gloo_channel: gloo.GlooChannel, fallback: Transport
+) -> Transport:
+    levels = hierarchical.TwoLevels(channel, gloo_channel)
+    return Transport(
+        name="hierarchical",
+        background=False,
+        all_gather=hierarchical.HierarchicalAllGather(levels),
+        reduce_scatter=hierarchical.HierarchicalReduceScatter(levels, fallback.reduce_scatter),
+        all_reduce=hierarchical.HierarchicalAllReduce(levels, fallback.all_reduce),
+        all_reduce_max=hierarchical.HierarchicalAllReduceMax(levels, fallback.all_reduce_max),
+        reduce=fallback.reduce,
+        broadcast=hierarchical.HierarchicalBroadcast(levels),
+        all_to_all=fallback.all_to_all,
+        barrier=fallback.barrier,
+        close=channel.close,
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import shared_memory
 from deepspeed.comm.collectives import communicator, forget_communicators, use_shared_memory
 from deepspeed.comm.groups import new_group
-from tests.comm.transports import rank_order_sum, same_bits, using, values
+from tests.comm.transports import rank_order_sum, same_bits, two_hosts, using, values
 from tests.pool import distributed
 
 pytestmark = pytest.mark.skipif(not shared_memory.is_available(), reason="no native library")
@@ -48,20 +48,18 @@ def test_environment_turns_it_off():
 
 @distributed(world_size=2)
 def test_other_hosts_and_failed_mappings_fall_back():
-    rank = torch_dist.get_rank()
-    original = shared_memory._host_identity, shared_memory._library().ds_shm_attach
-    try:
+    with two_hosts(), using("gloo"):
+        use_shared_memory(True)
         forget_communicators()
-        shared_memory._host_identity = lambda: f"host {rank}".encode()
         assert communicator().transport_name("cpu") == "gloo"
-        shared_memory._host_identity = original[0]
-        if rank == 1:
-            shared_memory._library().ds_shm_attach = lambda *arguments: None
+    original = shared_memory.attach
+    try:
+        if torch_dist.get_rank() == 1:
+            shared_memory.attach = lambda *arguments: None
         forget_communicators()
         assert communicator().transport_name("cpu") == "gloo"
     finally:
-        shared_memory._host_identity = original[0]
-        shared_memory._library().ds_shm_attach = original[1]
+        shared_memory.attach = original
         forget_communicators()
 
 

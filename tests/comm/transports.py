@@ -10,19 +10,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.comm import shared_memory
+from deepspeed.comm import hosts, shared_memory
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators, use_shared_memory
 
 TRANSPORTS = ("gloo", "shared_memory")
 
 
 @contextlib.contextmanager
+def two_hosts() -> Iterator[None]:
+    """Ranks believe that each half of them is on a host of its own."""
+    original = hosts.host_identity
+    size, rank = dist.get_world_size(), dist.get_rank()
+    hosts.host_identity = lambda: f"host {rank // (size // 2)}".encode()
+    try:
+        yield
+    finally:
+        hosts.host_identity = original
+
+
+@contextlib.contextmanager
 def using(transport: str) -> Iterator[Communicator]:
     """The default group's communicator on this transport."""
-    if transport == "shared_memory" and not shared_memory.is_available():
+    if transport != "gloo" and not shared_memory.is_available():
         pytest.skip("no native library")
     forget_communicators()
-    use_shared_memory(transport == "shared_memory")
+    use_shared_memory(transport != "gloo")
     try:
         found = communicator(dist.group.WORLD)
         assert found.size == 1 or found.transport_name("cpu") == transport

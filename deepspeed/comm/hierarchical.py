@@ -1,0 +1,194 @@
+"""Collectives among several hosts with equally many ranks each: shared memory inside, gloo between.
+
+Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk across hosts, so what crosses the network
+is 1/L of what a direct exchange among all ranks sends. Sums are formed per host in rank order, in fp32, and then over
+hosts: the order that `sum_in_blocks` gives on gloo, so the bits are the same.
+
+Everything happens while somebody waits, in order of issue (OrderedPending): all ranks of a host then use their shared
+memory in the same order, which does not depend on how fast the network was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .gloo import SCRATCH_BYTES, GlooChannel
+from .pending import OrderedPending, Pending
+from .reduction import accumulation_dtype, sum_in_order
+from .shared_memory import (
+    SharedMemoryAllGather,
+    SharedMemoryAllReduceMax,
+    SharedMemoryBroadcast,
+    SharedMemoryChannel,
+    SharedMemoryReduceScatter,
+    can_reduce,
+)
+
+
+class TwoLevels:
+    """The ranks of this host (shared memory) and this rank's counterparts on the others (gloo)."""
+
+    def __init__(self, channel: SharedMemoryChannel, gloo: GlooChannel) -> None:
+        self.gloo = gloo
+        self.local_size = channel.size
+        self.local_rank = channel.rank
+        self.num_hosts = gloo.size // channel.size
+        self.host = gloo.rank // channel.size
+        self.all_gather = SharedMemoryAllGather(channel)
+        self.reduce_scatter = SharedMemoryReduceScatter(channel, _refuse)
+        self.all_reduce_max = SharedMemoryAllReduceMax(channel, _refuse)
+        self.broadcast = SharedMemoryBroadcast(channel)
+
+    def counterpart(self, host: int, local_rank: int | None = None) -> int:
+        """Rank inside the group."""
+        return host * self.local_size + (self.local_rank if local_rank is None else local_rank)
+
+    @property
+    def other_hosts(self) -> list[int]:
+        return [(self.host + step) % self.num_hosts for step in range(1, self.num_hosts)]
+
+    def exchange(
+        self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
+    ) -> None:
+        """With the counterparts on these hosts."""
+        works = [
+            *(
+                (host, self.gloo.receive(tensor, self.counterpart(host), tag))
+                for host, tensor in received.items()
+            ),
+            *((host, self.gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()),
+        ]
+        for host, work in works:
+            self.gloo.wait(work, operation, self.counterpart(host))
+
+
+def _refuse(*arguments: object, **options: object) -> Pending:
+    raise AssertionError("a dtype that shared memory cannot reduce came past the check")
+
+
+class HierarchicalAllGather:
+    def __init__(self, levels: TwoLevels) -> None:
+        self.levels = levels
+
+    def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self.run(output, input, tag))
+
+    def run(self, output: Tensor, input: Tensor, tag: int) -> None:
+        levels = self.levels
+        slices = output.view(levels.num_hosts, levels.local_size, -1)
+        own = slices[levels.host, levels.local_rank]
+        if own.data_ptr() != input.data_ptr():
+            own.copy_(input)
+        received = {host: slices[host, levels.local_rank] for host in levels.other_hosts}
+        levels.exchange(dict.fromkeys(received, own), received, tag, "all_gather")
+        for host in range(levels.num_hosts):
+            levels.all_gather(slices[host].view(-1), slices[host, levels.local_rank]).wait()
+
+
+class HierarchicalReduceScatter:
+    def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
+        self.levels = levels
+        self.fallback = fallback
+
+    def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        if not can_reduce(input.dtype, accumulation_dtype(input.dtype)):
+            return self.fallback(output, input, scale=scale)
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self.run(output, input, scale, tag))
+
+    def run(self, output: Tensor, input: Tensor, scale: float, tag: int) -> None:
+        """Piece by piece, so that the partial sums of all hosts fit into the scratch."""
+        levels, wide = self.levels, accumulation_dtype(input.dtype)
+        count = output.numel()
+        slices = input.view(levels.num_hosts, levels.local_size, count)
+        piece = max(1, min(count, SCRATCH_BYTES // (2 * levels.num_hosts * wide.itemsize)))
+        mine = torch.empty((levels.num_hosts, piece), dtype=wide)  # this host's sums, for each host
+        theirs = torch.empty((levels.num_hosts, piece), dtype=wide)  # each host's sum, for this rank
+        for start in range(0, count, piece):
+            stop = min(start + piece, count)
+            length = stop - start
+            for host in range(levels.num_hosts):
+                whole = slices[host, :, start:stop].contiguous().view(-1)
+                target = theirs if host == levels.host else mine
+                levels.reduce_scatter(target[host, :length], whole).wait()
+            levels.exchange(
+                {host: mine[host, :length] for host in levels.other_hosts},
+                {host: theirs[host, :length] for host in levels.other_hosts},
+                tag,
+                "reduce_scatter",
+            )
+            sum_in_order(output[start:stop], list(theirs[:, :length]), scale)
+
+
+class HierarchicalAllReduce:
+    """reduce_scatter and all_gather, on a padded copy where the ranks do not divide the tensor."""
+
+    def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
+        self.levels = levels
+        self.fallback = fallback
+        self.reduce_scatter = HierarchicalReduceScatter(levels, _refuse)
+        self.all_gather = HierarchicalAllGather(levels)
+
+    def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        if not can_reduce(tensor.dtype, accumulation_dtype(tensor.dtype)):
+            return self.fallback(tensor, scale=scale)
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self.run(tensor, scale, tag))
+
+    def run(self, tensor: Tensor, scale: float, tag: int) -> None:
+        size, rank = self.levels.gloo.size, self.levels.gloo.rank
+        share = -(-tensor.numel() // size)
+        padded = tensor
+        if share * size != tensor.numel():
+            padded = tensor.new_zeros(share * size)
+            padded[: tensor.numel()].copy_(tensor)
+        own = padded[rank * share : (rank + 1) * share]
+        self.reduce_scatter.run(own, padded, scale, tag)
+        self.all_gather.run(padded, own, tag + 1)
+        if padded is not tensor:
+            tensor.copy_(padded[: tensor.numel()])
+
+
+class HierarchicalAllReduceMax:
+    def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
+        self.levels = levels
+        self.fallback = fallback
+
+    def __call__(self, tensor: Tensor) -> Pending:
+        if not can_reduce(tensor.dtype, tensor.dtype):
+            return self.fallback(tensor)
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self._run(tensor, tag))
+
+    def _run(self, tensor: Tensor, tag: int) -> None:
+        levels = self.levels
+        levels.all_reduce_max(tensor).wait()
+        received = {host: torch.empty_like(tensor) for host in levels.other_hosts}
+        levels.exchange(dict.fromkeys(received, tensor), received, tag, "all_reduce_max")
+        for theirs in received.values():
+            torch.maximum(tensor, theirs, out=tensor)
+
+
+class HierarchicalBroadcast:
+    """From the source to its counterparts, and on each host from there."""
+
+    def __init__(self, levels: TwoLevels) -> None:
+        self.levels = levels
+
+    def __call__(self, tensor: Tensor, src: int) -> Pending:
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self._run(tensor, src, tag))
+
+    def _run(self, tensor: Tensor, src: int, tag: int) -> None:
+        levels = self.levels
+        source_host, source = divmod(src, levels.local_size)
+        if levels.local_rank == source:
+            from_here = levels.host == source_host
+            sent = dict.fromkeys(levels.other_hosts, tensor) if from_here else {}
+            received = {} if from_here else {source_host: tensor}
+            levels.exchange(sent, received, tag, "broadcast")
+        levels.broadcast(tensor, source).wait()
