@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int64_t kPieceBytes = 128 << 10;     // what one rank gets from one other in a round of a large operation
 constexpr int64_t kSegmentBytes = 64 << 20;    // bound on all slots together
+constexpr int64_t kBackgroundSpin = 5;         // the thread in the background spins for a fraction of the time
 constexpr int64_t kSmallReduceBytes = 64 << 10;  // an all_reduce up to here goes whole to everyone, in one round
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
@@ -140,9 +141,9 @@ bool Channel::rounds(int64_t count, Need &&need, Write &&write, Read &&read) {
 
 // ---- operations ------------------------------------------------------------------------------------------------------
 
-int32_t Channel::run(const ds_shm_operation &operation, bool may_spin) {
+int32_t Channel::run(const ds_shm_operation &operation, bool in_background) {
     if (status_ != DS_SHM_OK) return status_;
-    spin_now_ns_ = may_spin ? spin_ns_ : 0;
+    spin_now_ns_ = in_background ? spin_ns_ / kBackgroundSpin : spin_ns_;
     call_ = operation.call;
     block(rank_).operations.fetch_add(1);
     switch (call_.kind) {

@@ -49,7 +49,7 @@ class Channel {
 
     void start(int64_t spin_ns, int64_t timeout_ms);
     // Runs one operation to its end or failure; once failed, the channel stays so.
-    int32_t run(const ds_shm_operation &operation, bool may_spin);
+    int32_t run(const ds_shm_operation &operation, bool in_background);
     void abandon() { abandoned_.store(true); }
 
     void explain(ds_shm_failure &failure) const;

@@ -4,6 +4,7 @@
 #if defined(__linux__)
 
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -33,35 +34,38 @@ void *map(int fd, int64_t bytes) {
 
 }  // namespace
 
-// Operations run one after the other in the order of issue: in the thread of the channel, or in one that waits for
-// them, whichever is there first. So what was issued makes progress also while its owner computes or waits for
-// something else, and a caller that waits at once pays for no change of threads.
+// [Note: who runs an operation] Operations run one after the other in the order of issue, in the thread that waits for
+// them or in the channel's own. The first is faster: it may spin, and nothing has to wake up. So the channel's thread
+// does not jump at what was issued. It looks at the queue every kPatrol for as long as operations keep coming, and takes
+// over what nobody has begun to wait for: the owner computes, or waits for something else.
+constexpr auto kPatrol = std::chrono::microseconds(500);
+constexpr int kLastPatrol = 40;  // so many in vain, and the thread sleeps until the next operation is issued
+
 struct ds_shm_channel {
     Channel channel;
     std::mutex mutex;
-    std::condition_variable work, finished;
+    std::condition_variable issue_or_close, finished;
     std::deque<ds_shm_operation> queue;
     int64_t issued = 0, completed = 0, first_failed = INT64_MAX;
     int32_t failure = DS_SHM_OK;
-    bool executing = false, closing = false;
-    std::thread worker;
+    bool executing = false, asleep = false, closing = false;
+    std::thread thread;
 
     ds_shm_channel(void *base, int32_t rank, int32_t size) : channel(base, rank, size) {}
 
-    int32_t run_unlocked(std::unique_lock<std::mutex> &lock, const ds_shm_operation &operation, bool may_spin) {
+    int32_t run_unlocked(std::unique_lock<std::mutex> &lock, const ds_shm_operation &operation, bool in_background) {
         executing = true;
         lock.unlock();
-        const int32_t status = channel.run(operation, may_spin);
+        const int32_t status = channel.run(operation, in_background);
         lock.lock();
         executing = false;
-        if (!queue.empty()) work.notify_one();
         return status;
     }
 
-    void run_next(std::unique_lock<std::mutex> &lock, bool may_spin) {
+    void run_next(std::unique_lock<std::mutex> &lock, bool in_background) {
         const ds_shm_operation operation = queue.front();
         queue.pop_front();
-        const int32_t status = run_unlocked(lock, operation, may_spin);
+        const int32_t status = run_unlocked(lock, operation, in_background);
         ++completed;
         if (status != DS_SHM_OK && failure == DS_SHM_OK) {
             failure = status;
@@ -70,26 +74,31 @@ struct ds_shm_channel {
         finished.notify_all();
     }
 
-    void work_off() {
+    void patrol() {
         std::unique_lock lock(mutex);
-        for (;;) {
-            work.wait(lock, [&] { return closing || (!queue.empty() && !executing); });
-            if (closing) return;
-            run_next(lock, false);
+        for (int in_vain = 0; !closing; ++in_vain) {
+            if (in_vain == kLastPatrol) {
+                asleep = true;
+                issue_or_close.wait(lock, [&] { return closing || !queue.empty(); });
+                asleep = false;
+                in_vain = 0;
+            }
+            issue_or_close.wait_for(lock, kPatrol, [&] { return closing; });
+            for (; !closing && !executing && !queue.empty(); in_vain = 0) run_next(lock, true);
         }
     }
 
     int64_t issue(std::unique_lock<std::mutex> &, const ds_shm_operation &operation) {
-        if (!worker.joinable()) worker = std::thread([this] { work_off(); });
+        if (!thread.joinable()) thread = std::thread([this] { patrol(); });
         queue.push_back(operation);
-        if (!executing) work.notify_one();
+        if (asleep) issue_or_close.notify_one();
         return ++issued;
     }
 
     int32_t wait(std::unique_lock<std::mutex> &lock, int64_t ticket) {
         while (completed < ticket) {
             if (!executing && !queue.empty())
-                run_next(lock, true);
+                run_next(lock, false);
             else
                 finished.wait(lock);
         }
@@ -143,7 +152,7 @@ void ds_shm_start(ds_shm_channel *channel, int32_t spin_us, int64_t timeout_ms) 
 int32_t ds_shm_run(ds_shm_channel *channel, const ds_shm_operation *operation) {
     std::unique_lock lock(channel->mutex);
     if (channel->executing || !channel->queue.empty()) return channel->wait(lock, channel->issue(lock, *operation));
-    const int32_t status = channel->run_unlocked(lock, *operation, true);
+    const int32_t status = channel->run_unlocked(lock, *operation, false);
     channel->finished.notify_all();
     return status;
 }
@@ -171,10 +180,10 @@ void ds_shm_close(ds_shm_channel *channel) {
         std::unique_lock lock(channel->mutex);
         channel->closing = true;
         channel->queue.clear();
-        channel->work.notify_all();
+        channel->issue_or_close.notify_all();
         channel->finished.wait(lock, [&] { return !channel->executing; });
     }
-    if (channel->worker.joinable()) channel->worker.join();
+    if (channel->thread.joinable()) channel->thread.join();
     delete channel;
 }
 
