@@ -16,8 +16,8 @@
 
 namespace ds::shm {
 
-constexpr int kSlots = 4;
-constexpr int kAhead = 3;
+constexpr int kSlots = 8;
+constexpr int kAhead = 6;
 
 // Sizes that follow from the number of ranks: the same on all of them.
 struct Geometry {

@@ -5,7 +5,9 @@
 
 namespace {
 
-// ---- two summands, by far the most frequent case, in one pass; more go through ds_reduce_chunks ----------------------
+// ---- few summands, by far the most frequent case, in one pass; more go through ds_reduce_chunks ----------------------
+
+constexpr int32_t kFew = 4;
 
 struct Float32 {
     using Memory = float;
@@ -23,30 +25,44 @@ struct Float16 {
     DS_INLINE uint16_t store(float x) { return ds::round_float16(x); }
 };
 
-template <class Out, class In>
-DS_INLINE void add_pair(void *output, const void *first, const void *second, int64_t numel, float scale) {
+template <class Out, class In, int32_t Count>
+DS_INLINE void add_few(void *output, const void *const *inputs, int64_t numel, float scale) {
     auto *out = static_cast<typename Out::Memory *>(output);
-    auto *a = static_cast<const typename In::Memory *>(first);
-    auto *b = static_cast<const typename In::Memory *>(second);
-    // The output may be one of the two, never overlapping in part.
-    DS_IVDEP for (int64_t i = 0; i < numel; ++i) out[i] = Out::store((In::load(a[i]) + In::load(b[i])) * scale);
-}
-
-DS_INLINE void add_pair_of_body(void *output, int32_t output_dtype, const void *first, const void *second,
-                                int32_t input_dtype, int64_t numel, float scale) {
-    if (input_dtype == DS_FLOAT32) return add_pair<Float32, Float32>(output, first, second, numel, scale);
-    if (input_dtype == DS_BFLOAT16) {
-        if (output_dtype == DS_FLOAT32) return add_pair<Float32, BFloat16>(output, first, second, numel, scale);
-        return add_pair<BFloat16, BFloat16>(output, first, second, numel, scale);
+    const typename In::Memory *in[Count];
+    for (int32_t k = 0; k < Count; ++k) in[k] = static_cast<const typename In::Memory *>(inputs[k]);
+    // The output may be one of the inputs, never overlapping in part.
+    DS_IVDEP for (int64_t i = 0; i < numel; ++i) {
+        float sum = In::load(in[0][i]);
+        for (int32_t k = 1; k < Count; ++k) sum += In::load(in[k][i]);
+        out[i] = Out::store(sum * scale);
     }
-    if (output_dtype == DS_FLOAT32) return add_pair<Float32, Float16>(output, first, second, numel, scale);
-    return add_pair<Float16, Float16>(output, first, second, numel, scale);
 }
 
-DS_KERNEL(add_pair_of,
-          (void *output, int32_t output_dtype, const void *first, const void *second, int32_t input_dtype,
+template <class Out, class In>
+DS_INLINE void add_counted(void *output, const void *const *inputs, int32_t count, int64_t numel, float scale) {
+    switch (count) {
+        case 2: return add_few<Out, In, 2>(output, inputs, numel, scale);
+        case 3: return add_few<Out, In, 3>(output, inputs, numel, scale);
+        default: return add_few<Out, In, kFew>(output, inputs, numel, scale);
+    }
+}
+
+DS_INLINE void add_few_of_body(void *output, int32_t output_dtype, const void *const *inputs, int32_t count,
+                               int32_t input_dtype, int64_t numel, float scale) {
+    const bool widens = output_dtype == DS_FLOAT32;
+    if (input_dtype == DS_FLOAT32) return add_counted<Float32, Float32>(output, inputs, count, numel, scale);
+    if (input_dtype == DS_BFLOAT16) {
+        if (widens) return add_counted<Float32, BFloat16>(output, inputs, count, numel, scale);
+        return add_counted<BFloat16, BFloat16>(output, inputs, count, numel, scale);
+    }
+    if (widens) return add_counted<Float32, Float16>(output, inputs, count, numel, scale);
+    return add_counted<Float16, Float16>(output, inputs, count, numel, scale);
+}
+
+DS_KERNEL(add_few_of,
+          (void *output, int32_t output_dtype, const void *const *inputs, int32_t count, int32_t input_dtype,
            int64_t numel, float scale),
-          (output, output_dtype, first, second, input_dtype, numel, scale))
+          (output, output_dtype, inputs, count, input_dtype, numel, scale))
 
 // ---- dtypes that are combined as they are ----------------------------------------------------------------------------
 
@@ -123,8 +139,8 @@ int64_t item_bytes(int32_t dtype) {
 void sum_chunks(void *output, int32_t output_dtype, const void *const *inputs, int32_t count, int32_t input_dtype,
                 int64_t numel, double scale) {
     if (input_dtype > DS_FLOAT16) return combine_as_is<Sum>(output, inputs, count, input_dtype, numel, scale);
-    const bool paired = count == 2 && (output_dtype == input_dtype || output_dtype == DS_FLOAT32);
-    if (paired) return add_pair_of(output, output_dtype, inputs[0], inputs[1], input_dtype, numel, float(scale));
+    const bool few = 2 <= count && count <= kFew && (output_dtype == input_dtype || output_dtype == DS_FLOAT32);
+    if (few) return add_few_of(output, output_dtype, inputs, count, input_dtype, numel, float(scale));
     ds_reduce_chunks(output, output_dtype, inputs, count, input_dtype, numel, scale, 1);
 }
 

@@ -2,7 +2,7 @@
 
 A segment per process group: anonymous memory (memfd), reached by the other ranks through /proc/<pid>/fd. So
 it has no name that could clash with another job's or stay behind after a kill, and needs no room in /dev/shm.
-Data moves through it in small slots: two ranks share 2 MiB, any number 64 MiB at most.
+Data moves through it in small slots: two ranks share 4 MiB, any number 64 MiB at most.
 
 Operations run natively, in the order of issue, in a thread of the channel or in the one that waits.
 """
