@@ -1,7 +1,7 @@
 """Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
 
-Stages 1 and 2: every optimizer group is one flat tensor, cut evenly over ranks; ``param_slice_mappings``
-says which parameter lies where in a rank's part. Stage 3: every parameter is padded and cut evenly, and a
+Stages 1 and 2: every optimizer group is one flat tensor, cut evenly over ranks; ``param_shapes``
+gives the order. Stage 3: every parameter is padded and cut evenly, and a
 rank's parts are laid end to end. Stage 0: whole tensors by number, in the order of the optimizer that saved
 them.
 """
@@ -75,25 +75,20 @@ def _add_module(catalog: Catalog, content: Mapping[str, Any], path: Path) -> Non
             catalog.extra[name] = value
 
 
-# Stages 1 and 2
-# -------------------------------------------------------------------------------------------------
+# Stages 1 and 2 --------------------------------------------------------------------------------------------
 
 
 def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Path], read: Read) -> None:
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
     files = _complete(catalog.folder, optims, count)
-    catalog.zero_stage = int(states[files[0]]["zero_stage"])
+    catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer says none
     shapes: list[Mapping[str, Any]] = first["param_shapes"]
     for number, group in enumerate(shapes):
-        done = dict.fromkeys(group, 0)
+        start = 0
         for path in files:
-            _add_group_part(catalog, number, group, done, states[path], path)
-        short = [name for name in group if done[name] != prod(group[name])]
-        if short:
-            raise CheckpointError(
-                f"{catalog.folder} is incomplete: {short[0]} has {done[short[0]]} of {prod(group[short[0]])} elements"
-            )
+            start += _add_group_part(catalog, number, group, start, states[path], path)
+        _check_covered(catalog, group)
     _add_groups(
         catalog, states[files[0]]["base_optimizer_state"]["param_groups"], [list(group) for group in shapes]
     )
@@ -101,24 +96,39 @@ def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Pat
 
 
 def _add_group_part(
-    catalog: Catalog,
-    number: int,
-    shapes: Mapping[str, Any],
-    done: dict[str, int],
-    state: Mapping[str, Any],
-    path: Path,
-) -> None:
-    """One rank's part of one group. ``done``: elements of each parameter that earlier ranks hold."""
+    catalog: Catalog, number: int, shapes: Mapping[str, Any], start: int, state: Mapping[str, Any], path: Path
+) -> int:
+    """One rank's part of one group, which begins at ``start`` in the group's flat tensor; returns its length.
+
+    The order in the flat tensor is that of ``shapes``; each parameter may be followed by padding. (The file
+    also has ``param_slice_mappings``, whose names are wrong with ``round_robin_gradients``.)
+    """
     base = state["base_optimizer_state"]
     if not isinstance(base, dict):
         raise CheckpointError(
             f"{path} holds an elastic optimizer state (elastic_checkpoint), which cannot be read"
         )
-    flat = {MASTER: state["single_partition_of_fp32_groups"][number], **base["state"].get(number, {})}
-    for name, address in state["param_slice_mappings"][number].items():
-        index = ShardIndex(name, tuple(shapes[name]), (), done[name], done[name] + address.numel)
-        done[name] += address.numel
-        _add_slices(catalog, index, flat, address.start, path)
+    masters = state["single_partition_of_fp32_groups"][number]
+    flat = {MASTER: masters, **base["state"].get(number, {})}
+    paddings = (state.get("param_alignment_paddings") or {number: [0] * len(shapes)})[number]
+    position = 0
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        numel = prod(shape)
+        low, high = max(position, start), min(position + numel, start + masters.numel())
+        if low < high:
+            index = ShardIndex(name, tuple(shape), (), low - position, high - position)
+            _add_slices(catalog, index, flat, low - start, path)
+        position += numel + padding
+    return masters.numel() + int(state["group_paddings"][number])
+
+
+def _check_covered(catalog: Catalog, group: Mapping[str, Any]) -> None:
+    for name, shape in group.items():
+        held = sum(source.index.numel for source in catalog.fragments.get(name, {}).get(MASTER, ()))
+        if held != prod(shape):
+            raise CheckpointError(
+                f"{catalog.folder} is incomplete: {name} has {held} of {prod(shape)} elements"
+            )
 
 
 def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
@@ -130,8 +140,7 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
             catalog.values.setdefault(index.name, {})[kind] = value
 
 
-# Stage 3
-# --------------------------------------------------------------------------------------------------------
+# Stage 3 ---------------------------------------------------------------------------------------------------
 
 
 def _add_stage3(
@@ -185,8 +194,7 @@ def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> Shar
     return ShardIndex(name, shape, (), min(rank * part, size), min((rank + 1) * part, size))
 
 
-# Stage 0
-# --------------------------------------------------------------------------------------------------------
+# Stage 0 ---------------------------------------------------------------------------------------------------
 
 
 def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order: Order | None) -> None:
@@ -233,8 +241,7 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
     return names
 
 
-# What all stages share
-# ------------------------------------------------------------------------------------------
+# What all stages share -------------------------------------------------------------------------------------
 
 
 def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:

@@ -28,6 +28,10 @@ logger = logging.getLogger("deepspeed.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process is to end with it
 USAGE_ERROR = 2
+# How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
+# anything else wants a core (communication threads, data loaders, a neighbour) the threads of a rank then wait for
+# each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
+SPIN_COUNT = "10000"
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +146,8 @@ def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: 
     }
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu" and "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if accelerator.device_name() != "cpu" or VISIBLE_DEVICES not in environment:  # if empty, it hides GPUs
         accelerator.set_visible_devices_envs(environment, local_slots)
     os.environ.update(environment)

@@ -25,8 +25,7 @@ def grace_seconds() -> float:
 
 
 def run_dir_prefix(launcher_pid: int) -> str:
-    """How the name of a launcher's folder for its ranks' error reports begins, in the folder for temporary
-    files."""
+    """How the temporary folder for the error reports of a launcher's ranks begins."""
     return f"deepspeed_launch_{launcher_pid}_"
 
 

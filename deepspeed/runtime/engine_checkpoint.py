@@ -34,8 +34,7 @@ def create_checkpoint_engine(config: Any) -> CheckpointEngine:
     return TorchCheckpointEngine(config)
 
 
-# Saving
-# ---------------------------------------------------------------------------------------------------------
+# Saving ----------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -125,8 +124,7 @@ def _tag_validation(engine: DeepSpeedEngine) -> str:
     return "FAIL" if engine.checkpoint_tag_validation_fail() else "WARN"
 
 
-# Loading
-# --------------------------------------------------------------------------------------------------------
+# Loading ---------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -313,8 +311,7 @@ def _load_rank_state(engine: DeepSpeedEngine, saved: list[dict[str, Any]], ranks
         loader.load_state_dict(materialize(data))
 
 
-# Weights alone
-# ----------------------------------------------------------------------------------------------------
+# Weights alone ---------------------------------------------------------------------------------------------
 
 
 def module_state_dict(

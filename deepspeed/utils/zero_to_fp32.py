@@ -38,7 +38,9 @@ class GatheredTensor:
         return materialize(self._lazy)
 
 
-def to_torch_tensor(state_dict: dict[str, Any], return_empty_tensor: bool = False) -> OrderedDict[str, Tensor]:
+def to_torch_tensor(
+    state_dict: dict[str, Any], return_empty_tensor: bool = False
+) -> OrderedDict[str, Tensor]:
     """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
 
     ``return_empty_tensor`` gives uninitialised tensors of the right shape, for finding out sizes.
@@ -76,8 +78,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards with an
-    index where they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
+    """Write the fp32 weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards
+    with an index where they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
     whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
     save_weights(
         whole.tensors,
@@ -138,7 +140,9 @@ def main() -> None:
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, with a file named 'latest'")
     parser.add_argument("output_dir", help="folder for the weights")
     parser.add_argument("--max_shard_size", default="5GB", help="largest file, such as 5GB or 200MB")
-    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch files")
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="safetensors instead of torch files"
+    )
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint, such as global_step100")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="only trained parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="show tracebacks")

@@ -61,7 +61,7 @@ def seconds_per_micro_batch(config: GPTConfig, dtype: torch.dtype, sequences: in
 def make_plan(short: bool) -> Plan:
     """Chooses the faster precision of this machine and as many steps as fit into the time."""
     if short:
-        return Plan(GPTConfig(layers=2, heads=4, width=128, context=128), "fp32", 40, 60, 10, 4e-3)
+        return Plan(GPTConfig(layers=2, heads=4, width=128, context=128), "fp32", 80, 120, 20, 2e-3)
     config = GPTConfig()
     seconds = {
         name: seconds_per_micro_batch(config, getattr(torch, name)) for name in ("float32", "bfloat16")
@@ -69,12 +69,10 @@ def make_plan(short: bool) -> Plan:
     fastest = min(seconds, key=seconds.__getitem__)
     said = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in seconds.items())
     print(f"one micro-batch on one core: {said}")
-    # 16 sequences a step, 4 at a time on each of two cores; a third on top for optimizer, exchange and
-    # validation.
-    per_step = 1.33 * 2 * seconds[fastest]
-    steps = max(60, min(300, int(TRAINING_BUDGET_S / per_step))) // 20 * 20
+    # A step is one micro-batch on each of two cores; a third on top for optimizer, exchange and validation.
+    steps = max(100, min(600, int(TRAINING_BUDGET_S / (1.33 * seconds[fastest])))) // 20 * 20
     precision = {"float32": "fp32", "bfloat16": "bf16"}[fastest]
-    return Plan(config, precision, steps * 3 // 5, steps, max(10, steps // 15), 1.5e-3)
+    return Plan(config, precision, steps * 3 // 5, steps, steps // 20, 1e-3)
 
 
 def write_config(plan: Plan, stage: int, out: Path) -> Path:

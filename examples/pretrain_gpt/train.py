@@ -1,7 +1,7 @@
 """Trains the GPT of `model.py` on the text of `data.py`: one script for every ZeRO stage, precision and
 number of ranks.
 
-    deepspeed --num_gpus 2 train.py --deepspeed_config configs/zero2_bf16.json --steps 200 --save
+    deepspeed --num_gpus 2 train.py --deepspeed_config configs/zero2_bf16.json --steps 360 --save
     out/checkpoint deepspeed --num_gpus 1 train.py --deepspeed_config configs/zero1_bf16.json --steps 300
     --load out/checkpoint
 
@@ -46,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--steps", type=int, default=300, help="optimizer steps at which to stop, counted from the first run"
+        "--steps", type=int, default=600, help="optimizer steps at which to stop, counted from the first run"
     )
     parser.add_argument("--load", type=Path, help="checkpoint folder to go on from")
     parser.add_argument("--save", type=Path, help="checkpoint folder to write at the end")

@@ -1,13 +1,15 @@
-"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8, and loads what we export with it.
+"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8, and loads what we export with
+it.
 
 Not part of the suite. Needs a Python in which that release is installed:
 
-    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 make
-    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 load FOLDER STAGE PRECISION WORLD EXPECTED
+    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 make python
+    tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 load FOLDER STAGE PRECISION WORLD EXPECTED
 
-``make`` trains a small model at each stage and precision on 2 ranks, saves a checkpoint, and asks that release's own
-``ds_to_universal`` for the fp32 weights and moments of each parameter: the oracle, kept in ``expected.pt``.
-``load`` loads a checkpoint with that release and compares its state with the tensors in ``EXPECTED``.
+``make`` trains a small model at each stage and precision on 2 ranks, saves a checkpoint, and asks that
+release's own ``ds_to_universal`` for the fp32 weights and moments of each parameter: the oracle, kept in
+``expected.pt``. ``load`` loads a checkpoint with that release and compares its state with the tensors in
+``EXPECTED``.
 """
 
 from __future__ import annotations
@@ -75,10 +77,11 @@ def groups(net: Any) -> list[dict[str, Any]]:
 
 
 def on_a_rank(task: str, folder: str, stage: int, precision: str, expected: str) -> None:
-    import deepspeed
     import torch
-    from deepspeed.accelerator import get_accelerator
     from torch.nn.functional import cross_entropy
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # type: ignore[method-assign] - it works, only slowly
@@ -109,8 +112,10 @@ def on_a_rank(task: str, folder: str, stage: int, precision: str, expected: str)
 
 
 def live_state(engine: Any, net: Any, stage: int) -> dict[str, Any]:
-    """What that release holds in memory after loading: weights, and masters and moments where it gives them."""
+    """What that release holds in memory after loading: weights, and masters and moments where it gives
+    them."""
     import torch
+
     from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state  # noqa: F401
 
     state: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed 0.19.8 wrote (``make_upstream_checkpoints.py`` made them), and its layout from ours."""
+"""Checkpoints that DeepSpeed 0.19.8 wrote (``make_upstream_checkpoints.py`` made them), and its layout from
+ours."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ def expected(stage: int, precision: str) -> dict[str, torch.Tensor]:
         return dict(zip(kept["sizes"], kept["flat"].split(list(kept["sizes"].values())), strict=True))
     saved = torch.load(fixture(0, precision) / "global_step3/mp_rank_00_model_states.pt")
     optimizer = saved["optimizer"]
-    names = [[n for n, p in model().named_parameters() if p.requires_grad and (p.dim() > 1) == big] for big in (True, False)]
+    names = [
+        [n for n, p in model().named_parameters() if p.requires_grad and (p.dim() > 1) == big]
+        for big in (True, False)
+    ]
     inner = optimizer.get("optimizer_state_dict", optimizer)
     found: dict[str, torch.Tensor] = {}
     for group, members in zip(inner["param_groups"], names, strict=True):
@@ -73,7 +77,9 @@ def _load(folder: str, stage: int, precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "precision"), CASES)
 def test_state_is_that_releases_own(stage, precision, world):
     into_stage = {1: 3, 2: 2, 3: 1}[world] if stage else 0
-    loaded = run(_load, world, folder=str(fixture(stage, precision)), stage=into_stage, precision=precision)[0]
+    loaded = run(_load, world, folder=str(fixture(stage, precision)), stage=into_stage, precision=precision)[
+        0
+    ]
     reference = expected(stage, precision)
     assert loaded["client"] == {"epoch": 3, "note": "hello"} and loaded["steps"] == 3
     compared = 0
@@ -98,7 +104,9 @@ def test_frozen_weights_and_consolidation(stage, precision):
     for key, value in expected(stage, precision).items():
         name, kind = key.split("/")
         if kind == "fp32" and name in TRAINED:
-            assert whole[name].dtype == torch.float32 and torch.equal(whole[name], value.view(whole[name].shape))
+            assert whole[name].dtype == torch.float32 and torch.equal(
+                whole[name], value.view(whole[name].shape)
+            )
     torch.manual_seed(0)
     frozen = model().frozen.weight.detach()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

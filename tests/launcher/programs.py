@@ -10,7 +10,15 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "deepspeed.launcher.runner"]
 TIMEOUT_S = 60
-OF_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+OF_LAUNCHER = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "GOMP_SPINCOUNT",
+}
 
 
 def environment(**changes: str) -> dict[str, str]:

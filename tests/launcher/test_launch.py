@@ -17,7 +17,7 @@ from tests.launcher.programs import TIMEOUT_S, deepspeed, environment
 SHOW = """\
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
-names += " CUDA_VISIBLE_DEVICES"
+names += " CUDA_VISIBLE_DEVICES GOMP_SPINCOUNT"
 shown = {name: os.environ.get(name) for name in names.split()}
 shown |= {"argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": os.path.basename(__file__)}
 shown["main"] = sys.modules["__main__"].__dict__.get("shown") is shown
@@ -65,6 +65,7 @@ def test_each_rank_gets_its_environment_and_arguments(folder):
         assert (rank["CUDA_VISIBLE_DEVICES"], rank["path0"]) == ("0,1", str(folder))
         assert (rank["name"], rank["file"], rank["main"]) == ("__main__", "show.py", True)
         assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, (os.cpu_count() or 1) // 2)
+        assert rank["GOMP_SPINCOUNT"] == "10000"
     assert (
         1 <= len(result.stderr.splitlines()) <= 2
     )  # what starts where; another port than usual, if that is in use
@@ -83,8 +84,10 @@ def test_program_that_is_not_python(folder):
 
 
 def test_threads_that_the_user_set_stay(folder):
-    result = deepspeed("--num_gpus", 2, "show.py", cwd=folder, OMP_NUM_THREADS="3")
-    assert [rank["OMP_NUM_THREADS"] for rank in shown(result.stdout)] == ["3", "3"]
+    result = deepspeed("--num_gpus", 2, "show.py", cwd=folder, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="active")
+    assert [(rank["OMP_NUM_THREADS"], rank["GOMP_SPINCOUNT"]) for rank in shown(result.stdout)] == [
+        ("3", None)
+    ] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to cores")
