@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.gather_rules import mark_leaves, persistence_threshold
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
 from deepspeed.runtime.zero.mics import ReplicatedGradBucket
 from deepspeed.runtime.zero.optimizer import (
@@ -34,6 +35,7 @@ from deepspeed.runtime.zero.optimizer import (
     FP16_Optimizer,
     ZeroOptimizer,
 )
+from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.shard_groups import ShardGroups
@@ -41,7 +43,8 @@ from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
-from deepspeed.runtime.zero.step import StepExecutor
+from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
+from deepspeed.runtime.zero.tiers import ResidentTier, make_tier
 from deepspeed.runtime.zero.units import assign_units
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
 
@@ -181,7 +184,15 @@ def build_core(
     else:
         param_buckets = list[ParamBucket](sharded.trained_buckets)
     groups = sharded.groups if sharded is not None else ShardGroups.whole(communicator)
-    grad_buckets = _grad_buckets(module, param_buckets, groups, plan)
+    device = trained.params[0].device if trained.params else torch.device("cpu")
+    tier = make_tier(
+        plan.state_offload,
+        device,
+        [bucket.layout for bucket in param_buckets],
+        weights_swap=sharded.storage.swap if sharded is not None else None,
+        elementwise=not joins_ranks(optimizer),
+    )
+    grad_buckets = _grad_buckets(module, param_buckets, groups, plan, tier)
     reducer = GradReducer(
         trained.params,
         grad_buckets,
@@ -193,7 +204,7 @@ def build_core(
         at_boundary=lambda: clock.at_boundary,
     )
     store = StateStore(
-        optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master
+        optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master, tier=tier
     )
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
         optimizer.whole_matrices = WholeMatrices(store, groups.shard)  # type: ignore[attr-defined]
@@ -201,6 +212,9 @@ def build_core(
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
     executor.counts_squares &= groups.first_replica
+    executor.before_step += [
+        copies.synchronize for copies in {b.host for b in grad_buckets} if copies is not None
+    ]
     if sharded is not None:
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
@@ -261,6 +275,7 @@ def shard_module(
         int(zero.model_persistence_threshold),
     )
     policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist)
+    storage = ParamStorage(plan.param_offload)
     layouts = cut(specs, policy, groups.shard.size)
     buckets = [
         ShardedBucket(
@@ -268,9 +283,11 @@ def shard_module(
             everything.params,
             groups.shard,
             everyone=groups.everyone,
-            persistent=all(slot.numel <= policy.persist_numel for slot in layout.slots),
+            persistent=persistent,
+            keep=storage.keep_persistent if persistent else storage.keep,
         )
         for layout in layouts
+        for persistent in [all(slot.numel <= policy.persist_numel for slot in layout.slots)]
     ]
     known = {id(p) for p in held if p.requires_grad}
     return ShardedModel(
@@ -280,6 +297,7 @@ def shard_module(
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
         budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
         prefetch_numel=int(zero.prefetch_bucket_size),
+        storage=storage,
     )
 
 
@@ -302,10 +320,18 @@ def _sparse(plan: Plan) -> bool:
 
 
 def _grad_buckets(
-    module: nn.Module, buckets: Sequence[ParamBucket], groups: ShardGroups, plan: Plan
+    module: nn.Module,
+    buckets: Sequence[ParamBucket],
+    groups: ShardGroups,
+    plan: Plan,
+    tier: ResidentTier,
 ) -> list[GradBucket]:
     by_rows = sparse_parameters(module) if _sparse(plan) else set()
     pool = BufferPool()
+    offload = plan.state_offload
+    copies = (
+        HostCopies(buckets[0].params[0].device, pin=offload.pin) if offload is not None and buckets else None
+    )
     replicated = groups.replicas.size > 1
     dense = partial(ReplicatedGradBucket, replicas=groups.replicas) if replicated else GradBucket
     result: list[GradBucket] = []
@@ -321,6 +347,7 @@ def _grad_buckets(
                 accumulate_dtype=plan.precision.accumulate or bucket.layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 reduce_scatter=plan.zero.reduce_scatter,
+                host=copies if off_host(first.device) and tier.takes(bucket.layout) else None,
             )
         )
     return result

@@ -33,10 +33,6 @@ class Missing:
         return f"not implemented in this release and has no effect; {self.instead}"
 
 
-def _offloads(section: object) -> bool:
-    return section is not None and getattr(section, "device", "none") != "none"
-
-
 def _optimizer(*names: str) -> Predicate:
     return lambda c: c.optimizer is not None and (c.optimizer.type or "").lower() in names
 
@@ -50,18 +46,6 @@ _REMOVE = "remove it or set it to false"
 
 MISSING: tuple[Missing, ...] = (
     # ZeRO
-    Missing(
-        "zero_optimization.offload_optimizer.device",
-        lambda c: c.zero_optimization.stage > 0 and _offloads(c.zero_optimization.offload_optimizer),
-        "use device 'none'",
-        value="cpu, nvme",
-    ),
-    Missing(
-        "zero_optimization.offload_param.device",
-        lambda c: c.zero_optimization.stage == 3 and _offloads(c.zero_optimization.offload_param),
-        "use device 'none'",
-        value="cpu, nvme",
-    ),
     Missing(
         "zero_optimization.offload_optimizer.super_offload",
         lambda c: (

@@ -533,6 +533,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         sharded, self.sharded = self.sharded, None
         if core is not None:
             core.reducer.destroy()
+            core.store.tier.close()
             for param in core.trained.params:
                 vars(param).pop("_ds_state_access", None)  # type: ignore[attr-defined]
         if sharded is not None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from deepspeed.ops.aio.engine import Options
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -85,6 +88,39 @@ class ZeroPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateOffload:
+    """Master weights and optimizer state outside the device (``offload_optimizer``)."""
+
+    folder: Path | None
+    """Where they are swapped to; None: they rest in host memory."""
+    pin: bool
+    ratio: float
+    """Share of the elements that the host updates (Twin-Flow); the rest stays on the device."""
+    slots: int
+    """Buffers that sub-groups pass through."""
+    sub_group_numel: int
+    read_ahead: bool
+    write_behind: bool
+    storage: Options
+    """How files are read and written (the ``aio`` section)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamOffload:
+    """Parameter slices of stage 3 outside the device (``offload_param``)."""
+
+    folder: Path | None
+    pin: bool
+    host_numel: int
+    """Elements that stay in host memory although there is a folder."""
+    buffers: int
+    """Slices that are read ahead of their use."""
+    buffer_numel: int
+    """Largest slice that is read ahead."""
+    storage: Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPlan:
     """Arithmetic on gradients around the sum over ranks: multiply by ``pre``, sum, multiply by ``post``."""
 
@@ -108,6 +144,8 @@ class Plan:
     zero: ZeroPlan
     gradients: GradientPlan
     managed_accumulation: bool
+    state_offload: StateOffload | None = None
+    param_offload: ParamOffload | None = None
     max_bad_steps: int = 50
     """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
     details: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +169,58 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
             sparse=bool(config.sparse_gradients_enabled),
         ),
         managed_accumulation=bool(config.managed_gradient_accumulation),
+        state_offload=_state_offload(config),
+        param_offload=_param_offload(config),
     )
+
+
+SUB_GROUP_NUMEL = 4 * 1024 * 1024
+"""Elements updated between two transfers, unless ``sub_group_size`` is smaller: enough for storage to reach its speed,
+little beside the state of a model that has to be swapped."""
+
+
+def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
+    zero = config.zero_config
+    section = zero.offload_optimizer
+    if zero.stage < 1 or section is None or section.device == "none":
+        return None
+    # Documented as off by default; neither can change a result, so both are on unless refused.
+    read = section.pipeline_read or "pipeline_read" not in section.model_fields_set
+    write = section.pipeline_write or "pipeline_write" not in section.model_fields_set
+    return StateOffload(
+        folder=_swap_folder(section, "optimizer"),
+        pin=bool(section.pin_memory),
+        ratio=float(section.ratio),
+        slots=max(1, min(1 + read + write, int(section.buffer_count))),
+        sub_group_numel=max(1, min(int(zero.sub_group_size), SUB_GROUP_NUMEL)),
+        read_ahead=read,
+        write_behind=write,
+        storage=_storage(config),
+    )
+
+
+def _param_offload(config: DeepSpeedConfig) -> ParamOffload | None:
+    zero = config.zero_config
+    section = zero.offload_param
+    if zero.stage != 3 or section is None or section.device == "none":
+        return None
+    return ParamOffload(
+        folder=_swap_folder(section, "param"),
+        pin=bool(section.pin_memory),
+        host_numel=int(section.max_in_cpu),
+        buffers=int(section.buffer_count),
+        buffer_numel=int(section.buffer_size),
+        storage=_storage(config),
+    )
+
+
+def _storage(config: DeepSpeedConfig) -> Options:
+    settings = config.aio_config
+    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})
+
+
+def _swap_folder(section: Any, what: str) -> Path | None:
+    return Path(section.nvme_path) / "deepspeed" / what if section.device == "nvme" else None
 
 
 def _zero(config: DeepSpeedConfig) -> ZeroPlan:

@@ -100,7 +100,7 @@ class StateAccess:
 
     def clear_state(self) -> None:
         """Forget all optimizer state (what is loaded next was saved before the first step)."""
-        self.store.optimizer.state.clear()
+        self.store.clear_state()
 
     def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
         """Write a per-parameter scalar such as ``step``, for one parameter or for all."""

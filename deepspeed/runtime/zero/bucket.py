@@ -73,11 +73,11 @@ class ParamBucket:
                 self._link(slot.offset, slot.numel, param)
             self._addresses[i] = param.data_ptr()
 
-    def local_weights(self, position: int) -> Tensor:
-        """The weights of fragment ``position``, 1-D in the bucket's dtype; writes go to the parameter's slice."""
-        fragment = self.fragments[position]
+    def local_weights(self, fragment: Fragment) -> Tensor:
+        """The weights of a fragment of this rank, or of a piece of one: 1-D in the bucket's dtype, live."""
         if self.shard is None:
-            return self.param_of(fragment).data.view(-1)
+            start = fragment.param_offset
+            return self.param_of(fragment).data.view(-1)[start : start + fragment.numel]
         return self.shard[fragment.shard_offset : fragment.shard_offset + fragment.numel]
 
     def param_of(self, fragment: Fragment) -> nn.Parameter:

@@ -10,9 +10,10 @@ order of gathers and sums among each other is free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.zero.shard_server import ShardServer
@@ -40,6 +41,64 @@ class LocalGather:
 
     def close(self) -> None:
         """Nothing will be gathered any more."""
+
+
+class ReadingGather(LocalGather):
+    """One rank whose slices rest in a file: the next buckets in the order of the last step are read ahead.
+
+    ``read(i, full)`` starts to fill ``full`` and returns what finishes it. At most ``ahead`` buckets of at most
+    ``max_numel`` elements are under way.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        read: Callable[[int, Tensor], Callable[[], None]],
+        *,
+        ahead: int,
+        max_numel: int,
+    ) -> None:
+        super().__init__(buckets)
+        self.read = read
+        self.ahead = ahead
+        self.max_numel = max_numel
+        self.order: list[int] = []  # of the last step
+        self.observed: list[int] = []
+        self.cursor = 0
+        self.in_flight: dict[int, Callable[[], None]] = {}
+
+    def gather(self, index: int) -> None:
+        if torch.is_grad_enabled():
+            self.observed.append(index)
+        if index not in self.in_flight:
+            self._start(index)
+        self._finish(index)
+        if index in self.order[self.cursor :]:
+            self.cursor = self.order.index(index, self.cursor) + 1
+        self._read_ahead()
+
+    def _start(self, index: int) -> None:
+        self.in_flight[index] = self.read(index, self.buckets[index].allocate())
+
+    def _finish(self, index: int) -> None:
+        try:
+            self.in_flight.pop(index)()
+        finally:
+            self.buckets[index].arrived()
+
+    def _read_ahead(self) -> None:
+        for index in self.order[self.cursor : self.cursor + self.ahead]:
+            bucket = self.buckets[index]
+            if len(self.in_flight) >= self.ahead or bucket.layout.padded_numel > self.max_numel:
+                return
+            if bucket.status is Status.SHARDED and index not in self.in_flight:
+                self._start(index)
+
+    def end_of_step(self) -> None:
+        for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
+            self._finish(index)
+            self.buckets[index].release()
+        self.order, self.observed, self.cursor = self.observed, [], 0
 
 
 class FetchingGather(LocalGather):
@@ -121,10 +180,11 @@ class ScheduledGather(FetchingGather):
         bucket = self.buckets[index]
         assert bucket.shard is not None and bucket.full is not None
         if bucket.status is Status.SHARDED:
-            self.in_flight[index] = self.communicator.all_gather(bucket.allocate(), bucket.shard)
+            full = bucket.allocate()
+            self.in_flight[index] = self.communicator.all_gather(full, bucket.own_slice())
         else:  # whole here already; the others still need this rank's slice
             spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
-            self.communicator.all_gather(spare, bucket.shard).wait()
+            self.communicator.all_gather(spare, bucket.shard.to(bucket.device)).wait()
 
     def _finish(self, index: int) -> None:
         self.in_flight.pop(index).wait()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.runtime.zero.host_copies import HostCopies, host_empty
 from deepspeed.runtime.zero.layout import BucketLayout
 
 
@@ -16,18 +17,28 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        self._read_until: dict[
+            int, Any
+        ] = {}  # address of a free buffer -> event after which it may be written
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of exactly ``numel`` elements with undefined contents."""
         free = self._free.setdefault((dtype, device), [])
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
-            return free.pop(min(fitting, key=lambda i: free[i].numel()))[:numel]
+            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
+            event = self._read_until.pop(buffer.data_ptr(), None)
+            if event is not None:
+                event.wait()
+            return buffer[:numel]
         free.clear()  # all too small: a larger one takes their place
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Tensor, read_until: Any = None) -> None:
+        """``read_until``: an event after the last use of the buffer on another stream."""
         whole = buffer if buffer._base is None else buffer._base
+        if read_until is not None:
+            self._read_until[whole.data_ptr()] = read_until
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
 
@@ -50,6 +61,9 @@ class GradBucket:
     ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced slice
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
+
+    ``host``: where the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
+    memory.
     """
 
     def __init__(
@@ -62,7 +76,9 @@ class GradBucket:
         accumulate_dtype: torch.dtype,
         keep_local: bool,
         reduce_scatter: bool,
+        host: HostCopies | None = None,
     ) -> None:
+        self.host = host
         self.layout = layout
         self.communicator = communicator
         self.pool = pool
@@ -100,9 +116,8 @@ class GradBucket:
 
     def _open(self) -> None:
         if self._owned is not None:
-            if (
-                self.reduced is not None
-            ):  # a second round in one step: its arrivals must not hit the first result
+            # A second round in one step: its arrivals must not hit the first result.
+            if self.reduced is not None and self.host is None:
                 self.reduced = self.reduced.clone()
             self.local = self._owned
             return
@@ -148,13 +163,16 @@ class GradBucket:
         The sum is rounded to the wire dtype also where wider memory would be at hand: stage 0 has to send it on in
         that dtype, and every stage gives the same bits.
         """
-        if not self.keep_local and self.reduced is None and self.dtype == wire.dtype:
+        if not self.keep_local and self.reduced is None and self.dtype == wire.dtype and self.host is None:
             return self._kept_slice(), False
         return wire[self.start : self.stop], True
 
     def _kept_slice(self) -> Tensor:
         if self._slice is None:
-            self._slice = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+            if self.host is not None:
+                self._slice = host_empty(self.layout.shard_numel, self.dtype, pin=self.host.pin)
+            else:
+                self._slice = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
         return self._slice
 
     def collect(self) -> None:
@@ -164,15 +182,29 @@ class GradBucket:
         pending, out, wire, borrowed = self.in_flight
         self.in_flight = None
         pending.wait()
-        if self.keep_local:
+        leaving = None
+        if self.host is not None:
+            leaving = self._collect_on_host(self.host, out)
+            if leaving is not None and self.keep_local:
+                leaving.wait()  # the owned buffer is written again without passing through the pool
+        elif self.keep_local:
             self._collect_in_place(out)
         elif self.reduced is not None:
             self.reduced.add_(out)
         else:
             self.reduced = self._kept_slice().copy_(out) if borrowed else out
         if wire is not self.local:
-            self.pool.give(wire)
-        self._close()
+            self.pool.give(wire, leaving)
+        self._close(leaving)
+
+    def _collect_on_host(self, host: HostCopies, out: Tensor) -> Any:
+        """Returns an event after which ``out`` may be overwritten, or None."""
+        if self.reduced is None:
+            self.reduced = self._kept_slice()
+            return host.copy(self.reduced, out)
+        host.synchronize()
+        self.reduced.add_(out.to("cpu", self.dtype))
+        return None
 
     def _collect_in_place(self, out: Tensor) -> None:
         """The sum takes the place of the local one: all of it at stage 0, the own slice at stage 1."""
@@ -184,16 +216,16 @@ class GradBucket:
             place.add_(self.reduced)
         self.reduced = place
 
-    def _close(self) -> None:
+    def _close(self, leaving: Any = None) -> None:
         if not self.keep_local and self.local is not None:
-            self.pool.give(self.local)
+            self.pool.give(self.local, leaving)
             self.views = []
         self.local = None
         self.written = [False] * len(self.written)
 
     def restore(self, value: Tensor) -> None:
         """Continue a step whose earlier rounds were reduced before a checkpoint."""
-        if self.keep_local:
+        if self.keep_local and self.host is None:
             self.reduced = value.to(self.device, self.dtype).clone()
         else:
             self.reduced = self._kept_slice().copy_(value)

@@ -19,9 +19,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
     """Sum of squares in fp64 of any mix of float dtypes; NaN or Inf when an element is."""
     if not tensors:
         return 0.0
-    if tensors[0].device.type == "cpu":
-        return native.sum_of_squares(list(tensors))
-    return float(sum(torch.sum(t.double().square()) for t in tensors))
+    on_host = [t for t in tensors if t.device.type == "cpu"]
+    total = native.sum_of_squares(on_host) if on_host else 0.0
+    if len(on_host) < len(tensors):  # with Twin-Flow some are on the device
+        total += float(sum(torch.sum(t.double().square()) for t in tensors if t.device.type != "cpu"))
+    return total
 
 
 def norm_from_squares(total: float) -> float:

@@ -32,7 +32,8 @@ class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] for good and the memory of ``full`` [padded_numel] while gathered.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
-    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS).
+    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` makes the tensor that is to be
+    ``shard`` from a slice of the whole bucket: on the device, or where slices are offloaded to.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class ShardedBucket(ParamBucket):
         *,
         persistent: bool,
         everyone: Communicator | None = None,
+        keep: Callable[[Tensor], Tensor] = torch.clone,
     ) -> None:
         super().__init__(layout, params, communicator)
+        self.keep = keep
         self.everyone = everyone or communicator
         self.rank = communicator.rank
         self.fragments = layout.owned(self.rank)
@@ -70,7 +73,7 @@ class ShardedBucket(ParamBucket):
                 param.data = self._empty
                 self.views.append(view)
             start, stop = self.layout.shard_range(self.rank)
-            self.full, self.shard = full, full[start:stop].clone()
+            self.full, self.shard = full, self.keep(full[start:stop])
         for position, param in enumerate(self.params):
             zero_params.adopt(param, self, position)
         self.status = Status.GATHERED
@@ -125,7 +128,15 @@ class ShardedBucket(ParamBucket):
         if not self.persistent:
             self.release()
             return None
-        return self.communicator.all_gather(self.full, self.shard)
+        return self.communicator.all_gather(self.full, self.own_slice())
+
+    def own_slice(self) -> Tensor:
+        """[shard_numel] this rank's slice on the device: ``shard`` itself, or a copy in its place in ``full``."""
+        assert self.shard is not None and self.full is not None
+        if self.shard.device == self.full.device:
+            return self.shard
+        start, stop = self.layout.shard_range(self.rank)
+        return self.full[start:stop].copy_(self.shard, non_blocking=True)
 
     def detached(self) -> list[int]:
         return []  # between uses a parameter has no memory that could be replaced
@@ -135,7 +146,8 @@ class ShardedBucket(ParamBucket):
         if self.full is None or self.shard is None:
             return
         if self.status is Status.SHARDED:
-            self.communicator.all_gather(self.allocate(), self.shard).wait()
+            full = self.allocate()
+            self.communicator.all_gather(full, self.own_slice()).wait()
             self.arrived()
         for param in self.params:
             zero_params.forget(param)

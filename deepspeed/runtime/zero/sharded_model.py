@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import default_timeout
 from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ScheduledGather
+from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather, ScheduledGather
+from deepspeed.runtime.zero.host_copies import off_host
+from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.shard_server import ShardServer
@@ -33,13 +36,15 @@ class ShardedModel:
         trained: set[int],
         budget: LiveBudget,
         prefetch_numel: int,
+        storage: ParamStorage,
     ) -> None:
+        self.storage = storage
         self.buckets = list(buckets)
         self.groups = groups
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.gatherer = make_gatherer(self.buckets, groups.shard, prefetch_numel)
+        self.gatherer = make_gatherer(self.buckets, groups.shard, prefetch_numel, storage)
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer.gather, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator
@@ -65,10 +70,17 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.destroy()
         self.gatherer.close()
+        self.storage.close()
 
 
-def make_gatherer(buckets: Sequence[ShardedBucket], dp: Communicator, prefetch_numel: int) -> LocalGather:
+def make_gatherer(
+    buckets: Sequence[ShardedBucket], dp: Communicator, prefetch_numel: int, storage: ParamStorage
+) -> LocalGather:
     """The one place that chooses how slices come together."""
+    if dp.size == 1 and storage.swap is not None and not off_host(buckets[0].device):
+        return ReadingGather(
+            buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
+        )
     if dp.size == 1 or not buckets:
         return LocalGather(buckets)
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]

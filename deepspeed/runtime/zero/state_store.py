@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.grad_sinks import GradBucket
 from deepspeed.runtime.zero.layout import Fragment
+from deepspeed.runtime.zero.tiers import ResidentTier
 
 PARAMS = "params"
 
@@ -41,6 +42,29 @@ class OwnedFragment:
         return reduced[start : start + self.fragment.numel].view(self.master.shape)
 
 
+class GroupTensors(NamedTuple):
+    """The tensors of one optimizer group on this rank, in parallel lists."""
+
+    fragments: list[OwnedFragment]
+    masters: list[Tensor]
+    grads: list[Tensor]
+    lows: list[Tensor | None]
+
+    @classmethod
+    def of(cls, fragments: list[OwnedFragment]) -> GroupTensors:
+        return cls(
+            fragments,
+            [o.master for o in fragments],
+            [o.gradient() for o in fragments],
+            [o.low for o in fragments],
+        )
+
+    def pick(self, indices: Iterable[int]) -> GroupTensors:
+        chosen = list(indices)
+        fragments, masters, grads, lows = ([column[i] for i in chosen] for column in self)
+        return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
+
+
 class StateStore:
     """Owns the master weights and knows the optimizer's state by fragment.
 
@@ -56,8 +80,10 @@ class StateStore:
         grad_buckets: Sequence[GradBucket],
         *,
         master_dtype: torch.dtype | None,
+        tier: ResidentTier | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.tier = tier or ResidentTier()
         self.params = list(params)
         self.param_buckets = list(param_buckets)
         self.group_of = _group_index(optimizer, self.params)
@@ -66,32 +92,36 @@ class StateStore:
         for weights, grads in zip(param_buckets, grad_buckets, strict=True):
             self._own(weights, grads, master_dtype)
         self._adopt_existing_state()
+        self.tier.adopt(self.by_group, self.state_of)
 
     def _own(self, weights: ParamBucket, grads: GradBucket, master_dtype: torch.dtype | None) -> None:
         """Create the masters of one bucket, in one flat buffer where the bucket is flat."""
-        separate = master_dtype is not None and master_dtype != weights.layout.dtype
-        flat = weights.shard.to(master_dtype) if separate and weights.shard is not None else None
-        for position, fragment in enumerate(weights.fragments):
+        dtype = master_dtype or weights.layout.dtype
+        tier = self.tier.of(weights.layout)
+        example = weights.shard if weights.shard is not None else weights.params[0].data
+        separate = dtype != weights.layout.dtype or tier.own_master(example)
+        flat = tier.masters(weights.shard, dtype) if separate and weights.shard is not None else None
+        for fragment in weights.fragments:
             if self.group_of[fragment.param] < 0:
                 continue
-            low = weights.local_weights(position)
-            if flat is not None:
-                master = flat[fragment.shard_offset : fragment.shard_offset + fragment.numel]
-            elif weights.shard is not None:
-                master = low
-            else:
+            whole = None  # master of the whole parameter, where buckets are not flat
+            if weights.shard is None and separate:
                 param = self.params[fragment.param]
-                master = param.detach().to(master_dtype, copy=True) if separate else param
-            owned = OwnedFragment(
-                fragment.param,
-                self.group_of[fragment.param],
-                fragment,
-                grads,
-                master,
-                low if separate else None,
-            )
-            self.fragments.append(owned)
-            self.by_group[owned.group_index].append(owned)
+                whole = tier.masters(param.detach().reshape(-1), dtype)
+            for piece in tier.pieces(fragment):
+                low = weights.local_weights(piece)
+                if flat is not None:
+                    master = flat[piece.shard_offset : piece.shard_offset + piece.numel]
+                elif weights.shard is not None or tier.cuts:
+                    start = piece.param_offset
+                    master = low if whole is None else whole[start : start + piece.numel]
+                else:
+                    param = self.params[piece.param]
+                    master = param if whole is None else whole.view(param.shape)
+                group = self.group_of[piece.param]
+                owned = OwnedFragment(piece.param, group, piece, grads, master, low if separate else None)
+                self.fragments.append(owned)
+                self.by_group[group].append(owned)
 
     def _adopt_existing_state(self) -> None:
         """State that the client's optimizer had gathered before ``initialize`` is cut like the weights."""
@@ -116,11 +146,12 @@ class StateStore:
 
     def rebind(self, bucket: ParamBucket) -> None:
         """The weights of ``bucket`` lie elsewhere now: find their slices again and take the masters from them."""
-        positions = {fragment: i for i, fragment in enumerate(bucket.fragments)}
         for owned in self.fragments:
             if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
-                owned.low = bucket.local_weights(positions[owned.fragment])
+                owned.low = bucket.local_weights(owned.fragment)
                 owned.master.view(-1).copy_(owned.low)
+            elif owned.grad_bucket.layout is bucket.layout and owned.master.dim() == 1:
+                owned.master.data = bucket.local_weights(owned.fragment)
 
     def refresh_low(self, fragments: Iterable[OwnedFragment]) -> None:
         """Round the masters into the model's own weights."""
@@ -137,10 +168,17 @@ class StateStore:
     def ensure_state(self) -> None:
         """Make the optimizer create its state tensors, by a step that changes nothing (no gradient, lr 0). Local."""
         missing = [[owned for owned in group if not self.state_of(owned)] for group in self.by_group]
-        if any(missing):
-            optimizer: Any = self.optimizer
-            with self.lend(missing), _without_collectives(optimizer), torch.no_grad():
+        if not any(missing):
+            return
+        optimizer: Any = self.optimizer
+        for batch in self.tier.batches(missing):
+            with self.lend(batch), _without_collectives(optimizer), torch.no_grad():
                 self._empty_step()
+
+    def clear_state(self) -> None:
+        """Forget all optimizer state."""
+        self.optimizer.state.clear()
+        self.tier.forget_state()
 
     def _empty_step(self) -> None:
         groups = self.optimizer.param_groups

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.state_store import OwnedFragment, StateStore
+from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.utils.logging import logger
 
 
@@ -36,15 +37,6 @@ class GradReport:
     squares: float
     used: list[bool]
     late: bool
-
-
-class GroupTensors(NamedTuple):
-    """The tensors of one optimizer group on this rank, in parallel lists."""
-
-    fragments: list[OwnedFragment]
-    masters: list[Tensor]
-    grads: list[Tensor]
-    lows: list[Tensor | None]
 
 
 class StepExecutor:
@@ -126,12 +118,7 @@ class StepExecutor:
         """One entry per group, rebuilt only when buffers moved: kernels cache their pointers by list."""
         key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
         if key != self._grad_key or not self._lists:
-            self._lists = [
-                GroupTensors(
-                    group, [o.master for o in group], [o.gradient() for o in group], [o.low for o in group]
-                )
-                for group in self.store.by_group
-            ]
+            self._lists = [GroupTensors.of(group) for group in self.store.by_group]
             self._grad_key = key
         return self._lists
 
@@ -191,21 +178,19 @@ class StepExecutor:
         lists = self._gradient_lists()
         if not all(used):
             lists = [_select(entry, used) for entry in lists]
+        self.store.tier.update(lists, partial(self._apply, grad_scale=grad_scale))
+
+    def _apply(self, lists: Sequence[GroupTensors], grad_scale: float) -> None:
         optimizer: Any = self.store.optimizer
         if hasattr(optimizer, "multi_tensor_step"):
             for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
-                if masters or self._joins_ranks(optimizer):
+                if masters or joins_ranks(optimizer):
                     optimizer.multi_tensor_step(
                         group, masters, grads, grad_scale=grad_scale, low_precision=lows
                     )
             optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
         else:
             self._update_with_torch(lists, grad_scale)
-
-    @staticmethod
-    def _joins_ranks(optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the update is collective, so that ranks without a fragment take part as well."""
-        return hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
 
     def _segment_sum(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, 2] fp64 over fragments -> the same over whole parameters, for LAMB. Collective."""
@@ -234,10 +219,20 @@ class StepExecutor:
             for _, masters, _, _ in lists:
                 for master in masters:
                     master.grad = None
-        self.store.refresh_low([owned for fragments, *_ in lists for owned in fragments])
+        written = [
+            (low, master.reshape(-1))
+            for _, masters, _, lows in lists
+            for low, master in zip(lows, masters, strict=True)
+            if low is not None
+        ]
+        if written:
+            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
+
+
+def joins_ranks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the update is collective, so that ranks without a fragment take part as well."""
+    return hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
 
 
 def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:
-    keep = [i for i, owned in enumerate(tensors.fragments) if used[owned.param_index]]
-    fragments, masters, grads, lows = ([column[i] for i in keep] for column in tensors)
-    return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
+    return tensors.pick(i for i, owned in enumerate(tensors.fragments) if used[owned.param_index])

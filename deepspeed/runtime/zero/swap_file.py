@@ -1,0 +1,176 @@
+"""Tensors in a file: they rest on storage and come to memory when somebody looks at them, or in bulk through buffers.
+
+[Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
+through the page cache, whose memory the kernel takes back at will, so everything that touches state now and then
+(checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
+time, go around the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where there are any). The kernel keeps
+both views coherent: direct transfers first write back, afterwards drop, the cached pages of their range.
+
+[Note: nothing is left over] The file loses its name as soon as it is open. Whatever kills the process, its space is
+free again, and a restart cannot meet an old file.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+
+PAGE = 4096
+"""Every tensor starts at a multiple of this many bytes of the file: transfers of whole tensors need no bounce."""
+
+GROW_BYTES = 64 << 20
+"""The file grows in steps of at least this much."""
+
+
+class Transfer(NamedTuple):
+    """A read or write that was started; ``buffer`` must live until it was finished."""
+
+    ticket: int
+    buffer: Tensor
+    write: bool
+    offset: int
+
+
+class SwapFile:
+    """One file of one rank, in ``folder``, that grows as tensors are made.
+
+    Args:
+        folder: an existing or new folder on the storage to use.
+        options: how ``read`` and ``write`` work (the config's ``aio`` section).
+        key: the config key that named the folder, for messages.
+
+    Raises:
+        OSError: with what failed, the folder and the key, when the folder cannot be used or the disk is full.
+    """
+
+    def __init__(self, folder: Path, options: Options, *, key: str) -> None:
+        self.folder = folder
+        self.key = key
+        self.size = 0  # bytes handed out
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._grown = 0
+        self._maps: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd, name = tempfile.mkstemp(prefix="deepspeed_swap_", dir=folder)
+            os.unlink(name)
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
+        self._path = f"/proc/self/fd/{self._fd}"
+        self._engine: Engine = make_engine(options)
+
+    def _error(self, code: int, what: str) -> OSError:
+        return OSError(
+            code,
+            f"{self.key}: {self.folder} {what} ({os.strerror(code)}); choose another folder",
+            str(self.folder),
+        )
+
+    # Tensors at rest ----------------------------------------------------------------------------------------
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] zeros in the file (Note: at rest). The space is taken from the disk at once."""
+        nbytes = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
+        offset = self.size
+        self._reserve(offset + nbytes)
+        self.size += nbytes
+        mapping = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED, offset=offset)
+        raw = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        self._maps.append((raw.data_ptr(), nbytes, offset))
+        return raw.view(dtype)[:numel]
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor`` [any shape] in the file, 1-D; written around the page cache."""
+        resting = self.new(tensor.numel(), tensor.dtype)
+        host = tensor.detach().reshape(-1).cpu()
+        self.finish(self.write(host, resting))
+        return resting
+
+    def _reserve(self, end: int) -> None:
+        if end <= self._grown:
+            return
+        grow = max(end - self._grown, GROW_BYTES)
+        try:
+            os.posix_fallocate(self._fd, self._grown, grow)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
+            try:  # the step of growth did not fit: perhaps what is needed does
+                grow = end - self._grown
+                os.posix_fallocate(self._fd, self._grown, grow)
+            except OSError as full:
+                raise self._error(
+                    full.errno or errno.ENOSPC,
+                    f"has no room for {end / 2**30:.2f} GiB of swapped tensors of this rank",
+                ) from None
+        self._grown += grow
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor rests here."""
+        address = tensor.data_ptr()
+        return any(start <= address < start + nbytes for start, nbytes, _ in self._maps)
+
+    def offset_of(self, resting: Tensor) -> int:
+        """Where in the file a tensor of ``new``, or a view of one, begins. Bytes."""
+        address = resting.data_ptr()
+        for start, nbytes, offset in self._maps:
+            if start <= address < start + nbytes:
+                return offset + address - start
+        raise KeyError("this tensor does not rest in the swap file")
+
+    # Transfers ----------------------------------------------------------------------------------------------
+
+    def read(self, buffer: Tensor, resting: Tensor) -> Transfer:
+        """Start to fill ``buffer`` [n] with the first n elements of ``resting``."""
+        return self._start(False, buffer, resting)
+
+    def write(self, buffer: Tensor, resting: Tensor) -> Transfer:
+        """Start to store ``buffer`` [n] as the first n elements of ``resting``."""
+        return self._start(True, buffer, resting)
+
+    def _start(self, write: bool, buffer: Tensor, resting: Tensor) -> Transfer:
+        nbytes = buffer.numel() * buffer.element_size()
+        offset = self.offset_of(resting)
+        try:
+            ticket = self._engine.start(write, buffer.data_ptr(), nbytes, self._path, offset)
+        except Failure as failure:
+            raise self._failed(failure, write) from None
+        if write:
+            self.bytes_written += nbytes
+        else:
+            self.bytes_read += nbytes
+        return Transfer(ticket, buffer, write, offset)
+
+    def finish(self, transfer: Transfer) -> None:
+        try:
+            self._engine.finish(transfer.ticket)
+        except Failure as failure:
+            raise self._failed(failure, transfer.write) from None
+
+    def _failed(self, failure: Failure, write: bool) -> OSError:
+        action = "writing" if write else "reading"
+        error = OSError(
+            failure.errno,
+            f"{os.strerror(failure.errno)} while {action} the swap file in {self.folder} ({self.key}) at byte "
+            f"{failure.offset}",
+            str(self.folder),
+        )
+        error.offset = failure.offset  # type: ignore[attr-defined]
+        return error
+
+    def close(self) -> None:
+        """Ends the transfers and the threads; tensors at rest stay readable while they are referenced."""
+        if self._fd >= 0:
+            self._engine.close()
+            os.close(self._fd)
+            self._fd = -1
