@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from deepspeed.ops.aio.engine import Options
 from deepspeed.runtime.config_utils import Int, LenientConfigModel
 
 
@@ -34,3 +35,8 @@ class AioConfig(LenientConfigModel):
 
 def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return AioConfig(**param_dict.get("aio", {})).model_dump(exclude={"thread_count"})
+
+
+def storage_options(settings: Mapping[str, Any]) -> Options:
+    """How an engine for files works, from the values of the section."""
+    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})

@@ -93,6 +93,7 @@ def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Train
             "world_size": engine.world_size,
             "fp16": bool(engine.fp16_enabled()),
             "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
+            "optimizer_order": _optimizer_order(engine),
         },
         rank_state={"random": rng.capture(), "data": _loader_state(engine)},
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.ops.aio.engine import Options
+from deepspeed.runtime.aio_config import storage_options
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -195,7 +196,7 @@ def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
         sub_group_numel=max(1, min(int(zero.sub_group_size), SUB_GROUP_NUMEL)),
         read_ahead=read,
         write_behind=write,
-        storage=_storage(config),
+        storage=storage_options(config.aio_config),
     )
 
 
@@ -210,13 +211,8 @@ def _param_offload(config: DeepSpeedConfig) -> ParamOffload | None:
         host_numel=int(section.max_in_cpu),
         buffers=int(section.buffer_count),
         buffer_numel=int(section.buffer_size),
-        storage=_storage(config),
+        storage=storage_options(config.aio_config),
     )
-
-
-def _storage(config: DeepSpeedConfig) -> Options:
-    settings = config.aio_config
-    return Options(**{name: settings[name] for name in Options.__dataclass_fields__})
 
 
 def _swap_folder(section: Any, what: str) -> Path | None:

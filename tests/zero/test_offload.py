@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import deepspeed
+from deepspeed.runtime import assembly
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.zero import param_storage, sharded_model, tiers
+from deepspeed.runtime.zero.tiers import OffloadedTier, ResidentTier, device_share
 from tests.pool import distributed
-from tests.zero.models import assert_same, config_for, engine_losses, make_zoo
+from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
 
 STEPS = 5
 
@@ -24,16 +32,268 @@ def offloaded(config: dict[str, Any], folder: Path, **sections: dict[str, Any]) 
     return {**config, "zero_optimization": zero}
 
 
+def plain_config(stage: int, precision: str = "fp32", **options: Any) -> dict[str, Any]:
+    config = config_for(stage, stage3_param_persistence_threshold=0, **options)
+    return {**config, "bf16": {"enabled": True}} if precision == "bf16" else config
+
+
+@contextlib.contextmanager
+def pretend_device() -> Iterator[None]:
+    """Take the CPU for a device whose memory is not host memory: the paths of a GPU, with plain copies."""
+    modules = (assembly, param_storage, sharded_model, tiers)
+    saved = [(module, module.off_host) for module in modules]
+    for module in modules:
+        module.off_host = lambda _: True
+    try:
+        yield
+    finally:
+        for module, function in saved:
+            module.off_host = function
+
+
+def assert_equal_runs(left: Any, right: Any) -> None:
+    assert (left[0], left[2]) == (right[0], right[2])
+    assert_same(left[1], right[1])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=[1, 2])
 def test_state_on_storage(world_size: int, stage: int, precision: str, tmp_path: Path) -> None:
-    config = config_for(stage, gas=2, stage3_param_persistence_threshold=0)
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    expected = engine_losses(make_zoo, config, STEPS, groups=True)
+    config = plain_config(stage, precision, gas=2)
     swapped = offloaded(config, tmp_path, offload_optimizer={"device": "nvme"})
-    losses, weights, norms = engine_losses(make_zoo, swapped, STEPS, groups=True)
+    expected = engine_losses(make_zoo, config, STEPS, groups=True)
+    assert_equal_runs(engine_losses(make_zoo, swapped, STEPS, groups=True), expected)
+    assert not list(tmp_path.rglob("deepspeed_swap*"))
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("write", [True, False])
+@distributed(world_size=1)
+def test_with_and_without_pipelining(read: bool, write: bool, tmp_path: Path) -> None:
+    section = {"device": "nvme", "pipeline_read": read, "pipeline_write": write}
+    config = plain_config(2, "bf16")
+    expected = engine_losses(make_zoo, config, STEPS)
+    assert_equal_runs(
+        engine_losses(make_zoo, offloaded(config, tmp_path, offload_optimizer=section), STEPS), expected
+    )
+
+
+@pytest.mark.parametrize("optimizer", [None, "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@distributed(world_size=[1, 2])
+def test_parameters_on_storage(
+    world_size: int, precision: str, optimizer: str | None, tmp_path: Path
+) -> None:
+    config = plain_config(3, precision)
+    # budgets 0: every slice is read again for every use
+    config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    sections: dict[str, Any] = {"offload_param": {"device": "nvme", "max_in_cpu": 0}}
+    if optimizer:
+        sections["offload_optimizer"] = {"device": optimizer}
+    expected = engine_losses(make_zoo, config, STEPS)
+    assert_equal_runs(engine_losses(make_zoo, offloaded(config, tmp_path, **sections), STEPS), expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage, ratio", [(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.5)])
+@distributed(world_size=[1, 2])
+def test_host_memory_beside_a_device(
+    world_size: int, stage: int, precision: str, ratio: float, tmp_path: Path
+) -> None:
+    config = plain_config(stage, precision, gas=2)
+    sections: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    if stage == 3:
+        sections["offload_param"] = {"device": "cpu"}
+    expected = engine_losses(make_zoo, config, STEPS, groups=True)
+    with pretend_device():
+        found = engine_losses(make_zoo, offloaded(config, tmp_path, **sections), STEPS, groups=True)
+    assert_equal_runs(found, expected)
+
+
+@distributed(world_size=2)
+def test_gradients_leave_the_device(tmp_path: Path) -> None:
+    """Host link: the gradient slice once per micro-batch down, the weights once per step up."""
+    config = offloaded(plain_config(2, "bf16"), tmp_path, offload_optimizer={"device": "cpu"})
+    with pretend_device():
+        engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+        buckets = engine.core.reducer.buckets
+        engine.backward(engine(batch(0, 0, engine.global_rank)))
+        copies = buckets[0].host
+        assert copies is not None
+        assert copies.bytes == sum(2 * bucket.layout.shard_numel for bucket in buckets)
+        engine.step()
+        for sub_group in engine.core.store.tier.sub_groups:
+            staged = list(sub_group.views.values())
+            assert sum(view.numel() for view in staged) in (
+                0,
+                sum(o.fragment.numel for o in sub_group.fragments),
+            )
+            assert {view.dtype for view in staged} <= {torch.bfloat16}
+        assert any(sub_group.views for sub_group in engine.core.store.tier.sub_groups)
+
+
+@distributed(world_size=1)
+def test_cpu_state_of_a_cpu_run_does_not_move(tmp_path: Path) -> None:
+    config = offloaded(plain_config(2), tmp_path, offload_optimizer={"device": "cpu"})
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    assert type(engine.core.store.tier) is ResidentTier
+
+
+def test_share_of_the_device() -> None:
+    from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
+
+    specs = [
+        ParamSpec(index=i, name=str(i), numel=1600, dtype=torch.float32, unit=i, wire_dtype=torch.float32)
+        for i in range(10)
+    ]
+    layouts = cut(specs, CutPolicy(max_numel=1600), 2)
+    assert device_share(layouts, 1.0) == frozenset()
+    assert device_share(layouts, 0.7) == {0, 1, 2}
+    assert device_share(layouts, 0.0) == set(range(10))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Lion", "Adagrad", "Adamax"])
+@distributed(world_size=2)
+def test_elementwise_optimizers_can_be_swapped(name: str, tmp_path: Path) -> None:
+    config = plain_config(2, "bf16")
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
+    expected = engine_losses(make_zoo, config, STEPS)
+    swapped = offloaded(config, tmp_path, offload_optimizer={"device": "nvme"})
+    assert_equal_runs(engine_losses(make_zoo, swapped, STEPS), expected)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon"])
+@distributed(world_size=2)
+def test_optimizers_of_whole_tensors_can_be_swapped(name: str, tmp_path: Path) -> None:
+    config = plain_config(2)
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
+    expected = engine_losses(make_zoo, config, STEPS)
+    swapped = offloaded(config, tmp_path, offload_optimizer={"device": "nvme"})
+    assert_equal_runs(engine_losses(make_zoo, swapped, STEPS), expected)
+
+
+def trained(config: dict[str, Any], steps: range, load: Path | None = None, save: Path | None = None) -> Any:
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    if load is not None:
+        assert engine.load_checkpoint(str(load))[0] is not None
+    losses = []
+    for step in steps:
+        loss = engine(batch(step, 0, engine.global_rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if save is not None:
+        engine.save_checkpoint(str(save))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@distributed(world_size=2)
+def test_checkpoints_go_between_tiers(precision: str, tmp_path: Path) -> None:
+    plain = plain_config(2, precision)
+    nvme: dict[str, Any] = {"device": "nvme"}
+    swapped = offloaded(plain_config(3, precision), tmp_path, offload_optimizer=nvme)
+    both = offloaded(
+        plain_config(3, precision), tmp_path, offload_optimizer=nvme, offload_param={**nvme, "max_in_cpu": 0}
+    )
+    expected = trained(plain, range(6))
+    assert trained(swapped, range(2), save=tmp_path / "a") == expected[:2]
+    assert trained(both, range(2, 4), load=tmp_path / "a", save=tmp_path / "b") == expected[2:4]
+    assert trained(plain, range(4, 6), load=tmp_path / "b") == expected[4:]
+    assert trained(plain, range(4), save=tmp_path / "c") == expected[:4]
+    assert trained(swapped, range(4, 6), load=tmp_path / "c") == expected[4:]
+
+
+@distributed(world_size=2)
+def test_state_can_be_read_and_written_where_it_rests(tmp_path: Path) -> None:
+    config = offloaded(plain_config(3), tmp_path, offload_optimizer={"device": "nvme"})
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    assert isinstance(engine.core.store.tier, OffloadedTier)
+    for step in range(2):
+        engine.backward(engine(batch(step, 0, engine.global_rank)))
+        engine.step()
+    weight = engine.module.twice.weight
+    moment = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert moment.abs().max() > 0
+    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg")
+    assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg"), torch.ones(12, 12))
+    deepspeed.utils.safe_set_full_optimizer_state(weight, torch.ones(12, 12), "exp_avg_sq")
+    deepspeed.utils.safe_set_full_fp32_param(weight, torch.full((12, 12), 0.5))
+    engine.backward(engine(batch(2, 0, engine.global_rank)))
+    engine.step()
+    after = deepspeed.utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert 0.8 < after.mean() < 1.0  # 0.9 * 1 + 0.1 * a clipped gradient
+    master = deepspeed.utils.safe_get_full_fp32_param(weight)
+    assert 0.4 < master.mean() < 0.5
+    engine.destroy()
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+@distributed(world_size=1)
+def test_folder_that_cannot_be_used(section: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    config = offloaded(plain_config(3), file, **{section: {"device": "nvme"}})
+    with pytest.raises(OSError, match=f"zero_optimization.{section}.nvme_path.*choose another folder"):
+        deepspeed.initialize(model=make_zoo(), config=config)
+
+
+@distributed(world_size=1)
+def test_full_disk(tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = offloaded(plain_config(2, "bf16"), tmp_path, offload_optimizer={"device": "nvme"})
+    message = "offload_optimizer.nvme_path.*has no room for"
+    with mock.patch("os.posix_fallocate", full), pytest.raises(OSError, match=message) as caught:
+        deepspeed.initialize(model=make_zoo(), config=config)
+    assert caught.value.errno == errno.ENOSPC
+
+
+@distributed(world_size=1)
+def test_nothing_stays_when_an_engine_goes(tmp_path: Path) -> None:
+    import os
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    config = offloaded(
+        plain_config(3, "bf16"),
+        tmp_path,
+        offload_optimizer={"device": "nvme"},
+        offload_param={"device": "nvme", "max_in_cpu": 0},
+    )
+    trained(config, range(2))
+    gc.collect()
+    before = descriptors()
+    for _ in range(3):
+        trained(config, range(2))
+    gc.collect()
+    assert descriptors() <= before
+
+
+@distributed(world_size=[1, 2])
+def test_model_built_on_storage(world_size: int, tmp_path: Path) -> None:
+    config = plain_config(3, "bf16")
+    expected = engine_losses(make_zoo, config, STEPS)
+    swapped = offloaded(config, tmp_path, offload_param={"device": "nvme", "max_in_cpu": 0})
+
+    def build() -> torch.nn.Module:
+        with deepspeed.zero.Init(config_dict_or_path=swapped):
+            model = make_zoo()
+        assert all(
+            param.ds_tensor.numel() == -(-param.ds_numel // world_size) for param in model.parameters()
+        )
+        return model
+
+    losses, weights, norms = engine_losses(build, swapped, STEPS)
     assert (losses, norms) == (expected[0], expected[2])
     assert_same(weights, expected[1])
-    assert not list(tmp_path.rglob("deepspeed_swap*"))
+
+
+@distributed(world_size=1)
+def test_building_on_storage_needs_a_folder() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="offload_param.nvme_path"):
+        deepspeed.zero.Init(remote_device="nvme")

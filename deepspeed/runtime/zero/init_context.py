@@ -12,6 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.runtime.aio_config import get_aio_config, storage_options
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.runtime.zero.parameter_offload import (
     register_external_parameter,
@@ -28,6 +31,7 @@ from deepspeed.runtime.zero.parameter_offload import (
 )
 from deepspeed.runtime.zero.params import ZeroParamStatus, ZeroParamType, is_zero_param
 from deepspeed.runtime.zero.solo_shard import shard_alone
+from deepspeed.runtime.zero.swap_file import SwapFile
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -57,6 +61,7 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 
 _DEPTH = "_ds_init_depth"
+NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 class DeepSpeedTensorOverride(Enum):
@@ -160,7 +165,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         module: partition this existing module at once (the context itself then does nothing to others).
         data_parallel_group, sequence_data_parallel_group: ranks to cut over; default: all.
         config_dict_or_path, config: config (dict or path) from which the dtype follows; ``dtype`` overrides it.
-        remote_device: "cpu" builds and keeps the slices in host memory; "nvme" is refused by name so far.
+        remote_device: "cpu" builds and keeps the slices in host memory, "nvme" builds in host memory and keeps
+            them in a file under the config's ``zero_optimization.offload_param.nvme_path``; default: as
+            ``offload_param`` says.
         enabled: False makes the context do nothing.
         mpu: model-parallel unit whose data-parallel group is used.
         The other arguments are accepted as documented.
@@ -189,13 +196,18 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         super().__init__(enabled, mem_efficient_linear, settings, dtype)
         if not enabled:
             return
-        if remote_device == "nvme" or zero_quantized_weights or zero_quantized_nontrainable_weights:
-            what = "remote_device='nvme'" if remote_device == "nvme" else "quantized weights"
-            raise NotImplementedError(f"zero.Init with {what} is not implemented in this release")
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise NotImplementedError("zero.Init with quantized weights is not implemented in this release")
+        remote_device = remote_device or _offload_param(settings).get("device")
+        self.keep = _swap_file(settings).put if remote_device == "nvme" else None
         dist.init_distributed()
         self.communicator = _communicator_of(sequence_data_parallel_group or data_parallel_group, mpu)
         self.overrides = frozenset(tensor_overrides)
-        name = "cpu" if remote_device == "cpu" else get_accelerator().device_name(dist.get_local_rank())
+        name = (
+            "cpu"
+            if remote_device in ("cpu", "nvme")
+            else get_accelerator().device_name(dist.get_local_rank())
+        )
         self.device = torch.device(name)
         if module is not None:
             for param in module.parameters():
@@ -216,7 +228,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.communicator)
+        shard_alone(param, self.communicator, keep=self.keep)
 
     # Documented names ---------------------------------------------------------------------------------------
 
@@ -347,6 +359,22 @@ def _dtype_of(config: Any) -> torch.dtype:
         if (config or {}).get(section, {}).get("enabled", False) is True:
             return dtype
     return torch.get_default_dtype()
+
+
+def _offload_param(config: dict[str, Any]) -> dict[str, Any]:
+    return (config.get("zero_optimization") or {}).get("offload_param") or {}
+
+
+def _swap_file(config: dict[str, Any]) -> SwapFile:
+    folder = _offload_param(config).get("nvme_path")
+    if folder is None:
+        raise DeepSpeedConfigError(
+            f"{NVME_PATH} is needed for zero.Init(remote_device='nvme'): pass a config that names a folder for the "
+            "swap files"
+        )
+    return SwapFile(
+        Path(folder) / "deepspeed" / "param", storage_options(get_aio_config(config)), key=NVME_PATH
+    )
 
 
 def _communicator_of(group: Any, mpu: Any) -> Communicator:

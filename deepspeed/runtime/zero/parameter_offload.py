@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from deepspeed.runtime.backward import output_tensors
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.untraced import untraced
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 EXTERNAL = "_ds_external_params"
@@ -123,9 +124,8 @@ class DeepSpeedZeRoOffload:
                 for tensor in output_tensors(outputs):
                     tensor.register_hook(before_backward)
 
-        before, after = (cast(Any, torch._dynamo.disable(hook)) for hook in (before_forward, after_forward))
-        self.forward_hooks.append(module.register_forward_pre_hook(before, prepend=True))
-        self.forward_hooks.append(module.register_forward_hook(after, always_call=True))
+        self.forward_hooks.append(module.register_forward_pre_hook(untraced(before_forward), prepend=True))
+        self.forward_hooks.append(module.register_forward_hook(untraced(after_forward), always_call=True))
 
     # Parameters read outside their own module ---------------------------------------------------------------
 

@@ -13,7 +13,6 @@ after its bucket was launched, it is kept aside, and the ranks agree at the step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.plan import Cadence, GradientPlan
 from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.utils.untraced import untraced
 
 
 class GradReducer:
@@ -81,7 +81,7 @@ class GradReducer:
         def hook(param: Tensor) -> None:
             self.ready(index, param)
 
-        return cast(Callable[[Tensor], None], torch._dynamo.disable(hook))
+        return untraced(hook)
 
     def _begin(self) -> None:
         """Set the per-backward counters: how many arrivals each bucket still waits for."""

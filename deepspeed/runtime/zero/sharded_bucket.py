@@ -32,8 +32,8 @@ class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] for good and the memory of ``full`` [padded_numel] while gathered.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
-    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` makes the tensor that is to be
-    ``shard`` from a slice of the whole bucket: on the device, or where slices are offloaded to.
+    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` makes ``shard`` from a
+    slice of the whole bucket: on the device, or where slices are offloaded to.
     """
 
     def __init__(

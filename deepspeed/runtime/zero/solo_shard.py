@@ -5,6 +5,8 @@ Blocks, optimizer groups, freezing and tying are not known yet, so there are no 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +20,13 @@ class SoloShard:
     persistent = False
 
     def __init__(
-        self, param: nn.Parameter, communicator: Communicator, everyone: Communicator | None = None
+        self,
+        param: nn.Parameter,
+        communicator: Communicator,
+        everyone: Communicator | None = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self.keep = keep
         self.communicator = communicator
         self.everyone = everyone or communicator
         self.numel = param.numel()
@@ -27,8 +34,9 @@ class SoloShard:
         per_rank = -(-self.numel // size)
         start = min(communicator.rank * per_rank, self.numel)
         stop = min(start + per_rank, self.numel)
-        self.shard = torch.zeros(per_rank, dtype=param.dtype, device=param.device)
-        self.shard[: stop - start] = param.data.reshape(-1)[start:stop]
+        shard = torch.zeros(per_rank, dtype=param.dtype, device=param.device)
+        shard[: stop - start] = param.data.reshape(-1)[start:stop]
+        self.shard = shard if keep is None else keep(shard)
 
     def local_part(self, position: int) -> Tensor:
         return self.shard
@@ -48,18 +56,22 @@ class SoloShard:
         self.shard[: part.numel()].copy_(part)
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        self.shard = self.shard.to(dtype)
+        shard = self.shard.to(dtype)
+        self.shard = shard if self.keep is None else self.keep(shard)
         zero_params.adopt(param, self, 0)
 
 
 def shard_alone(
-    param: nn.Parameter, communicator: Communicator, everyone: Communicator | None = None
+    param: nn.Parameter,
+    communicator: Communicator,
+    everyone: Communicator | None = None,
+    keep: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Cut a whole parameter over the ranks of ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
-    if there are replicas). Collective."""
+    if there are replicas). ``keep`` makes the tensor in which the slice rests. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()
-        zero_params.convert(param, SoloShard(param, communicator, everyone), 0)
+        zero_params.convert(param, SoloShard(param, communicator, everyone, keep), 0)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     zero_params.mark([param], zero_params.ZeroParamStatus.NOT_AVAILABLE)

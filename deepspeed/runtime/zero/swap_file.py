@@ -16,6 +16,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +69,7 @@ class SwapFile:
             raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
         self._path = f"/proc/self/fd/{self._fd}"
         self._engine: Engine = make_engine(options)
+        self.close = weakref.finalize(self, _close, self._engine, self._fd)
 
     def _error(self, code: int, what: str) -> OSError:
         return OSError(
@@ -91,6 +93,8 @@ class SwapFile:
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy of ``tensor`` [any shape] in the file, 1-D; written around the page cache."""
+        if not tensor.numel():
+            return tensor.detach().reshape(-1).clone()
         resting = self.new(tensor.numel(), tensor.dtype)
         host = tensor.detach().reshape(-1).cpu()
         self.finish(self.write(host, resting))
@@ -168,9 +172,8 @@ class SwapFile:
         error.offset = failure.offset  # type: ignore[attr-defined]
         return error
 
-    def close(self) -> None:
-        """Ends the transfers and the threads; tensors at rest stay readable while they are referenced."""
-        if self._fd >= 0:
-            self._engine.close()
-            os.close(self._fd)
-            self._fd = -1
+
+def _close(engine: Engine, descriptor: int) -> None:
+    """Ends the transfers and the threads; tensors at rest stay readable while they are referenced."""
+    engine.close()
+    os.close(descriptor)

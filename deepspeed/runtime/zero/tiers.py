@@ -259,6 +259,7 @@ class OffloadedTier(ResidentTier):
             masters = {id(owned.master) for owned in sub_group.fragments}
             sub_group.records = [r for r in sub_group.records if id(r.tensors[0]) in masters]
             sub_group.known &= masters
+            sub_group.views = {}
 
     def _store_new(self, sub_group: SubGroup) -> None:
         """Masters and state tensors that have no place in the file yet get one, together."""
@@ -293,6 +294,7 @@ class OffloadedTier(ResidentTier):
         record.bind(resting)
         sub_group.records.append(record)
         sub_group.known.update(map(id, new))
+        sub_group.views = {}  # the staged weights lie behind the records
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
         for number in range(len(self.sub_groups)):
