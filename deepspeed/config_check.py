@@ -1,4 +1,7 @@
-"""Checking a config without a model, a process group or a device: `deepspeed.check_config` and `ds_check`."""
+"""Checking a config without a model, a process group or a device: `deepspeed.check_config` and `ds_check`.
+
+Config files of Accelerate and of the Trainer are read, too (`client_config.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from deepspeed.client_config import ClientConfig, read_any, read_client
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.batch import Batch
-from deepspeed.runtime.config import data_parallel_share, load_source, world_size
+from deepspeed.runtime.config import data_parallel_share, world_size
 from deepspeed.runtime.config_analysis import BATCH_KEYS, Analysis, analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, nearest, shown
-from deepspeed.runtime.config_reader import ConfigSource
+from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import check_optimizer
@@ -46,6 +50,10 @@ class ConfigReport:
     """None when the batch sizes do not fit, or are left to Trainer or Accelerate."""
     config: TrainingConfig | None = None
     """The config with every default filled in; None when it could not be read."""
+    client: str | None = None
+    """"Accelerate" or "Trainer" when the file is one of theirs."""
+    filled: dict[str, Any] = field(default_factory=dict)
+    """Keys that were "auto", with the values that the client's file gives them."""
 
     @property
     def ok(self) -> bool:
@@ -65,15 +73,38 @@ def check_config(
 ) -> ConfigReport:
     """Everything that is wrong or noteworthy about a config, for a job of `world_size` ranks.
 
-    `config` is what `initialize` takes. Without `world_size` the launcher's environment tells it, else it
-    is 1. Values "auto" are no errors. Nothing is raised: see `errors` and `raise_for_errors()` of the
-    result.
+    `config` is what `initialize` takes, or a file of Accelerate or TrainingArguments that holds or names such a
+    config. Without `world_size` Accelerate's file tells it, then the launcher's environment, else it is 1. Values
+    "auto" are no errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
     """
     ranks, origin = _ranks(world_size)
     try:
-        source = load_source(config)
-    except DeepSpeedConfigError as error:
-        return ConfigReport(str(config)[:200], ranks, origin, errors=error.problems)
+        source = read_any(config)
+    except UnreadableConfig as error:
+        return ConfigReport(str(config)[:200], ranks, origin, errors=[Problem("config", str(error))])
+    client = read_client(source, ranks)
+    if client is None:
+        return _checked(source, ranks, origin)
+    if client.ranks is not None and world_size is None:
+        ranks, origin = client.ranks, f"from {client.client}'s file"
+    return _checked_for(client, source, ranks, origin)
+
+
+def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
+    """What the client refuses, then what we do, under the names that stand in the client's file."""
+    if not client.source.data:
+        return ConfigReport(source.name, ranks, origin, client.errors, client.warnings, client=client.client)
+    report = _checked(client.source, ranks, origin)
+    return replace(
+        report,
+        errors=client.errors + [client.renamed(problem) for problem in report.errors],
+        warnings=client.warnings + report.warnings,
+        client=client.client,
+        filled=client.filled,
+    )
+
+
+def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
     share = data_parallel_share(source.data, ranks)
     analysis = analyse(source, share, world_from=origin, auto_is_open=True)
     errors = analysis.errors + list(_argument_problems(analysis, source))
@@ -155,7 +186,8 @@ class Style:
 
 
 def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
-    yield style.bold(report.source) + f": {_count(report.ranks, 'rank')} ({report.ranks_from})"
+    whose = f" of {report.client}" if report.client else ""
+    yield style.bold(report.source) + f"{whose}: {_count(report.ranks, 'rank')} ({report.ranks_from})"
     if report.config is not None:
         for label, text in summary(report):
             yield f"  {label:<11}{text}"
@@ -183,6 +215,8 @@ def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
     yield "clipping", f"global norm {config.gradient_clipping:g}" if config.gradient_clipping else "none"
     yield "optimizer", _named(config.optimizer)
     yield "schedule", _named(config.scheduler)
+    if report.filled:
+        yield "filled in", ", ".join(f"{key}={shown(value)}" for key, value in report.filled.items())
     if report.auto_keys:
         yield (
             '"auto"',
@@ -227,11 +261,14 @@ def _count(number: int, noun: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ds_check",
-        description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination "
-        "at once, "
+        description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination at once, "
         "and the batch sizes it comes to. The exit code is 1 when there are errors.",
     )
-    parser.add_argument("config", help="JSON or HJSON file, or urlsafe-base64 JSON text")
+    parser.add_argument(
+        "config",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, a file of `accelerate config`, or TrainingArguments with "
+        "a key deepspeed, as JSON or YAML",
+    )
     parser.add_argument(
         "--gpus",
         "--ranks",
