@@ -1,0 +1,92 @@
+"""What a memory plan says: bytes of one rank by phase, place and kind."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+class Place(enum.Enum):
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Phase(enum.Enum):
+    """Moments of a run at which memory is counted; the last three are those of every step but the first."""
+
+    BUILD = "building the model"
+    INITIALIZE = "inside initialize"
+    READY = "after initialize"
+    FIRST_STEP = "first step"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+STEADY = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+TRAINING = (Phase.FIRST_STEP, *STEADY)
+FROM_READY = (Phase.READY, *TRAINING)
+
+
+class Kind(enum.Enum):
+    """What memory is for. Those in ``ESTIMATED`` depend on the model's code; all others are exact."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "module buffers"
+    GATHERED = "gathered parameters"
+    MASTERS = "master weights"
+    STATE = "optimizer state"
+    GRADIENTS = "gradients"
+    BUCKETS = "gradient buckets in flight"
+    COMMUNICATION = "communication buffers"
+    STAGING = "offload staging"
+    UPDATE = "temporaries of the update"
+    PINNING = "rounding of pinned memory"
+    SWAP = "swap files"
+    ARRIVING = "gradients before their bucket"
+    ACTIVATIONS = "activations"
+
+
+ESTIMATED = (Kind.ARRIVING, Kind.ACTIVATIONS)
+"""Kinds that depend on the model's code."""
+
+MODEL_STATES = (Kind.PARAMETERS, Kind.BUFFERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS, Kind.SWAP)
+"""What must exist whatever the model does."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Bytes of one rank. Entries add up; ``notes`` say what is not counted."""
+
+    entries: Counter[tuple[Phase, Place, Kind]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, phases: Iterable[Phase], place: Place, kind: Kind, nbytes: int) -> None:
+        for phase in phases:
+            self.entries[phase, place, kind] += nbytes
+
+    def kinds(self, phase: Phase, place: Place) -> dict[Kind, int]:
+        """Non-zero entries of one phase and place, in the order of ``Kind``."""
+        found = {kind: self.entries[phase, place, kind] for kind in Kind}
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def total(self, phase: Phase, place: Place, *, estimates: bool = True) -> int:
+        return sum(
+            nbytes for kind, nbytes in self.kinds(phase, place).items() if estimates or kind not in ESTIMATED
+        )
+
+    def peak(
+        self, place: Place, phases: Iterable[Phase] = tuple(Phase), *, estimates: bool = True
+    ) -> tuple[int, Phase]:
+        """Bytes and phase of the maximum."""
+        totals = [(self.total(phase, place, estimates=estimates), phase) for phase in phases]
+        return max(totals, key=lambda entry: entry[0])
+
+    def states(self, place: Place) -> int:
+        """Bytes that must exist whatever the model does: model states while training."""
+        return max(
+            sum(self.entries[phase, place, kind] for kind in MODEL_STATES) for phase in (Phase.READY, *STEADY)
+        )

@@ -1,0 +1,152 @@
+"""What the planner has to know of a model: its parameters in order, and which of them come together in forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.plan import Plan, PrecisionPlan
+from deepspeed.runtime.zero.cutting import TrainedParams, param_specs, trained_params, with_frozen
+from deepspeed.runtime.zero.layout import ParamSpec
+from deepspeed.runtime.zero.params import full_numel
+from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """``specs[i]`` is parameter i: the ``trained`` ones first, then the frozen ones.
+
+    ``calls``: for each call of a forward, in order, the parameters that stage 3 brings together for it. The order of
+    registration stands for the order of execution. ``group_of[i]``: optimizer group of trained parameter i.
+    """
+
+    specs: list[ParamSpec]
+    trained: int
+    group_of: list[int]
+    calls: list[list[int]]
+    built_itemsizes: list[int]
+    """Bytes per element of each parameter as the module was made, before the engine casts it."""
+    buffer_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def built_bytes(self) -> int:
+        return sum(spec.numel * size for spec, size in zip(self.specs, self.built_itemsizes, strict=True))
+
+
+def facts_of(
+    module: nn.Module, plan: Plan, param_groups: Sequence[dict[str, Any]] | None = None
+) -> ModelFacts:
+    """Facts about ``module``, which may be on the meta device, partitioned, or in use. Nothing is changed.
+
+    ``param_groups``: those of the optimizer; default: everything that requires a gradient, in one group.
+    """
+    groups = param_groups
+    if groups is None:
+        groups = [{"params": [p for p in module.parameters() if p.requires_grad]}]
+    trained = trained_params(module, groups)
+    everything = with_frozen(module, trained)
+    index = {id(param): i for i, param in enumerate(everything.params)}
+    number = {id(param): g for g, group in enumerate(groups) for param in group["params"]}
+    precision = plan.precision
+    return ModelFacts(
+        specs=param_specs(module, everything, plan, lambda param: _cast(param.dtype, precision)),
+        trained=len(trained.params),
+        group_of=[number[id(param)] for param in trained.params],
+        calls=_calls(module, everything, index),
+        built_itemsizes=[param.dtype.itemsize for param in everything.params],
+        buffer_bytes=_buffer_bytes(module, precision),
+    )
+
+
+def _cast(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
+    """Dtype of a parameter of ``dtype`` once the engine has cast it (``precision.cast_module``)."""
+    return precision.param if precision.param is not None and dtype.is_floating_point else dtype
+
+
+def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
+    target = precision.buffer or precision.param
+    total = 0
+    for buffer in module.buffers():
+        cast = target is not None and buffer.is_floating_point()
+        total += buffer.numel() * (target.itemsize if cast and target is not None else buffer.dtype.itemsize)
+    return total
+
+
+def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
+    """The hooked modules of stage 3 in order of registration (``parameter_offload.py``): blocks and leaves as a whole,
+    of other modules what they own."""
+    whole = set(blocks_of(module))
+    calls: list[list[int]] = []
+    seen: set[nn.Module] = set()
+
+    def walk(owner: nn.Module) -> None:
+        if owner in seen:
+            return
+        seen.add(owner)
+        together = owner in whole or z3_leaf_module(owner)
+        found = [index[id(param)] for param in owner.parameters(recurse=together)]
+        if found:
+            calls.append(found)
+        if not together:
+            for child in owner.children():
+                walk(child)
+
+    walk(module)
+    reached = {i for call in calls for i in call}
+    outside = [i for i in range(len(everything.params)) if i not in reached]
+    return [*calls, outside] if outside else calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamRow:
+    """One parameter of a model that is described instead of built."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    unit: int = 0
+
+
+def facts_of_rows(rows: Iterable[ParamRow], plan: Plan) -> ModelFacts:
+    """Facts about a model given as a list; a unit is a block, in order of execution."""
+    listed = list(rows)
+    ordered = [r for r in listed if r.requires_grad] + [r for r in listed if not r.requires_grad]
+    specs: list[ParamSpec] = []
+    calls: dict[int, list[int]] = {}
+    for i, row in enumerate(ordered):
+        dtype = _cast(row.dtype, plan.precision)
+        specs.append(
+            ParamSpec(
+                index=i,
+                name=row.name,
+                numel=row.numel,
+                dtype=dtype,
+                unit=row.unit,
+                wire_dtype=plan.precision.reduce or dtype,
+                requires_grad=row.requires_grad,
+            )
+        )
+        calls.setdefault(row.unit, []).append(i)
+    trained = sum(row.requires_grad for row in ordered)
+    return ModelFacts(
+        specs=specs,
+        trained=trained,
+        group_of=[0] * trained,
+        calls=[calls[unit] for unit in sorted(calls)],
+        built_itemsizes=[row.dtype.itemsize for row in ordered],
+    )
+
+
+def parameter_count(module: nn.Module) -> int:
+    return sum(full_numel(param) for param in module.parameters())

@@ -1,0 +1,182 @@
+"""Where masters and optimizer state rest, and the host memory and files that this takes (``zero/tiers.py``)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.memory_plan.states import OptimizerFacts
+from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.zero import swap_file
+from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
+from deepspeed.runtime.zero.tiers import _ALIGN, OffloadedTier, ResidentTier, _sub_groups, device_share
+
+
+@dataclass(slots=True)
+class BucketUse:
+    """A bucket and where its slice of this rank rests. ``flat``: its parameters are views of one buffer."""
+
+    layout: BucketLayout
+    place: Place
+    flat: bool
+    trained: bool
+    persistent: bool = False
+
+    @property
+    def resting_bytes(self) -> int:
+        """Of the slice that stage 3 keeps."""
+        return self.layout.shard_numel * self.layout.dtype.itemsize
+
+    @property
+    def state_place(self) -> Place:
+        """Where masters and state are that rest with the weights: a file holds only what was put there."""
+        return Place.HOST if self.place is Place.DISK else self.place
+
+
+class Paper:
+    """Memory and files that are counted, not taken."""
+
+    def __init__(self, device_type: str) -> None:
+        self.pins = device_type == "cuda"
+        self._used: Counter[str] = Counter()
+        self._grown: Counter[str] = Counter()
+
+    def host(self, ledger: Ledger, phases: Iterable[Phase], kind: Kind, nbytes: int, *, pin: bool) -> None:
+        """One allocation. torch takes pinned memory in powers of two."""
+        phases = tuple(phases)
+        ledger.add(phases, Place.HOST, kind, nbytes)
+        if pin and self.pins and nbytes:
+            ledger.add(phases, Place.HOST, Kind.PINNING, (1 << (nbytes - 1).bit_length()) - nbytes)
+
+    def file(self, name: str, nbytes: int) -> None:
+        """One tensor at rest (``SwapFile.new``)."""
+        self._used[name] += round_up(max(1, nbytes), swap_file.PAGE)
+        if self._used[name] > self._grown[name]:
+            self._grown[name] += max(self._used[name] - self._grown[name], swap_file.GROW_BYTES)
+
+    def grown(self, name: str) -> int:
+        """Bytes of disk that the file has taken."""
+        return self._grown[name]
+
+
+@dataclass(slots=True)
+class Offload:
+    """Places masters and state of the trained buckets in ``ledger``, as ``StateStore`` and its tier do."""
+
+    ledger: Ledger
+    paper: Paper
+    plan: Plan
+    optimizer: OptimizerFacts
+    apart: bool
+    tier: ResidentTier = field(default_factory=ResidentTier)
+
+    def takes(self, layout: BucketLayout) -> bool:
+        return self.tier.takes(layout)
+
+    def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
+        self.tier = self._tier([bucket.layout for bucket in buckets])
+        taken = [self._own(bucket, group_of) for bucket in buckets]
+        self._pass_through_slots([owned for part in taken for owned in part])
+
+    @property
+    def _swaps(self) -> bool:
+        return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
+
+    def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
+        """As ``make_tier``, without opening a file."""
+        offload = self.plan.state_offload
+        if offload is None or not (self._swaps or self.apart):
+            return ResidentTier()
+        resident = device_share(layouts, offload.ratio) if self.apart else frozenset[int]()
+        swap: Any = self.paper if self._swaps else None
+        return OffloadedTier(offload, swap, cuts=self.optimizer.elementwise, resident=resident)
+
+    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[Any]:
+        """Masters of one bucket, and state where it stays with them; returns what goes through slots."""
+        layout, tier = bucket.layout, self.tier.of(bucket.layout)
+        fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
+        taken = tier.takes(layout)
+        dtype = self.plan.precision.master or layout.dtype
+        off_device = self.apart and bucket.place is Place.DEVICE
+        own_master = taken and (off_device or bucket.place is Place.DISK)
+        separate = dtype != layout.dtype or own_master
+        if separate:
+            self._masters(bucket, fragments, dtype.itemsize, taken)
+        pieces = [piece for fragment in fragments for piece in tier.pieces(fragment)]
+        owned = [
+            SimpleNamespace(
+                param_index=piece.param,
+                fragment=piece,
+                numel=piece.numel,
+                separate=separate,
+                master_size=dtype.itemsize,
+                staged=separate and own_master,
+                low_size=layout.dtype.itemsize,
+                state=self.optimizer.groups[group_of[piece.param]],
+            )
+            for piece in pieces
+        ]
+        if taken:
+            return owned
+        for one in owned:
+            nbytes = sum(one.state.per_element) * one.numel + one.state.per_tensor
+            self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
+        return []
+
+    def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
+        numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]
+        for numel in numels:
+            if taken and self._swaps:
+                self.paper.file("optimizer", numel * size)
+            elif taken and self.plan.state_offload is not None:
+                self.paper.host(
+                    self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=self.plan.state_offload.pin
+                )
+            else:
+                self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
+
+    def _pass_through_slots(self, owned: list[Any]) -> None:
+        """Sub-groups, their records in the file, and the host memory that they pass through."""
+        if not owned or not isinstance(self.tier, OffloadedTier):
+            return
+        groups: list[list[Any]] = [group.groups[0] for group in _sub_groups([owned], self.tier.group_numel)]
+        if self.tier.resident:
+            groups.insert(0, [])  # what stays on the device is updated first
+        self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.per_tensor for one in owned))
+        staged = [_together(one.numel * one.low_size for one in group if one.staged) for group in groups]
+        masters = [
+            _together(one.numel * one.master_size for one in group if one.separate) for group in groups
+        ]
+        states = [
+            _together(one.numel * n for one in group for n in one.state.per_element) for group in groups
+        ]
+        if not self._swaps:
+            elements = sum(one.numel * sum(one.state.per_element) for one in owned)
+            self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
+            self._slots(TRAINING, staged)
+            return
+        for phases, records in (([Phase.READY], masters), (TRAINING, states)):
+            for nbytes in filter(None, records):
+                self.paper.file("optimizer", nbytes)
+            self.ledger.add(phases, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        self._slots([Phase.FIRST_STEP], [sum(sizes) for sizes in zip(masters, staged, strict=True)])
+        self._slots(STEADY, [sum(sizes) for sizes in zip(masters, states, staged, strict=True)])
+        # Masters, and in the first update the state, are made in ordinary memory and copied from there.
+        self.ledger.add([Phase.INITIALIZE], Place.HOST, Kind.STAGING, max(masters))
+        self.ledger.add([Phase.FIRST_STEP], Place.HOST, Kind.STAGING, 2 * max(states))
+
+    def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
+        """Sub-group i uses slot i modulo their number; a slot grows to the largest."""
+        count = self.plan.state_offload.slots if self.plan.state_offload is not None else 1
+        for slot in range(count):
+            nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
+            self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
+
+
+def _together(sizes: Iterable[int]) -> int:
+    """Bytes of tensors that lie behind each other in a slot."""
+    return sum(round_up(nbytes, _ALIGN) for nbytes in sizes)

@@ -1,0 +1,280 @@
+"""The memory plan of one rank: what rests where, counted with the functions that build the engine.
+
+``plan_memory`` is arithmetic: it reads no file, asks no device and talks to no rank. What rests is counted here, what
+comes and goes within a step in ``rehearsal.py``, what passes through host memory on its way to storage in ``offload.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.memory_plan.model import ModelFacts
+from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
+from deepspeed.memory_plan.rehearsal import GatherRules, Rehearsal
+from deepspeed.memory_plan.states import OptimizerFacts
+from deepspeed.runtime.plan import ParamOffload, Plan
+from deepspeed.runtime.zero.coordinator import LiveBudget
+from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
+from deepspeed.runtime.zero.layout import BucketLayout
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+BROADCAST_NUMEL = 16 * 1024 * 1024
+"""Elements that leave rank 0 together when the engine starts (``assembly.broadcast_weights``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A model, a plan, and the ranks they meet.
+
+    ``ranks``: all data-parallel ranks; ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the model
+    is built under ``zero.Init`` (stage 3) and never exists whole.
+    """
+
+    facts: ModelFacts
+    plan: Plan
+    zero: DeepSpeedZeroConfig
+    optimizer: OptimizerFacts
+    ranks: int
+    micro_batches: int = 1
+    device_type: str = "cuda"
+    zero_init: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device_type != "cpu"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy: all, or those of a MiCS group."""
+        size = int(self.zero.mics_shard_size)
+        return size if self.plan.zero.shard_params and size > 0 else self.ranks
+
+    @property
+    def near(self) -> Place:
+        """Where the model computes."""
+        return Place.DEVICE if self.apart else Place.HOST
+
+
+def plan_memory(setting: Setting) -> Ledger:
+    """Bytes of rank 0, which has the most: the padding of every bucket is on the last ranks."""
+    ledger = Ledger()
+    buckets = cut_buckets(setting)
+    _building(ledger, setting, buckets)
+    _weights(ledger, setting, buckets)
+    offload = Offload(
+        ledger, Paper(setting.device_type), setting.plan, setting.optimizer, apart=setting.apart
+    )
+    offload.place_states([bucket for bucket in buckets if bucket.trained], setting.facts.group_of)
+    _gradients(ledger, setting, buckets, offload)
+    _moving(ledger, setting, buckets)
+    _update(ledger, setting, buckets, offload)
+    ledger.notes += setting.facts.notes
+    return ledger
+
+
+def cut_buckets(setting: Setting) -> list[BucketUse]:
+    facts, plan = setting.facts, setting.plan
+    if not plan.zero.shard_params:
+        layouts = cut_whole(facts.specs[: facts.trained], plan, setting.ranks)
+        near = setting.near
+        return [BucketUse(layout, near, flat=layout.num_shards > 1, trained=True) for layout in layouts]
+    storage = _Resting(plan.param_offload, setting)
+    return [
+        BucketUse(
+            layout,
+            setting.near if persistent else storage.place(layout),
+            flat=True,
+            trained=any(slot.param < facts.trained for slot in layout.slots),
+            persistent=persistent,
+        )
+        for layout, persistent in cut_sharded(facts.specs, setting.zero, setting.shards)
+    ]
+
+
+class _Resting:
+    """Where slices of stage 3 rest, in order of placement (``ParamStorage.keep``)."""
+
+    def __init__(self, plan: ParamOffload | None, setting: Setting) -> None:
+        self.plan = plan
+        self.near = setting.near
+        self.host_numel = 0
+
+    def place(self, layout: BucketLayout) -> Place:
+        if self.plan is None:
+            return self.near
+        numel = layout.shard_numel
+        if self.plan.folder is not None and self.host_numel + numel > self.plan.host_numel:
+            return Place.DISK
+        self.host_numel += numel
+        return Place.HOST
+
+
+# Before the first step ---------------------------------------------------------------------------------------
+
+
+def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+    """The module as its author builds it, and the peak while ``initialize`` cuts it."""
+    facts, near = setting.facts, setting.near
+    sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
+    whole = [spec.numel * size for spec, size in sizes]
+    cut_alone = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
+    if setting.zero_init:
+        built = sum(cut_alone)
+        ledger.add([Phase.BUILD], near, Kind.PARAMETERS, built)
+        ledger.add([Phase.BUILD], near, Kind.GATHERED, max(whole, default=0))
+    else:
+        built = sum(whole)
+        ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, built)
+    ledger.add([Phase.BUILD], Place.HOST, Kind.BUFFERS, facts.buffer_bytes)
+    ledger.add([Phase.INITIALIZE], near, Kind.BUFFERS, facts.buffer_bytes)
+    remaining = sum(cut_alone) if setting.zero_init else _cast_bytes(facts)
+    casting = 0 if setting.zero_init or remaining == built else max(whole, default=0)
+    peak, rested = max(built + casting, remaining + _broadcast(setting)), 0
+    for bucket in buckets:
+        layout = bucket.layout
+        if not bucket.flat:
+            continue
+        own = sum(
+            cut_alone[slot.param] if setting.zero_init else slot.numel * layout.dtype.itemsize
+            for slot in layout.slots
+        )
+        flat = layout.padded_numel * layout.dtype.itemsize
+        kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
+        on_device = kept if bucket.place is near else 0
+        peak = max(peak, remaining + rested + flat, remaining - own + rested + flat + on_device)
+        remaining -= own
+        rested += on_device + (flat if bucket.persistent else 0)
+    ledger.add([Phase.INITIALIZE], near, Kind.PARAMETERS, max(peak, remaining + rested))
+
+
+def _cast_bytes(facts: ModelFacts) -> int:
+    return sum(spec.numel * spec.dtype.itemsize for spec in facts.specs)
+
+
+def _broadcast(setting: Setting) -> int:
+    """The largest flat batch of the first broadcast."""
+    if setting.ranks == 1 or setting.zero_init:
+        return 0
+    largest = held = 0
+    for spec in setting.facts.specs:
+        nbytes = spec.numel * spec.dtype.itemsize
+        held = nbytes if held and held + nbytes > BROADCAST_NUMEL * spec.dtype.itemsize else held + nbytes
+        largest = max(largest, held)
+    return largest
+
+
+# What rests --------------------------------------------------------------------------------------------------
+
+
+def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+    facts, near = setting.facts, setting.near
+    ledger.add(FROM_READY, near, Kind.BUFFERS, facts.buffer_bytes)
+    if not setting.plan.zero.shard_params:
+        frozen = facts.specs[facts.trained :]
+        ledger.add(FROM_READY, near, Kind.PARAMETERS, sum(s.numel * s.dtype.itemsize for s in frozen))
+        for bucket in buckets:
+            numel = bucket.layout.padded_numel if bucket.flat else bucket.layout.numel
+            ledger.add(FROM_READY, near, Kind.PARAMETERS, numel * bucket.layout.dtype.itemsize)
+        return
+    offload = setting.plan.param_offload
+    paper = Paper(setting.device_type)
+    for bucket in buckets:
+        if bucket.place is Place.DISK:
+            paper.file("param", bucket.resting_bytes)
+        elif bucket.place is Place.HOST and setting.apart and offload is not None:
+            paper.host(ledger, FROM_READY, Kind.PARAMETERS, bucket.resting_bytes, pin=offload.pin)
+        else:
+            ledger.add(FROM_READY, bucket.place, Kind.PARAMETERS, bucket.resting_bytes)
+        if bucket.persistent:
+            whole = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
+            ledger.add(FROM_READY, near, Kind.PARAMETERS, whole)
+    ledger.add(FROM_READY, Place.DISK, Kind.SWAP, paper.grown("param"))
+
+
+def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+    """Buffers that a bucket keeps for good once they exist: from the first backward on."""
+    plan, near = setting.plan, setting.near
+    late = 0
+    for bucket in buckets:
+        if not bucket.trained:
+            continue
+        layout = bucket.layout
+        size = (plan.precision.accumulate or layout.dtype).itemsize
+        leaves = setting.apart and offload.takes(layout)
+        if not plan.zero.shard_grads:
+            ledger.add(TRAINING, near, Kind.GRADIENTS, layout.padded_numel * size)
+        elif not leaves:
+            ledger.add(TRAINING, near, Kind.GRADIENTS, layout.shard_numel * size)
+        if leaves and plan.state_offload is not None:
+            nbytes = layout.shard_numel * size
+            offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
+            late = max(late, nbytes)
+    if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added up through a copy
+        ledger.add([Phase.FIRST_STEP, Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
+
+
+# What comes and goes -----------------------------------------------------------------------------------------
+
+
+def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
+    zero, plan = setting.zero, setting.plan
+    gathers = None
+    if plan.zero.shard_params:
+        offload = plan.param_offload
+        on_storage = offload is not None and offload.folder is not None
+        gathers = GatherRules(
+            budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
+            prefetch_numel=int(zero.prefetch_bucket_size),
+            read_ahead=(offload.buffers, offload.buffer_numel)
+            if offload is not None and on_storage
+            else None,
+        )
+    rehearsal = Rehearsal(
+        layouts=[bucket.layout for bucket in buckets],
+        persistent=[bucket.persistent for bucket in buckets],
+        trained=[bucket.trained for bucket in buckets],
+        calls=setting.facts.calls,
+        plan=plan,
+        ranks=setting.shards,
+        micro_batches=setting.micro_batches,
+        apart=setting.apart,
+        gathers=gathers,
+    )
+    for phase, kinds in rehearsal.run().items():
+        for kind, nbytes in kinds.items():
+            ledger.add([phase], setting.near, kind, nbytes)
+    largest = max((spec.numel * spec.dtype.itemsize for spec in setting.facts.specs), default=0)
+    ledger.add([Phase.FIRST_STEP, Phase.BACKWARD], setting.near, Kind.ARRIVING, largest)
+
+
+def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
+    """Copies that the update makes of what it reads."""
+    plan, phases = setting.plan, (Phase.FIRST_STEP, Phase.STEP)
+    resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
+    owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
+    if setting.apart and owned:  # the norm: squares in fp64, one fragment after another
+        ledger.add(phases, setting.near, Kind.UPDATE, 16 * max(owned))
+    if setting.optimizer.fused:
+        return
+    for bucket in resident:
+        master = plan.precision.master or bucket.layout.dtype
+        if master != (plan.precision.accumulate or bucket.layout.dtype):
+            numel = sum(f.numel for f in bucket.layout.owned(0))
+            ledger.add(phases, bucket.state_place, Kind.UPDATE, numel * master.itemsize)
+    # torch.optim: two temporaries of one tensor, or of all of them where it works on lists (devices)
+    size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
+    ledger.add(phases, setting.near, Kind.UPDATE, size)
+
+
+def steady_peak(ledger: Ledger, place: Place) -> int:
+    """Bytes at the worst moment of training, without what is estimated."""
+    return ledger.peak(place, (Phase.READY, *TRAINING), estimates=False)[0]
+
+
+__all__ = ["STEADY", "Setting", "cut_buckets", "plan_memory", "steady_peak"]

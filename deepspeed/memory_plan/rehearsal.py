@@ -1,0 +1,317 @@
+"""A step on paper: the engine's own code for gathers and gradient buckets runs over buckets without memory.
+
+``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones. What they would
+allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer at once. Their order
+is that of a real backward pass, through a chain of scalars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Pending
+from deepspeed.memory_plan.ledger import Kind, Phase
+from deepspeed.runtime.plan import Cadence, Plan
+from deepspeed.runtime.zero.coordinator import Frame, LiveBudget, ParamCoordinator
+from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather, ScheduledGather
+from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.layout import BucketLayout
+from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.sharded_bucket import Status
+
+META = torch.device("meta")
+
+
+class Meter:
+    """Bytes in use by kind, and for each phase what they were when their sum was largest."""
+
+    def __init__(self) -> None:
+        self.now: Counter[Kind] = Counter()
+        self.peaks: dict[Phase, Counter[Kind]] = {}
+        self._phases: tuple[Phase, ...] = ()
+
+    def enter(self, *phases: Phase) -> None:
+        self._phases = phases
+        self._look()
+
+    def change(self, kind: Kind, nbytes: int) -> None:
+        self.now[kind] += nbytes
+        if nbytes > 0:
+            self._look()
+
+    def _look(self) -> None:
+        total = self.now.total()
+        for phase in self._phases:
+            if phase not in self.peaks or total > self.peaks[phase].total():
+                self.peaks[phase] = self.now.copy()
+
+
+class PaperPool(BufferPool):
+    """The real pool, counted."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter = meter
+        self._out: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = super().take(numel, dtype, device)
+        whole = buffer if buffer._base is None else buffer._base
+        self._out[id(whole)] = whole
+        self._count()
+        return buffer
+
+    def give(self, buffer: Tensor, read_until: Any = None) -> None:
+        whole = buffer if buffer._base is None else buffer._base
+        self._out.pop(id(whole), None)
+        super().give(buffer, read_until)
+        self._count()
+
+    def _count(self) -> None:
+        free = [buffer for buffers in self._free.values() for buffer in buffers]
+        held = sum(t.numel() * t.element_size() for t in [*self._out.values(), *free])
+        self.meter.change(Kind.BUCKETS, held - self.meter.now[Kind.BUCKETS])
+
+
+class PaperCommunicator:
+    """Other ranks that answer at once. ``native``: collectives of a device need buffers of their own."""
+
+    def __init__(self, size: int, meter: Meter, *, native: bool) -> None:
+        self.size, self.rank, self.ranks = size, 0, tuple(range(size))
+        self.meter = meter
+        self.native = native
+        self.bytes_sent = 0
+        self.collectives: Counter[str] = Counter()
+
+    def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
+        """16-bit sums are exchanged and added up in fp32 (``comm/native.py``)."""
+        if not self.native or input.element_size() >= 4:
+            return Pending()
+        received = input.numel() * input.element_size()
+        self.meter.change(Kind.COMMUNICATION, received)
+
+        def finish() -> None:
+            total = output.numel() * 4
+            self.meter.change(Kind.COMMUNICATION, total)
+            self.meter.change(Kind.COMMUNICATION, -total - received)
+
+        return Pending(finish)
+
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        return self.reduce_scatter(tensor[: -(-tensor.numel() // self.size)], tensor)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        return Pending()
+
+    def broadcast(self, tensor: Tensor, src: int) -> Pending:
+        return Pending()
+
+
+class PaperBucket:
+    """A bucket of parameters that is gathered and released without memory."""
+
+    def __init__(self, layout: BucketLayout, persistent: bool, meter: Meter) -> None:
+        self.layout = layout
+        self.persistent = persistent
+        self.meter = meter
+        self.status = Status.GATHERED if persistent else Status.SHARDED
+        self.device = torch.device("cpu")
+        self.full = self.shard = torch.empty(0)
+        self.nbytes = layout.padded_numel * layout.dtype.itemsize
+
+    def allocate(self) -> Tensor:
+        self.meter.change(Kind.GATHERED, self.nbytes)
+        self.status = Status.GATHERING
+        return self.full
+
+    def arrived(self) -> None:
+        self.status = Status.GATHERED
+
+    def release(self) -> None:
+        if self.status is Status.GATHERED:
+            self.meter.change(Kind.GATHERED, -self.nbytes)
+            self.status = Status.SHARDED
+
+    def own_slice(self) -> Tensor:
+        return self.shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherRules:
+    """Stage 3: how slices come together (``make_gatherer`` in ``zero/sharded_model.py``)."""
+
+    budget: LiveBudget
+    prefetch_numel: int
+    read_ahead: tuple[int, int] | None
+    """Buckets and their largest size in elements, where slices are read from storage."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """Two optimizer steps; ``run`` returns by phase what was in use, beyond what rests, when it was most.
+
+    Args:
+        layouts: all buckets, ``persistent`` and ``trained`` say which are what.
+        calls: parameters (numbers of slots) by call of forward.
+        ranks: that share one copy.
+        apart: whether the device has memory of its own.
+    """
+
+    layouts: Sequence[BucketLayout]
+    persistent: Sequence[bool]
+    trained: Sequence[bool]
+    calls: Sequence[Sequence[int]]
+    plan: Plan
+    ranks: int
+    micro_batches: int
+    apart: bool
+    gathers: GatherRules | None
+    meter: Meter = field(default_factory=Meter)
+
+    def run(self) -> dict[Phase, Counter[Kind]]:
+        buckets = [
+            PaperBucket(layout, persistent, self.meter)
+            for layout, persistent in zip(self.layouts, self.persistent, strict=True)
+        ]
+        gatherer = self._gatherer(buckets)
+        coordinator = None
+        if gatherer is not None and self.gathers is not None:
+            coordinator = ParamCoordinator(buckets, gatherer.gather, self.gathers.budget)  # type: ignore[arg-type]
+        boundary = [False]
+        reducer, params = self._reducer(coordinator, boundary)
+        needs = self._needs(buckets)
+        known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
+        firsts = _first_uses(self.calls, known)
+        micro_batches = min(self.micro_batches, 2)  # one before the boundary shows what further ones do
+        with torch.inference_mode(False), torch.enable_grad():
+            for step in range(2):
+                for micro in range(micro_batches):
+                    boundary[0] = micro == micro_batches - 1
+                    self._enter(step, Phase.FORWARD)
+                    last = self._forward(coordinator, needs, partial(_arrive, reducer, params, firsts))
+                    self._enter(step, Phase.BACKWARD)
+                    reducer.before_backward()
+                    last.backward()
+                    reducer.flush()
+                self._enter(step, Phase.STEP)
+                if coordinator is not None and gatherer is not None:
+                    gatherer.end_of_step()
+                    for bucket in buckets:
+                        if not bucket.persistent:
+                            bucket.release()
+                    coordinator.end_of_step()
+                reducer.clear()
+        return self.meter.peaks
+
+    def _enter(self, step: int, phase: Phase) -> None:
+        self.meter.enter(Phase.FIRST_STEP if step == 0 else phase)
+
+    def _gatherer(self, buckets: Sequence[Any]) -> LocalGather | None:
+        rules = self.gathers
+        if rules is None:
+            return None
+        if self.ranks == 1 and rules.read_ahead is not None and not self.apart:
+            ahead, most = rules.read_ahead
+            return ReadingGather(buckets, lambda index, full: lambda: None, ahead=ahead, max_numel=most)
+        if self.ranks == 1:
+            return LocalGather(buckets)
+        others: Any = PaperCommunicator(self.ranks, self.meter, native=False)
+        server: Any = SimpleNamespace(fetch=lambda index, full: None, advance=lambda: None)
+        if self.apart:
+            return ScheduledGather(buckets, others, server, prefetch_numel=rules.prefetch_numel)
+        return FetchingGather(buckets, others, server)
+
+    def _reducer(
+        self, coordinator: ParamCoordinator | None, boundary: list[bool]
+    ) -> tuple[GradReducer, list[Any]]:
+        """The real reducer over buckets of meta tensors, and stand-ins for the parameters."""
+        plan, pool = self.plan, PaperPool(self.meter)
+        others: Any = PaperCommunicator(self.ranks, self.meter, native=self.apart and self.ranks > 1)
+        trained = [layout for layout, known in zip(self.layouts, self.trained, strict=True) if known]
+        buckets = [
+            GradBucket(
+                layout,
+                others,
+                pool,
+                META,
+                accumulate_dtype=plan.precision.accumulate or layout.dtype,
+                keep_local=not plan.zero.shard_grads,
+                reduce_scatter=plan.zero.reduce_scatter,
+            )
+            for layout in trained
+        ]
+        slots = {slot.param: (slot.numel, layout.dtype) for layout in trained for slot in layout.slots}
+        params: list[Any] = [
+            SimpleNamespace(grad=None, shape=(numel,), dtype=dtype)
+            for numel, dtype in (slots.get(i, (0, None)) for i in range(max(slots, default=-1) + 1))
+        ]
+        cadence = plan.zero.cadence
+        if coordinator is not None:
+            cadence = Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
+        alone: Any = PaperCommunicator(1, self.meter, native=False)  # nobody to agree with on the order
+        reducer = GradReducer(
+            params,
+            buckets,
+            alone,
+            gradients=plan.gradients,
+            cadence=cadence,
+            overlap=plan.zero.overlap,
+            expose=not plan.zero.shard_state,
+            at_boundary=lambda: boundary[0],
+        )
+        return reducer, params
+
+    def _needs(self, buckets: Sequence[PaperBucket]) -> list[list[int]]:
+        """By call: the buckets that have to be whole."""
+        place = {slot.param: b for b, bucket in enumerate(buckets) for slot in bucket.layout.slots}
+        found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
+        return [[b for b in needs if not buckets[b].persistent] for needs in found]
+
+    @staticmethod
+    def _forward(coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any) -> Tensor:
+        """A chain of scalars, one link per call; backward through it does what hooks do in a model."""
+        link = torch.zeros((), requires_grad=True)
+        for call, buckets in enumerate(needs):
+            frame: Frame | None = None
+            if coordinator is not None:
+                coordinator.enter(list(buckets))
+            link = link * 1.0
+            if coordinator is not None:
+                frame = coordinator.leave()
+            link.register_hook(partial(_reached, coordinator, frame, arrive, call))
+        return link
+
+
+def _reached(
+    coordinator: ParamCoordinator | None, frame: Frame | None, arrive: Any, call: int, _: Tensor
+) -> None:
+    if coordinator is not None and frame is not None and frame.held:
+        coordinator.backward(frame)
+    arrive(call)
+
+
+def _arrive(reducer: GradReducer, params: Sequence[Any], firsts: Sequence[list[int]], call: int) -> None:
+    """Gradients of parameters that no earlier call used are complete with this one."""
+    for index in reversed(firsts[call]):
+        param = params[index]
+        param.grad = torch.empty(param.shape, dtype=param.dtype, device=META)
+        reducer.ready(index, param)
+
+
+def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
+    """By call: the parameters of ``known`` that it is the first to use."""
+    seen: set[int] = set()
+    result: list[list[int]] = []
+    for call in calls:
+        new = [i for i in dict.fromkeys(call) if i in known and i not in seen]
+        seen.update(new)
+        result.append(new)
+    return result

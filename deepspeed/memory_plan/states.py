@@ -1,0 +1,81 @@
+"""What an optimizer keeps for each element, found by letting a stand-in of it make one step on a tiny matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.runtime.optim.elementwise import _stand_in
+from deepspeed.runtime.zero.step import joins_ranks
+from deepspeed.utils.logging import logger
+
+_SHAPE = (4, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Bytes of optimizer state: of each tensor that has one value per element, and of all others together."""
+
+    per_element: tuple[int, ...] = (4, 4)
+    per_tensor: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """``groups[g]``: state of the parameters of optimizer group g."""
+
+    name: str
+    groups: tuple[StateSize, ...]
+    fused: bool
+    """Whether the update is one pass over memory without copies of gradients (``multi_tensor_step``)."""
+    elementwise: bool
+    """Whether tensors may be updated in pieces."""
+
+
+ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
+"""What is assumed where no optimizer is known."""
+
+
+def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerFacts:
+    """Facts about ``optimizer``, whose parameters may be on the meta device. It is not touched.
+
+    ``master``: dtype of what it updates; None: that of its parameters.
+    """
+    groups: list[StateSize] = []
+    for group in optimizer.param_groups:
+        own = group["params"][0].dtype if group["params"] else torch.float32
+        groups.append(_state_size(optimizer, group, master or own))
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        groups=tuple(groups),
+        fused=hasattr(optimizer, "multi_tensor_step"),
+        elementwise=not joins_ranks(optimizer),
+    )
+
+
+def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> StateSize:
+    param = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    stand_in = _stand_in(optimizer, [param])
+    settings = {key: value for key, value in group.items() if key != "params"}
+    stand_in.param_groups = [{**settings, "params": [param]}]
+    for hook in ("segment_sum", "whole_matrices"):  # they belong to an engine, and are collective
+        if hasattr(stand_in, hook):
+            setattr(stand_in, hook, None)
+    param.grad = torch.ones_like(param)
+    try:
+        with torch.enable_grad():
+            type(optimizer).step(stand_in)
+    except Exception as error:  # whatever a foreign optimizer raises: its state is not known
+        logger.debug(
+            f"{type(optimizer).__name__} cannot be tried: {error}; two fp32 values per element assumed"
+        )
+        return StateSize()
+    state = stand_in.state[param]
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return StateSize(
+        per_element=tuple(t.element_size() for t in tensors if t.shape == param.shape),
+        per_tensor=sum(t.numel() * t.element_size() for t in tensors if t.shape != param.shape),
+    )
