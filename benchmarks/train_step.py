@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from tempfile import gettempdir
 from typing import Any
 
 from jobs import OURS, Contender, Job, Spread, pack, ratios, round_robin, started
@@ -21,6 +22,7 @@ GOALS = {  # step time / DDP
     "fp32": {0: 1.05, 1: 1.15, 2: 1.15, 3: 1.40},
     "bf16": {0: 1.00, 1: 1.05, 2: 1.05, 3: 1.25},
 }
+OFFLOAD_GOALS = {"2+cpu": 1.15, "3+cpu": 1.40, "3+nvme": 1.70}  # step time / DDP, both precisions
 STEPS = {"tiny": 20, "10M": 6, "50M": 3}  # per measurement
 
 
@@ -33,6 +35,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="steps per measurement; 0: by size")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--over-gloo", action="store_true", help="also rows of ours without shared memory")
+    parser.add_argument(
+        "--offload", nargs="*", default=[], choices=list(OFFLOAD_GOALS), help="rows with offload, such as 3+nvme"
+    )
+    parser.add_argument("--folder", default=None, help="where NVMe offload swaps to; default: temporary files")
     parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (fsdp2, compute)")
     parser.add_argument("--memory-gib", type=float, default=20.0, help="contenders held in memory at once")
     arguments = parser.parse_args(argv)
@@ -46,7 +52,7 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
     """All rows, DDP first."""
 
     def row(
-        name: str, system: str, *, python: str = OURS, goal: float | None = None, **options: int
+        name: str, system: str, *, python: str = OURS, goal: float | None = None, **options: Any
     ) -> Contender:
         shards = arguments.ranks if options.get("stage") else 1
         per_parameter = 12 + 8 / shards  # weights, gradients and their buckets; moments
@@ -68,7 +74,24 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
             rows.append(row(f"ours, stage {stage}, over gloo", "engine", stage=stage, shared_memory=False))
         if arguments.peer:
             rows.append(row(f"peer, stage {stage}", "engine", stage=stage, python=arguments.peer))
+    for kind in arguments.offload:
+        stage, config = int(kind[0]), {"zero_optimization": offloading(kind, arguments.folder or gettempdir())}
+        goal = OFFLOAD_GOALS[kind]
+        rows.append(row(f"ours, stage {kind}", "engine", stage=stage, config=config, goal=goal))
+        if arguments.peer:
+            rows.append(row(f"peer, stage {kind}", "engine", stage=stage, config=config, python=arguments.peer))
     return rows
+
+
+def offloading(kind: str, folder: str) -> dict[str, Any]:
+    """The zero_optimization section of "2+cpu", "3+cpu" (also the parameters) or "3+nvme" (all on storage)."""
+    stage, device = int(kind[0]), kind[2:]
+    where = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
+    section: dict[str, Any] = {"stage": stage, "offload_optimizer": {**where, "buffer_count": 5}}
+    if stage == 3:
+        section["offload_param"] = where
+        section["sub_group_size"] = 1_000_000_000
+    return section
 
 
 def measure(run: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:

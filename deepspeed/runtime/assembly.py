@@ -180,7 +180,7 @@ def build_core(
         )
         param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
         for bucket in param_buckets:
-            bucket.flatten()
+            bucket.flatten(flat=plan.state_offload is not None)
     else:
         param_buckets = list[ParamBucket](sharded.trained_buckets)
     groups = sharded.groups if sharded is not None else ShardGroups.whole(communicator)

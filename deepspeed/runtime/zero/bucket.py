@@ -21,8 +21,8 @@ class ParamBucket:
     """Owns the flat weights of one bucket.
 
     ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; ``shard`` is this rank's slice of it.
-    With one shard per bucket there is nothing to gather: the parameters stay where the caller put them and
-    ``full`` and ``shard`` are None.
+    With one shard per bucket there is nothing to gather: unless ``flat`` is asked for, the parameters stay where the
+    caller put them and ``full`` and ``shard`` are None.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class ParamBucket:
         self.shard: Tensor | None = None
         self._addresses: list[int] = []
 
-    def flatten(self) -> None:
+    def flatten(self, *, flat: bool = False) -> None:
         """Move the weights into one buffer, parameter by parameter; each old storage is free at once."""
         self._addresses = [param.data_ptr() for param in self.params]
-        if self.layout.num_shards == 1:
+        if self.layout.num_shards == 1 and not flat:
             return
         device = self.params[0].device
         self.full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=device)
@@ -88,7 +88,7 @@ class ParamBucket:
 
     def gather(self) -> Pending | None:
         """Start publishing this rank's slice to the others; None when there is nothing to move."""
-        if self.full is None or self.shard is None:
+        if self.full is None or self.shard is None or self.layout.num_shards == 1:
             return None
         return self.communicator.all_gather(self.full, self.shard)
 

@@ -234,11 +234,14 @@ class OffloadedTier(ResidentTier):
         if any(here):  # first: a device works on it while the host does the others
             self.sub_groups.insert(0, SubGroup(here, resident=True))
         for number, sub_group in enumerate(self.sub_groups):
+            if self.swap is not None and not sub_group.resident:
+                sub_group.records = list(_master_records(sub_group.fragments))
+                sub_group.known = {id(t) for record in sub_group.records for t in record.tensors}
             for owned in sub_group.fragments:
                 self._part_of[id(owned)] = number
                 if not sub_group.resident and self._stages(owned):
                     sub_group.staged.append(owned)
-        self.rest()
+        self.rest()  # state that the client's optimizer had already
 
     def _stages(self, owned: OwnedFragment) -> bool:
         """Whether the refreshed weights pass through the slot on their way to where they belong."""
@@ -262,16 +265,13 @@ class OffloadedTier(ResidentTier):
             sub_group.views = {}
 
     def _store_new(self, sub_group: SubGroup) -> None:
-        """Masters and state tensors that have no place in the file yet get one, together."""
+        """State tensors that have no place in the file yet get one, together."""
         assert self.swap is not None
         new: list[Tensor] = []
         for owned in sub_group.fragments:
-            tensors = list(self._state_of(owned).values())
-            if owned.low is not None:  # else the master is the weight itself, which rests elsewhere
-                tensors.insert(0, owned.master)
             new += [
                 t
-                for t in tensors
+                for t in self._state_of(owned).values()
                 if isinstance(t, Tensor)
                 and t.shape == owned.master.shape
                 and t.dim()
@@ -414,6 +414,20 @@ def _lend_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Te
                 group.lows[i] = view
                 lent.append((view, owned.low))
     return lent
+
+
+def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
+    """The masters of a sub-group, which rest in the file already: one record for those of one bucket."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for owned in fragments:
+        if owned.low is not None:  # else the master is the weight itself, which rests elsewhere
+            by_storage.setdefault(owned.master.untyped_storage().data_ptr(), []).append(owned.master)
+    for base, masters in by_storage.items():
+        start = min(master.data_ptr() for master in masters)
+        stop = max(master.data_ptr() + master.numel() * master.element_size() for master in masters)
+        raw = torch.empty(0, dtype=torch.uint8).set_(masters[0].untyped_storage(), start - base, (stop - start,))
+        places = [master.data_ptr() - start for master in masters]
+        yield Record(raw, masters, places, [master.numel() for master in masters])
 
 
 def _sub_groups(groups: Sequence[Sequence[OwnedFragment]], size: int) -> Iterator[SubGroup]:
