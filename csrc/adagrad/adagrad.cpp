@@ -25,25 +25,27 @@ DS_INLINE void adagrad_block(float *__restrict param, const float *__restrict gr
 }
 
 DS_INLINE void adagrad_run_body(const ds_segment &s, const ds_storage &type, const Adagrad &constants, int64_t begin,
-                                int64_t end) {
+                                int64_t end, bool stream) {
     const Adagrad c = constants;
     alignas(64) float buffer[3][ds::kBlock];
-    for (int64_t i = begin; i < end; i += ds::kBlock) {
-        const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
+    const int64_t step = ds::block_numel(s);
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
         const ds::Operand sum = ds::open(s.state1, i, type.state, buffer[1], n);
         const float *grad = ds::widen(ds::at(s.grad, i, type.grad), type.grad, buffer[2], n);
         adagrad_block(param.values, grad, sum.values, c, n);
         ds::close(param, n);
         ds::close(sum, n);
-        if (s.low_precision != nullptr)
-            ds::narrow(ds::at(s.low_precision, i, type.low_precision), type.low_precision, param.values, n);
+        ds::copy_out(s, type, i, param.values, n, stream);
     }
+    ds::end_copies(stream);
 }
 
 DS_KERNEL(adagrad_run,
-          (const ds_segment &s, const ds_storage &type, const Adagrad &constants, int64_t begin, int64_t end),
-          (s, type, constants, begin, end))
+          (const ds_segment &s, const ds_storage &type, const Adagrad &constants, int64_t begin, int64_t end,
+           bool stream),
+          (s, type, constants, begin, end, stream))
 
 }  // namespace
 
@@ -59,7 +61,10 @@ void ds_adagrad(const ds_segment *segments, int64_t count, const ds_storage *sto
                                 .lr = float(lr / (1.0 + (step - 1.0) * lr_decay))};
     }
     const Adagrad *all = constants.data();
+    const bool stream = ds::streams(segments, count);
     ds::for_each_run(
         count, threads, [&](int64_t i) { return segments[i].numel; },
-        [&](int64_t i, int64_t begin, int64_t end) { adagrad_run(segments[i], *storage, all[i], begin, end); });
+        [&](int64_t i, int64_t begin, int64_t end) {
+            adagrad_run(segments[i], *storage, all[i], begin, end, stream);
+        });
 }

@@ -38,11 +38,12 @@ DS_INLINE void adam_block(float *__restrict param, const float *__restrict grad,
 }
 
 DS_INLINE void adam_run_body(const ds_segment &s, const ds_storage &type, const Adam &constants, int64_t begin,
-                             int64_t end) {
+                             int64_t end, bool stream) {
     const Adam c = constants;
     alignas(64) float buffer[4][ds::kBlock];
-    for (int64_t i = begin; i < end; i += ds::kBlock) {
-        const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
+    const int64_t step = ds::block_numel(s);
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
         const ds::Operand exp_avg = ds::open(s.state1, i, type.state, buffer[1], n);
         const ds::Operand exp_avg_sq = ds::open(s.state2, i, type.state, buffer[2], n);
@@ -54,14 +55,15 @@ DS_INLINE void adam_run_body(const ds_segment &s, const ds_storage &type, const 
         ds::close(param, n);
         ds::close(exp_avg, n);
         ds::close(exp_avg_sq, n);
-        if (s.low_precision != nullptr)
-            ds::narrow(ds::at(s.low_precision, i, type.low_precision), type.low_precision, param.values, n);
+        ds::copy_out(s, type, i, param.values, n, stream);
     }
+    ds::end_copies(stream);
 }
 
 DS_KERNEL(adam_run,
-          (const ds_segment &s, const ds_storage &type, const Adam &constants, int64_t begin, int64_t end),
-          (s, type, constants, begin, end))
+          (const ds_segment &s, const ds_storage &type, const Adam &constants, int64_t begin, int64_t end,
+           bool stream),
+          (s, type, constants, begin, end, stream))
 
 }  // namespace
 
@@ -93,7 +95,10 @@ void ds_adam(const ds_segment *segments, int64_t count, const ds_storage *storag
         constants[size_t(i)] = c;
     }
     const Adam *all = constants.data();
+    const bool stream = ds::streams(segments, count);
     ds::for_each_run(
         count, threads, [&](int64_t i) { return segments[i].numel; },
-        [&](int64_t i, int64_t begin, int64_t end) { adam_run(segments[i], *storage, all[i], begin, end); });
+        [&](int64_t i, int64_t begin, int64_t end) {
+            adam_run(segments[i], *storage, all[i], begin, end, stream);
+        });
 }

@@ -64,20 +64,21 @@ DS_INLINE void lamb_first_body(const ds_segment &s, const ds_storage &type, cons
 }
 
 DS_INLINE void lamb_second_body(const ds_segment &s, const ds_storage &type, const Lamb &constants, float rate,
-                                int64_t begin, int64_t end) {
+                                int64_t begin, int64_t end, bool stream) {
     const Lamb c = constants;
     alignas(64) float buffer[2][ds::kBlock];
-    for (int64_t i = begin; i < end; i += ds::kBlock) {
-        const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
+    const int64_t step = ds::block_numel(s);
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
         lamb_update_block(param.values, static_cast<const float *>(s.state1) + i,
                           static_cast<const float *>(s.state2) + i, buffer[1], c, n);
         float *__restrict p = param.values;
         DS_IVDEP for (int64_t j = 0; j < n; ++j) p[j] = p[j] - rate * buffer[1][j];
         ds::close(param, n);
-        if (s.low_precision != nullptr)
-            ds::narrow(ds::at(s.low_precision, i, type.low_precision), type.low_precision, param.values, n);
+        ds::copy_out(s, type, i, param.values, n, stream);
     }
+    ds::end_copies(stream);
 }
 
 DS_KERNEL(lamb_first,
@@ -85,8 +86,9 @@ DS_KERNEL(lamb_first,
            int64_t end),
           (s, type, constants, sums, begin, end))
 DS_KERNEL(lamb_second,
-          (const ds_segment &s, const ds_storage &type, const Lamb &constants, float rate, int64_t begin, int64_t end),
-          (s, type, constants, rate, begin, end))
+          (const ds_segment &s, const ds_storage &type, const Lamb &constants, float rate, int64_t begin, int64_t end,
+           bool stream),
+          (s, type, constants, rate, begin, end, stream))
 
 Lamb common(double beta1, double beta2, double eps, double weight_decay, int32_t eps_inside_sqrt) {
     Lamb c{};
@@ -154,9 +156,10 @@ void ds_lamb_apply(const ds_segment *segments, int64_t count, const ds_storage *
                    const double *trust_ratio, int32_t threads) {
     const Lamb c = common(beta1, beta2, eps, weight_decay, eps_inside_sqrt);
     const Lamb *constants = per_segment(segments, count, c, beta1, beta2, bias_correction).data();
+    const bool stream = ds::streams(segments, count);
     ds::for_each_run(
         count, threads, [&](int64_t i) { return segments[i].numel; },
         [&](int64_t i, int64_t begin, int64_t end) {
-            lamb_second(segments[i], *storage, constants[i], float(lr * trust_ratio[i]), begin, end);
+            lamb_second(segments[i], *storage, constants[i], float(lr * trust_ratio[i]), begin, end, stream);
         });
 }

@@ -25,25 +25,27 @@ DS_INLINE void lion_block(float *__restrict param, const float *__restrict grad,
 }
 
 DS_INLINE void lion_run_body(const ds_segment &s, const ds_storage &type, const Lion &constants, int64_t begin,
-                             int64_t end) {
+                             int64_t end, bool stream) {
     const Lion c = constants;
     alignas(64) float buffer[3][ds::kBlock];
-    for (int64_t i = begin; i < end; i += ds::kBlock) {
-        const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
+    const int64_t step = ds::block_numel(s);
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
         const ds::Operand exp_avg = ds::open(s.state1, i, type.state, buffer[1], n);
         const float *grad = ds::widen(ds::at(s.grad, i, type.grad), type.grad, buffer[2], n);
         lion_block(param.values, grad, exp_avg.values, c, n);
         ds::close(param, n);
         ds::close(exp_avg, n);
-        if (s.low_precision != nullptr)
-            ds::narrow(ds::at(s.low_precision, i, type.low_precision), type.low_precision, param.values, n);
+        ds::copy_out(s, type, i, param.values, n, stream);
     }
+    ds::end_copies(stream);
 }
 
 DS_KERNEL(lion_run,
-          (const ds_segment &s, const ds_storage &type, const Lion &constants, int64_t begin, int64_t end),
-          (s, type, constants, begin, end))
+          (const ds_segment &s, const ds_storage &type, const Lion &constants, int64_t begin, int64_t end,
+           bool stream),
+          (s, type, constants, begin, end, stream))
 
 }  // namespace
 
@@ -57,7 +59,10 @@ void ds_lion(const ds_segment *segments, int64_t count, const ds_storage *storag
                  .decay = float(1.0 - lr * weight_decay),
                  .lr = float(lr)};
     for (int64_t i = 0; i < count; ++i) *segments[i].step += 1.0f;
+    const bool stream = ds::streams(segments, count);
     ds::for_each_run(
         count, threads, [&](int64_t i) { return segments[i].numel; },
-        [&](int64_t i, int64_t begin, int64_t end) { lion_run(segments[i], *storage, c, begin, end); });
+        [&](int64_t i, int64_t begin, int64_t end) {
+            lion_run(segments[i], *storage, c, begin, end, stream);
+        });
 }

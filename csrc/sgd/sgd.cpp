@@ -32,11 +32,12 @@ DS_INLINE void sgd_block(float *__restrict param, const float *__restrict grad, 
 }
 
 DS_INLINE void sgd_run_body(const ds_segment &s, const ds_storage &type, const Sgd &constants, Momentum kind,
-                            int64_t begin, int64_t end) {
+                            int64_t begin, int64_t end, bool stream) {
     const Sgd c = constants;
     alignas(64) float buffer[3][ds::kBlock];
-    for (int64_t i = begin; i < end; i += ds::kBlock) {
-        const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
+    const int64_t step = ds::block_numel(s);
+    for (int64_t i = begin; i < end; i += step) {
+        const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
         const float *grad = ds::widen(ds::at(s.grad, i, type.grad), type.grad, buffer[1], n);
         if (kind == Momentum::kNone) {
@@ -54,15 +55,15 @@ DS_INLINE void sgd_run_body(const ds_segment &s, const ds_storage &type, const S
             ds::close(momentum, n);
         }
         ds::close(param, n);
-        if (s.low_precision != nullptr)
-            ds::narrow(ds::at(s.low_precision, i, type.low_precision), type.low_precision, param.values, n);
+        ds::copy_out(s, type, i, param.values, n, stream);
     }
+    ds::end_copies(stream);
 }
 
 DS_KERNEL(sgd_run,
           (const ds_segment &s, const ds_storage &type, const Sgd &constants, Momentum kind, int64_t begin,
-           int64_t end),
-          (s, type, constants, kind, begin, end))
+           int64_t end, bool stream),
+          (s, type, constants, kind, begin, end, stream))
 
 }  // namespace
 
@@ -83,7 +84,10 @@ void ds_sgd(const ds_segment *segments, int64_t count, const ds_storage *storage
                                            : (first ? Momentum::kFirst : Momentum::kPlain);
     }
     const Momentum *all = kinds.data();
+    const bool stream = ds::streams(segments, count);
     ds::for_each_run(
         count, threads, [&](int64_t i) { return segments[i].numel; },
-        [&](int64_t i, int64_t begin, int64_t end) { sgd_run(segments[i], *storage, c, all[i], begin, end); });
+        [&](int64_t i, int64_t begin, int64_t end) {
+            sgd_run(segments[i], *storage, c, all[i], begin, end, stream);
+        });
 }

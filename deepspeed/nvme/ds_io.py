@@ -1,14 +1,16 @@
-"""`ds_io`: times reads or writes of files with one configuration."""
+"""`ds_io`: times reads or writes of files with one configuration, and prints it as the `aio` section of a config."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.nvme.engines import ENGINES, Transfer
-from deepspeed.nvme.measure import Plan, byte_count, speeds, summary
+from deepspeed.nvme.engines import ENGINES, HANDLES, Transfer
+from deepspeed.nvme.measure import Plan, aio_section, byte_count, speeds, summary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -110,11 +112,14 @@ def _devices(text: str) -> list[tuple[str, int]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
-        values = speeds(plans(args), args.include_warmup_time)
+        to_do = plans(args)
+        values = speeds(to_do, args.include_warmup_time, progress=True)
     except (OSError, ValueError, NotImplementedError) as error:
         print(f"ds_io: {error}", file=sys.stderr)
         return 1
     print(f"{args.engine} {'read' if args.read else 'write'} of {args.io_size} bytes: {summary(values)}")
+    if args.engine in HANDLES:
+        print(json.dumps(aio_section(dataclasses.asdict(to_do[0].transfer)), indent=3))
     return 0
 
 

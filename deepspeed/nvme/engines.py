@@ -14,7 +14,8 @@ from deepspeed.io import FastFileWriter, FastFileWriterConfig
 from deepspeed.ops.aio.async_io import aio_handle
 from deepspeed.ops.gds.gds import gds_handle
 
-ENGINES = ("aio_handle", "aio_basic", "torch_io", "torch_fastio")
+HANDLES = ("aio_handle", "aio_basic")
+ENGINES = (*HANDLES, "torch_io", "torch_fastio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from deepspeed.nvme.engines import Transfer, make_file, prepare
 
@@ -25,6 +28,10 @@ def byte_count(text: str) -> int:
     return int(number) * factor
 
 
+FLAGS = ("single_submit", "overlap_events")
+"""Settings that are true or false."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one process does in its folder."""
@@ -37,8 +44,9 @@ class Plan:
     file_per_loop: bool = False
 
 
-def seconds_per_loop(plan: Plan) -> list[float]:
-    """Times of the loops, warm-up first. Files that are written are removed again, files that are read stay."""
+def seconds_per_loop(plan: Plan, done: Callable[[], object] = lambda: None) -> list[float]:
+    """Times of the loops, warm-up first. Files that are written are removed again, files that are read stay. `done` is
+    called after each loop."""
     transfer = plan.transfer
     paths = [
         os.path.join(plan.folder, f"{plan.name}_{i if plan.file_per_loop else 0}.bin")
@@ -52,6 +60,7 @@ def seconds_per_loop(plan: Plan) -> list[float]:
             begin = time.perf_counter()
             run(path)
             times.append(time.perf_counter() - begin)
+            done()
     finally:
         if not transfer.read:
             for path in set(paths):
@@ -59,13 +68,18 @@ def seconds_per_loop(plan: Plan) -> list[float]:
     return times
 
 
-def speeds(plans: Sequence[Plan], include_warmup: bool = False) -> list[float]:
-    """GB/s of each loop, all processes together (the slowest one counts)."""
-    if len(plans) == 1:
-        results = [seconds_per_loop(plans[0])]
-    else:
-        with multiprocessing.get_context("spawn").Pool(len(plans)) as pool:
-            results = pool.map(seconds_per_loop, plans, chunksize=1)
+def speeds(plans: Sequence[Plan], include_warmup: bool = False, progress: bool = False) -> list[float]:
+    """GB/s of each loop, all processes together (the slowest one counts); with `progress` a bar on a terminal."""
+    loops = plans[0].warmup_loops + plans[0].loops
+    with tqdm(total=loops * len(plans), disable=None if progress else True, leave=False) as bar:
+        if len(plans) == 1:
+            results = [seconds_per_loop(plans[0], bar.update)]
+        else:
+            results = []
+            with multiprocessing.get_context("spawn").Pool(len(plans)) as pool:
+                for times in pool.imap(seconds_per_loop, plans, chunksize=1):
+                    results.append(times)
+                    bar.update(loops)
     total = sum(plan.transfer.io_size for plan in plans)
     first = 0 if include_warmup else plans[0].warmup_loops
     return [total / max(times) / 1e9 for times in list(zip(*results, strict=True))[first:]]
@@ -73,3 +87,10 @@ def speeds(plans: Sequence[Plan], include_warmup: bool = False) -> list[float]:
 
 def summary(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} GB/s (median of {len(values)}; {min(values):.2f} to {max(values):.2f})"
+
+
+def aio_section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The `aio` section for ds_config; flags are strings, as documented."""
+    flags = {name: str(settings.get(name, name == "overlap_events")).lower() for name in FLAGS}
+    numbers = {name: settings.get(name) for name in ("intra_op_parallelism", "queue_depth", "block_size")}
+    return {"aio": {**flags, **{name: value for name, value in numbers.items() if value is not None}}}

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from deepspeed.nvme.engines import Transfer
-from deepspeed.nvme.measure import Plan, byte_count, speeds
+from deepspeed.nvme.measure import FLAGS, Plan, aio_section, byte_count, speeds
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -26,7 +26,6 @@ DEFAULT_SPACE: dict[str, list[Any]] = {
     "single_submit": [False],
 }
 _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
-_FLAGS = ("single_submit", "overlap_events")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,7 +63,7 @@ def space_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _value(name: str, value: Any) -> Any:
     text = str(value).lower()
-    if name in _FLAGS:
+    if name in FLAGS:
         if text not in ("true", "false"):
             raise ValueError(f"sweep configuration: {name} = {value!r}: expected true or false")
         return text == "true"
@@ -122,13 +121,6 @@ def _flush_page_cache() -> None:
 def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The configuration that takes least time to read and write one byte each."""
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
-
-
-def aio_section(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The `aio` section for ds_config; flags are strings, as documented."""
-    flags = {name: str(row.get(name, name == "overlap_events")).lower() for name in _FLAGS}
-    numbers = {name: row.get(name) for name in ("intra_op_parallelism", "queue_depth", "block_size")}
-    return {"aio": {**flags, **{name: value for name, value in numbers.items() if value is not None}}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

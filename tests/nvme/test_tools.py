@@ -34,6 +34,23 @@ def test_ds_io(tmp_path: Path, engine: str, read: bool, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert f"{engine} {'read' if read else 'write'} of 1048576 bytes" in out and "GB/s (median of 3" in out
     assert len(list(tmp_path.iterdir())) == (4 if read else 0)
+    if engine.startswith("aio"):
+        section = json.loads(out[out.index("{") :])
+        config = DeepSpeedConfig({"train_batch_size": 1, **section})
+        assert config.aio_config["block_size"] == 128 << 10 and config.aio_config["queue_depth"] == 32
+        assert config.aio_config["overlap_events"] and not config.aio_config["single_submit"]
+    else:
+        assert "{" not in out
+
+
+def test_processes_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    places = ["--folder_to_device_mapping", f"{folders[0]}:0", f"{folders[1]}:1"]
+    assert ds_io.main([*places, "--io_size", "1M", "--loops", "1"]) == 0
+    assert "GB/s (median of 1" in capsys.readouterr().out
+    assert not any(list(folder.iterdir()) for folder in folders)
 
 
 def test_ds_io_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,23 @@ def test_copy_out_is_the_rounded_parameter(case: Case, dtype: torch.dtype, isa: 
             assert copied is None or same_bits(copied, p.detach().to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("adamw", "lion", "lamb")], ids=str)
+def test_copies_of_large_tensors_at_any_alignment(case: Case, dtype: torch.dtype, isa: str) -> None:
+    """From 4M elements on copies are written past the cache: the same values, and nothing beside them."""
+    torch.set_num_threads(2)
+    numels = [3_000_001, 1_300_000]
+    params = [torch.full((n,), 0.5).index_fill_(0, torch.arange(0, n, 7), -3.0) for n in numels]
+    grads = [torch.linspace(-1, 1, n) for n in numels]
+    memory = [torch.full((n + 12,), 7.0, dtype=dtype) for n in numels]
+    copies = [whole[shift : shift + n] for whole, shift, n in zip(memory, (3, 8), numels, strict=True)]
+    optimizer = case.ours(params)
+    optimizer.multi_tensor_step(optimizer.param_groups[0], params, grads, low_precision=copies)
+    for p, copied, whole, shift in zip(params, copies, memory, (3, 8), strict=True):
+        assert same_bits(copied, p.to(dtype))
+        assert (whole[:shift] == 7).all() and (whole[shift + len(p) :] == 7).all()
+
+
 @pytest.mark.parametrize("case", ELEMENTWISE, ids=str)
 def test_non_finite_gradients_stay_where_they_are(case: Case, isa: str) -> None:
     params, clean = parameters(), parameters()
