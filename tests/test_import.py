@@ -172,3 +172,22 @@ def test_console_scripts_exist() -> None:
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(importlib.import_module(module), function))
+
+
+INITIALIZE = """
+import gc, sys, torch
+module = torch.nn.Linear(4, 4)
+import deepspeed
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": STAGE}}
+engine, *_ = deepspeed.initialize(model=module, config=config)
+engine.backward(engine(torch.ones(1, 4)).sum())
+engine.step()
+slow = {"torch._dynamo", "torch._inductor", "torch.onnx", "triton", "transformers", "hjson", "sympy"}
+print(sorted(slow & set(sys.modules)), gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_first_step_does_not_import_the_compiler(stage: int) -> None:
+    """Half a second that only those who compile should pay (torch's own optimizers import it when made)."""
+    assert fresh(INITIALIZE.replace("STAGE", str(stage))).splitlines()[-1] == "[] True"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SUBMODULES = ("adagrad", "adam", "lamb", "lion", "native", "op_builder", "sgd")
+_SUBMODULES = ("adagrad", "adam", "aio", "gds", "lamb", "lion", "native", "op_builder", "sgd")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         self._tables: dict[tuple[int, int], Table] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch hides its method from the compiler, and imports the compiler (0.6 s) for that when it is first called.
+        method = torch.optim.Optimizer.add_param_group
+        if "torch._dynamo" not in sys.modules:
+            method = getattr(method, "__wrapped__", method)
+        method(self, param_group)
 
     # ---- what a subclass gives -----------------------------------------------------------------------------
 

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.optim import elementwise
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.optim.flags import set_optimizer_flags
@@ -50,6 +53,17 @@ def test_others() -> None:
     assert not is_elementwise(FusedLamb(_params()))
     assert not is_elementwise(Lars(_params(), lr=0.1))
     assert not is_elementwise(Standstill(_params(), lr=0.1))  # nothing was seen, nothing is promised
+
+
+@pytest.mark.parametrize(
+    "cls", [DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, DeepSpeedCPULion, FusedAdam, FusedLion, FusedLamb, SGD]
+)
+def test_our_own_are_what_they_say(cls: type[torch.optim.Optimizer]) -> None:
+    """They are not tried at every start; here they are."""
+    optimizer = cls(_params(), lr=0.01)  # type: ignore[call-arg]
+    assert isinstance(optimizer, MultiTensorOptimizer)
+    assert is_elementwise(optimizer) == elementwise._probe(optimizer) == (cls is not FusedLamb)
+    assert cls not in elementwise._verdicts
 
 
 def test_the_probe_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""Keeping `torch.compile` out of a function without importing the compiler, which takes half a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """`torch.compiler.disable(function)`: neither it nor what it calls is compiled.
+
+    The function itself is marked as the compiler's own decorators do: the attribute keeps traced callers from
+    inlining it, the strategy of its code keeps its frame, and those below, out of the compiler's hands.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # other releases of torch keep the strategy elsewhere
+        return torch.compiler.disable(function)  # type: ignore[return-value]
+    assert isinstance(function, FunctionType)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
