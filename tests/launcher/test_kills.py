@@ -20,11 +20,12 @@ LIMIT_S = 5.0
 # A rank with a child that ignores polite signals, one in a session of its own, and an orphan.
 FAMILY = """\
 import os, pathlib, signal, subprocess, sys, time
-deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(120)"
+deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(flush=True); time.sleep(120)"
 children = [
-    subprocess.Popen([sys.executable, "-c", deaf]),
+    subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE),
     subprocess.Popen(["sleep", "120"], start_new_session=True),
 ]
+children[0].stdout.readline()  # an interrupt before it is deaf would make Python print a traceback
 orphan = subprocess.check_output("sleep 120 >/dev/null & echo $!", shell=True, text=True)
 if sys.argv[-1] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
