@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstring>
 #include <poll.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -40,7 +41,8 @@ Geometry::Geometry(int32_t size) {
 
 Channel::Channel(void *base, int32_t rank, int32_t size)
     : geometry_(size), base_(static_cast<char *>(base)),
-      blocks_(reinterpret_cast<RankBlock *>(base_ + sizeof(Header))), rank_(rank), size_(size) {
+      blocks_(reinterpret_cast<RankBlock *>(base_ + sizeof(Header))), rank_(rank), size_(size),
+      seen_done_(size_t(size), 0) {
     block(rank).pid.store(getpid());
     block(rank).state.store(kAttached);
 }
@@ -66,7 +68,10 @@ Channel::~Channel() {
 // ---- waiting ---------------------------------------------------------------------------------------------------------
 
 bool Channel::await(Counter &counter, uint32_t target, int32_t peer) {
-    if (counter.spin(target, spin_now_ns_)) return true;
+    if (counter.reached(target)) return true;
+    // A rank that shares this very core can only go on once this one sleeps.
+    const bool neighbour = block(peer).core.load(std::memory_order_relaxed) == sched_getcpu();
+    if (!neighbour && counter.spin(target, spin_now_ns_)) return true;
     const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms_);
     for (;;) {
         if (counter.sleep(target)) return true;
@@ -74,7 +79,7 @@ bool Channel::await(Counter &counter, uint32_t target, int32_t peer) {
         const uint32_t state = block(peer).state.load();
         const bool alive = is_alive(peer);
         if (counter.reached(target)) return true;  // its last deed before it ended or left
-        if (state == kFailed) return fail(block(peer).status.load(), block(peer).silent_rank.load());
+        if (state == kFailed) return fail_with(peer);
         if (state == kLeft) return fail(DS_SHM_LEFT, peer);
         if (!alive) return fail(DS_SHM_DEAD, peer);
         if (Clock::now() > deadline) return fail(DS_SHM_TIMEOUT, peer);
@@ -86,10 +91,26 @@ bool Channel::fail(int32_t status, int32_t silent_rank) {
     failure_.operations = block(rank_).operations.load();
     failure_.silent_rank = silent_rank;
     if (silent_rank >= 0) failure_.their_operations = block(silent_rank).operations.load();
-    block(rank_).status.store(status);
-    block(rank_).silent_rank.store(silent_rank);
-    block(rank_).state.store(status == DS_SHM_CLOSED ? kLeft : kFailed);  // who waits for us learns the reason
+    RankBlock &own = block(rank_);
+    own.status.store(status);
+    own.silent_rank.store(silent_rank);
+    own.own_call = call_;
+    own.their_call = failure_.their_call;
+    own.state.store(status == DS_SHM_CLOSED ? kLeft : kFailed);  // who waits for us learns the reason
     return false;
+}
+
+// The awaited rank has failed: for the same reason, so have we.
+bool Channel::fail_with(int32_t peer) {
+    const RankBlock &failed = block(peer);
+    const int32_t status = failed.status.load(), silent_rank = failed.silent_rank.load();
+    if (status != DS_SHM_MISMATCH) return fail(status, silent_rank);
+    return silent_rank == rank_ ? mismatch(peer, failed.own_call) : mismatch(silent_rank, failed.their_call);
+}
+
+bool Channel::mismatch(int32_t peer, const ds_shm_call &theirs) {
+    failure_.their_call = theirs;
+    return fail(DS_SHM_MISMATCH, peer);
 }
 
 void Channel::explain(ds_shm_failure &failure) const { failure = failure_; }
@@ -106,7 +127,10 @@ bool Channel::await_free_slot() {
     const uint32_t before = written_ + 1 - uint32_t(kSlots);  // 0 or less at first: nothing to wait for
     for (int32_t step = 1; step < size_; ++step) {
         const int32_t peer = (rank_ + step) % size_;
+        uint32_t &seen = seen_done_[size_t(peer)];
+        if (int32_t(seen - before) >= 0) continue;
         if (!await(block(peer).done, before, peer)) return false;
+        seen = block(peer).done.value.load(std::memory_order_acquire);
     }
     return true;
 }
@@ -115,8 +139,7 @@ const char *Channel::slot_of(int32_t peer) {
     if (!await(block(peer).published, read_ + 1, peer)) return nullptr;
     const ds_shm_call &theirs = block(peer).calls[read_ % kSlots];
     if (std::memcmp(&theirs, &call_, sizeof call_) != 0) {
-        failure_.their_call = theirs;
-        fail(DS_SHM_MISMATCH, peer);
+        mismatch(peer, theirs);
         return nullptr;
     }
     return outbox(peer) + int64_t(read_ % kSlots) * geometry_.slot_bytes;
@@ -131,6 +154,7 @@ bool Channel::rounds(int64_t count, Need &&need, Write &&write, Read &&read) {
             if (!await_free_slot()) return false;
             write(ahead, own_slot());
             block(rank_).calls[written_ % kSlots] = call_;
+            block(rank_).core.store(sched_getcpu(), std::memory_order_relaxed);
             block(rank_).published.set(++written_);
         }
         if (!read(n)) return false;
@@ -335,19 +359,22 @@ bool Channel::broadcast(const ds_shm_operation &operation) {
         });
 }
 
-// The largest of everyone's numbers: how many rounds an exchange of uneven runs takes.
-bool Channel::most_of_all(int64_t own, int64_t &most) {
-    most = own;
+// Everyone says how much it sends to whom: whether that is what the receiver expects, and how many rounds it takes
+// (`most`: bytes of the longest run).
+bool Channel::exchange_counts(const ds_shm_operation &operation, int64_t &most) {
+    const auto ranks = size_t(size_);
+    std::vector<int64_t> theirs(ranks);
+    most = 0;
     return rounds(
-        1, [&](int64_t, char *slot) { std::memcpy(slot, &own, sizeof own); },
+        1, [&](int64_t, char *slot) { std::memcpy(slot, operation.input_bytes, ranks * sizeof(int64_t)); },
         [&](int64_t) {
             for (int32_t peer = 0; peer < size_; ++peer) {
-                if (peer == rank_) continue;
-                const char *slot = slot_of(peer);
-                if (slot == nullptr) return false;
-                int64_t theirs;
-                std::memcpy(&theirs, slot, sizeof theirs);
-                most = std::max(most, theirs);
+                const void *counts = peer == rank_ ? operation.input_bytes : static_cast<const void *>(slot_of(peer));
+                if (counts == nullptr) return false;
+                std::memcpy(theirs.data(), counts, ranks * sizeof(int64_t));
+                if (theirs[size_t(rank_)] != operation.output_bytes[peer]) return mismatch(peer, call_);
+                theirs[size_t(peer)] = 0;  // does not travel
+                most = std::max(most, *std::max_element(theirs.begin(), theirs.end()));
             }
             return true;
         });
@@ -359,15 +386,14 @@ bool Channel::all_to_all(const ds_shm_operation &operation) {
     const int64_t piece = piece_numel(1);
     const auto ranks = size_t(size_);
     std::vector<int64_t> from(ranks), to(ranks);  // where the run for or of each rank begins
-    int64_t most = 0, sent = 0, received = 0;
+    int64_t most, sent = 0, received = 0;
     for (int32_t peer = 0; peer < size_; ++peer) {
         from[size_t(peer)] = sent;
         to[size_t(peer)] = received;
         sent += operation.input_bytes[peer];
         received += operation.output_bytes[peer];
-        if (peer != rank_) most = std::max(most, operation.input_bytes[peer]);
     }
-    if (!most_of_all(most, most)) return false;
+    if (!exchange_counts(operation, most)) return false;
     std::memcpy(output + to[size_t(rank_)], input + from[size_t(rank_)], size_t(operation.input_bytes[rank_]));
     const auto length = [&](int64_t run, int64_t n) { return size_t(std::clamp<int64_t>(run - n * piece, 0, piece)); };
     return rounds(

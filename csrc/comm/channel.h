@@ -30,11 +30,14 @@ enum RankState : uint32_t { kAbsent = 0, kAttached = 1, kLeft = 2, kFailed = 3 }
 struct alignas(128) RankBlock {
     Counter published, done;
     ds_shm_call calls[kSlots] = {};  // the operation that each slot belongs to: readers compare it with their own
-    std::atomic<int64_t> operations{0};
+    std::atomic<int32_t> core{-1};   // where the rank ran when it last published something
+    alignas(128) std::atomic<int64_t> operations{0};
     std::atomic<int32_t> pid{0};
     std::atomic<uint32_t> state{kAbsent};
-    // Of a failed rank: why, and whom it had waited for.
+    // Of a failed rank, written before its state: why, whom it had waited for, in which call it was, and if the calls
+    // did not fit together the one of the rank that it had waited for.
     std::atomic<int32_t> status{DS_SHM_OK}, silent_rank{-1};
+    ds_shm_call own_call = {}, their_call = {};
 };
 
 struct alignas(128) Header {
@@ -68,7 +71,7 @@ class Channel {
     bool all_reduce_small(const ds_shm_operation &operation);
     bool broadcast(const ds_shm_operation &operation);
     bool all_to_all(const ds_shm_operation &operation);
-    bool most_of_all(int64_t own, int64_t &most);
+    bool exchange_counts(const ds_shm_operation &operation, int64_t &most);
     bool reduce(const ds_shm_operation &operation);
     bool barrier();
 
@@ -80,6 +83,8 @@ class Channel {
     bool await_free_slot();
     bool await(Counter &counter, uint32_t target, int32_t peer);
     bool fail(int32_t status, int32_t silent_rank);
+    bool fail_with(int32_t peer);
+    bool mismatch(int32_t peer, const ds_shm_call &theirs);
     bool is_alive(int32_t peer) const;
 
     RankBlock &block(int32_t rank) { return blocks_[rank]; }
@@ -90,6 +95,7 @@ class Channel {
     RankBlock *blocks_;
     int32_t rank_, size_;
     uint32_t written_ = 0, read_ = 0;  // rounds so far
+    std::vector<uint32_t> seen_done_;  // by rank: not to touch its counter, a line of another core's cache, every time
     int64_t spin_ns_ = 0, spin_now_ns_ = 0, timeout_ms_ = 600000;
     std::vector<int> pid_fds_;
     std::atomic<bool> abandoned_{false};

@@ -48,24 +48,20 @@ struct ds_shm_channel {
     std::deque<ds_shm_operation> queue;
     int64_t issued = 0, completed = 0, first_failed = INT64_MAX;
     int32_t failure = DS_SHM_OK;
+    int32_t waiting = 0;  // threads inside wait()
     bool executing = false, asleep = false, closing = false;
     std::thread thread;
 
     ds_shm_channel(void *base, int32_t rank, int32_t size) : channel(base, rank, size) {}
 
-    int32_t run_unlocked(std::unique_lock<std::mutex> &lock, const ds_shm_operation &operation, bool in_background) {
+    void run_next(std::unique_lock<std::mutex> &lock, bool in_background) {
+        const ds_shm_operation operation = queue.front();
+        queue.pop_front();
         executing = true;
         lock.unlock();
         const int32_t status = channel.run(operation, in_background);
         lock.lock();
         executing = false;
-        return status;
-    }
-
-    void run_next(std::unique_lock<std::mutex> &lock, bool in_background) {
-        const ds_shm_operation operation = queue.front();
-        queue.pop_front();
-        const int32_t status = run_unlocked(lock, operation, in_background);
         ++completed;
         if (status != DS_SHM_OK && failure == DS_SHM_OK) {
             failure = status;
@@ -96,12 +92,16 @@ struct ds_shm_channel {
     }
 
     int32_t wait(std::unique_lock<std::mutex> &lock, int64_t ticket) {
-        while (completed < ticket) {
+        ++waiting;
+        while (completed < ticket && !closing) {
             if (!executing && !queue.empty())
                 run_next(lock, false);
             else
                 finished.wait(lock);
         }
+        --waiting;
+        if (closing) finished.notify_all();
+        if (completed < ticket) return DS_SHM_CLOSED;
         return ticket >= first_failed ? failure : int32_t(DS_SHM_OK);
     }
 };
@@ -149,14 +149,6 @@ void ds_shm_start(ds_shm_channel *channel, int32_t spin_us, int64_t timeout_ms) 
     channel->channel.start(int64_t(spin_us) * 1000, timeout_ms);
 }
 
-int32_t ds_shm_run(ds_shm_channel *channel, const ds_shm_operation *operation) {
-    std::unique_lock lock(channel->mutex);
-    if (channel->executing || !channel->queue.empty()) return channel->wait(lock, channel->issue(lock, *operation));
-    const int32_t status = channel->run_unlocked(lock, *operation, false);
-    channel->finished.notify_all();
-    return status;
-}
-
 int64_t ds_shm_issue(ds_shm_channel *channel, const ds_shm_operation *operation) {
     std::unique_lock lock(channel->mutex);
     return channel->issue(lock, *operation);
@@ -181,7 +173,8 @@ void ds_shm_close(ds_shm_channel *channel) {
         channel->closing = true;
         channel->queue.clear();
         channel->issue_or_close.notify_all();
-        channel->finished.wait(lock, [&] { return !channel->executing; });
+        channel->finished.notify_all();
+        channel->finished.wait(lock, [&] { return !channel->executing && channel->waiting == 0; });
     }
     if (channel->thread.joinable()) channel->thread.join();
     delete channel;

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define DS_SHM_ABI 2
+#define DS_SHM_ABI 3
 DS_API int32_t ds_shm_abi(void);
 
 /* Continues enum ds_dtype. */
@@ -77,11 +77,10 @@ DS_API ds_shm_channel *ds_shm_attach(const char *path, uint64_t token, int32_t r
  * timeout_ms. */
 DS_API void ds_shm_start(ds_shm_channel *channel, int32_t spin_us, int64_t timeout_ms);
 
-/* Run the operation to its end. */
-DS_API int32_t ds_shm_run(ds_shm_channel *channel, const ds_shm_operation *operation);
-/* Let a thread of the channel run it after those issued before; returns a ticket (> 0) for ds_shm_wait. */
+/* Append it to what was issued before; returns a ticket (> 0) for ds_shm_wait. A thread of the channel runs it unless
+ * somebody waits sooner. */
 DS_API int64_t ds_shm_issue(ds_shm_channel *channel, const ds_shm_operation *operation);
-/* Block until the operation of this ticket is done. */
+/* Block until the operation of this ticket is done; runs what was issued up to it. */
 DS_API int32_t ds_shm_wait(ds_shm_channel *channel, int64_t ticket);
 /* How many issued operations are done: those with a ticket up to this one. */
 DS_API int64_t ds_shm_completed(ds_shm_channel *channel);

@@ -10,7 +10,7 @@ memory in the same order, which does not depend on how fast the network was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from .reduction import accumulation_dtype, sum_in_order
 from .shared_memory import (
     SharedMemoryAllGather,
     SharedMemoryAllReduceMax,
+    SharedMemoryAllToAll,
+    SharedMemoryBarrier,
     SharedMemoryBroadcast,
     SharedMemoryChannel,
+    SharedMemoryReduce,
     SharedMemoryReduceScatter,
     can_reduce,
 )
@@ -40,7 +43,10 @@ class TwoLevels:
         self.all_gather = SharedMemoryAllGather(channel)
         self.reduce_scatter = SharedMemoryReduceScatter(channel, _refuse)
         self.all_reduce_max = SharedMemoryAllReduceMax(channel, _refuse)
+        self.reduce = SharedMemoryReduce(channel, _refuse)
         self.broadcast = SharedMemoryBroadcast(channel)
+        self.all_to_all = SharedMemoryAllToAll(channel)
+        self.barrier = SharedMemoryBarrier(channel)
 
     def counterpart(self, host: int, local_rank: int | None = None) -> int:
         """Rank inside the group."""
@@ -171,6 +177,85 @@ class HierarchicalAllReduceMax:
         levels.exchange(dict.fromkeys(received, tensor), received, tag, "all_reduce_max")
         for theirs in received.values():
             torch.maximum(tensor, theirs, out=tensor)
+
+
+class HierarchicalReduce:
+    """To the destination's neighbour number on each host, and from there to the destination."""
+
+    def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
+        self.levels = levels
+        self.fallback = fallback
+
+    def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
+        if not can_reduce(tensor.dtype, accumulation_dtype(tensor.dtype)):
+            return self.fallback(tensor, dst, scale=scale)
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self._run(tensor, dst, scale, tag))
+
+    def _run(self, tensor: Tensor, dst: int, scale: float, tag: int) -> None:
+        levels, wide = self.levels, accumulation_dtype(tensor.dtype)
+        target_host, target = divmod(dst, levels.local_size)
+        piece = max(1, SCRATCH_BYTES // (levels.num_hosts * wide.itemsize))
+        for own in tensor.split(piece):
+            partial = own.to(wide, copy=True)
+            levels.reduce(partial, target).wait()
+            if levels.local_rank != target:
+                continue
+            if levels.host != target_host:
+                levels.exchange({target_host: partial}, {}, tag, "reduce")
+                continue
+            received = {host: torch.empty_like(partial) for host in levels.other_hosts}
+            levels.exchange({}, received, tag, "reduce")
+            received[levels.host] = partial
+            sum_in_order(own, [received[host] for host in range(levels.num_hosts)], scale)
+
+
+class HierarchicalAllToAll:
+    """Runs for this host's ranks go through shared memory, the others directly."""
+
+    def __init__(self, levels: TwoLevels) -> None:
+        self.levels = levels
+
+    def __call__(
+        self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Pending:
+        levels, gloo, tag = self.levels, self.levels.gloo, self.levels.gloo.next_tag()
+        first = levels.counterpart(levels.host, 0)
+        here = range(first, first + levels.local_size)
+        received, sent = output.split(list(output_counts)), input.split(list(input_counts))
+        far = [peer for peer in gloo.peers if peer not in here]
+        works = [(peer, gloo.receive(received[peer], peer, tag)) for peer in far if output_counts[peer]]
+        works += [(peer, gloo.send(sent[peer], peer, tag)) for peer in far if input_counts[peer]]
+
+        def run() -> None:
+            counts = [output_counts[rank] for rank in here], [input_counts[rank] for rank in here]
+            levels.all_to_all(
+                output.narrow(0, sum(output_counts[:first]), sum(counts[0])),
+                input.narrow(0, sum(input_counts[:first]), sum(counts[1])),
+                *counts,
+            ).wait()
+            for peer, work in works:
+                gloo.wait(work, "all_to_all", peer)
+
+        return OrderedPending(run)
+
+
+class HierarchicalBarrier:
+    """Once all ranks of this host are here, tell the counterparts and hear from them."""
+
+    def __init__(self, levels: TwoLevels) -> None:
+        self.levels = levels
+
+    def __call__(self) -> Pending:
+        tag = self.levels.gloo.next_tag()
+        return OrderedPending(lambda: self._run(tag))
+
+    def _run(self, tag: int) -> None:
+        levels = self.levels
+        levels.barrier().wait()
+        word = torch.zeros(1, dtype=torch.uint8)
+        received = {host: torch.empty_like(word) for host in levels.other_hosts}
+        levels.exchange(dict.fromkeys(received, word), received, tag, "barrier")
 
 
 class HierarchicalBroadcast:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import warning_once
 
 from . import shared_memory
 from .gloo import GlooAllGather, GlooChannel
@@ -44,8 +44,7 @@ def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
         if channel is not None:
             channel.close()
         if gloo.rank == 0:
-            failed = [gloo.ranks[rank] for rank, one in enumerate(attached) if not one.ready]
-            logger.warning(f"Ranks {failed} cannot map the memory of their neighbours; the group uses gloo.")
+            _say_why_not(attached)
         return Hosts(blocks, None)
     cores = functools.reduce(lambda union, rank: union | records[rank].cores, block, 0).bit_count()
     channel.start(timeout_of(gloo.group), cores=cores)
@@ -75,18 +74,27 @@ def _connect(
     """The first rank of a host (process `pid`) makes the segment, all ranks of the block map it. Returns this rank's
     channel, and who has one."""
     rank = block.index(gloo.rank)
-    made = shared_memory.create_segment(len(block)) if rank == 0 else None
-    descriptor, token = made or (-1, 0)
+    descriptor, token = shared_memory.create_segment(len(block)) if rank == 0 else (0, 0)
     try:
-        offer = _gather(gloo, _Record.of_this_process(made is not None, descriptor, token))[block[0]]
+        offer = _gather(gloo, _Record.of_this_process(descriptor >= 0, descriptor, token))[block[0]]
         ranks = tuple(gloo.ranks[one] for one in block)
         channel = (
             shared_memory.attach(pid, offer.descriptor, offer.token, rank, ranks) if offer.ready else None
         )
-        return channel, _gather(gloo, _Record.of_this_process(channel is not None))
+        return channel, _gather(gloo, _Record.of_this_process(channel is not None, offer.descriptor))
     finally:
-        if descriptor >= 0:
+        if rank == 0 and descriptor >= 0:
             os.close(descriptor)  # by now everyone has opened it, or failed to
+
+
+def _say_why_not(attached: list[_Record]) -> None:
+    errors = [one.descriptor for one in attached if one.descriptor < 0]
+    reason = (
+        f"making a segment failed: {os.strerror(-errors[0])}" if errors else "a rank could not map another's"
+    )
+    warning_once(
+        f"Ranks of one host cannot share memory ({reason}); they use gloo, which is several times slower."
+    )
 
 
 class _Record:

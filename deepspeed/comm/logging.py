@@ -137,9 +137,12 @@ def timed_op(
     public_to_own = {public: own for own, public in (renamed or {}).items()}
     extra = {"prof": False, "log_name": op_name, "debug": None}
     positional = len(signature.parameters)
+    unusual = frozenset((*extra, *public_to_own))
 
     @functools.wraps(func)
     def operation(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= positional and unusual.isdisjoint(kwargs):
+            return call(args, kwargs, {})
         options = {name: kwargs.pop(name) for name in extra if name in kwargs}
         if len(args) > positional:
             options.update(zip(extra, args[positional:], strict=False))
@@ -147,11 +150,14 @@ def timed_op(
         for public, own in public_to_own.items():
             if public in kwargs:
                 kwargs[own] = kwargs.pop(public)
+        return call(args, kwargs, options)
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
         try:
             if _paused or not (options.get("prof") or recording(op_name)):
                 return func(*args, **kwargs)
             bound = signature.bind(*args, **kwargs).arguments
-            caller = options.get("debug") or get_caller_func(frame=2)
+            caller = options.get("debug") or get_caller_func(frame=3)
             return _record(func, op_name, bound, message, options.get("log_name", op_name), caller)
         except RuntimeError as error:
             if isinstance(error, CommunicationError) or not is_peer_failure(error):

@@ -10,11 +10,11 @@ Operations run natively, in the order of issue, in a thread of the channel or in
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
 import secrets
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -25,7 +25,7 @@ from deepspeed.ops import native
 
 from .pending import CommunicationError, Pending
 
-_ABI = 2
+_ABI = 3
 
 # enum ds_shm_kind
 _ALL_GATHER, _REDUCE_SCATTER, _ALL_REDUCE, _ALL_REDUCE_MAX, _BROADCAST, _ALL_TO_ALL, _REDUCE, _BARRIER = (
@@ -79,7 +79,9 @@ class _Failure(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "input_dtype", "output_dtype", "root", "silent_rank")),
     ]
 
-    def reason(self, status: int) -> str:
+    def reason(self, status: int, kind: int) -> str:
+        if status == _MISMATCH and self.kind == kind == _ALL_TO_ALL:
+            return "that rank sends, or expects, another number of bytes than is expected or sent here"
         if status == _MISMATCH:
             return (
                 f"that rank is in another call, {_call_text(self)}. All ranks have to issue the same collectives "
@@ -103,7 +105,6 @@ def _library() -> ctypes.CDLL | None:
         "ds_shm_create": (int32, (int32, ctypes.c_uint64)),
         "ds_shm_attach": (pointer, (ctypes.c_char_p, ctypes.c_uint64, int32, int32)),
         "ds_shm_start": (None, (pointer, int32, int64)),
-        "ds_shm_run": (int32, (pointer, pointer)),
         "ds_shm_issue": (int64, (pointer, pointer)),
         "ds_shm_wait": (int32, (pointer, int64)),
         "ds_shm_completed": (int64, (pointer,)),
@@ -145,8 +146,7 @@ class SharedMemoryChannel:
         self.rank = rank
         self.size = len(ranks)
         self._pid = os.getpid()
-        # The native side works on raw addresses: their tensors live until the operation is known to be done.
-        self._in_flight: deque[tuple[int, tuple[Tensor, ...]]] = deque()
+        self._unwatched: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def start(self, timeout: timedelta, *, cores: int) -> None:
         """Called once every rank has attached; `cores`: how many they have together."""
@@ -154,18 +154,25 @@ class SharedMemoryChannel:
         self.lib.ds_shm_start(self.handle, spin_us, int(timeout.total_seconds() * 1000))
 
     def issue(self, operation: _Operation, *tensors: Tensor) -> Pending:
-        ticket: int = self.lib.ds_shm_issue(self.handle, ctypes.byref(operation))
-        self._in_flight.append((ticket, tensors))
-        return Pending(lambda: self._wait(ticket, operation))
+        if self._unwatched:
+            self._let_go()
+        return _SharedMemoryPending(
+            self, self.lib.ds_shm_issue(self.handle, ctypes.byref(operation)), operation, tensors
+        )
 
-    def _wait(self, ticket: int, operation: _Operation) -> None:
-        status = self.lib.ds_shm_wait(self.handle, ticket) if self.handle is not None else _CLOSED
-        while self._in_flight and self._in_flight[0][0] <= ticket:
-            self._in_flight.popleft()
-        if status != _OK:
-            raise self._error(status, operation)
+    def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
+        """The native side works on raw addresses: tensors of an operation that nobody waits for live here until it
+        is done."""
+        if self.handle is not None:
+            self._unwatched.append((ticket, tensors))
 
-    def _error(self, status: int, operation: _Operation) -> CommunicationError:
+    def _let_go(self) -> None:
+        self._unwatched = [one for one in self._unwatched if not self.is_done(one[0])]
+
+    def is_done(self, ticket: int) -> bool:
+        return self.handle is None or self.lib.ds_shm_completed(self.handle) >= ticket
+
+    def error(self, status: int, operation: _Operation) -> CommunicationError:
         failure = _Failure(silent_rank=-1)
         if self.handle is not None:
             self.lib.ds_shm_explain(self.handle, ctypes.byref(failure))
@@ -173,7 +180,7 @@ class SharedMemoryChannel:
         return CommunicationError.of(
             _call_text(operation),
             self.ranks,
-            RuntimeError(failure.reason(status)),
+            RuntimeError(failure.reason(status, operation.kind)),
             silent=self.ranks[silent] if silent >= 0 else None,
         )
 
@@ -182,19 +189,49 @@ class SharedMemoryChannel:
         handle, self.handle = self.handle, None
         if handle is not None and os.getpid() == self._pid:
             self.lib.ds_shm_close(handle)
-        self._in_flight.clear()
+        self._unwatched.clear()
 
     def __del__(self) -> None:
         self.close()
 
 
-def create_segment(size: int) -> tuple[int, int] | None:
+class _SharedMemoryPending(Pending):
+    """An operation that runs natively; holds its tensors until it is done."""
+
+    __slots__ = ("_channel", "_operation", "_tensors", "_ticket")
+
+    def __init__(
+        self, channel: SharedMemoryChannel, ticket: int, operation: _Operation, tensors: tuple[Tensor, ...]
+    ) -> None:
+        self._channel: SharedMemoryChannel | None = channel
+        self._ticket, self._operation, self._tensors = ticket, operation, tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        channel = self._channel
+        if channel is None:
+            return True
+        handle = channel.handle
+        status: int = _CLOSED if handle is None else channel.lib.ds_shm_wait(handle, self._ticket)
+        self._channel = None
+        if status != _OK:
+            raise channel.error(status, self._operation)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._channel is None or self._channel.is_done(self._ticket)
+
+    def __del__(self) -> None:
+        if self._channel is not None:
+            self._channel.keep(self._ticket, self._tensors)
+
+
+def create_segment(size: int) -> tuple[int, int]:
     """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
-    it is to be closed when they have. None if there is none to be had."""
+    it is to be closed when they have. If there is none to be had, the negative errno instead of a descriptor."""
     lib = _library()
     token = secrets.randbits(63)
-    descriptor: int = -1 if lib is None else lib.ds_shm_create(size, token)
-    return None if descriptor < 0 else (descriptor, token)
+    descriptor: int = -errno.ENOSYS if lib is None else lib.ds_shm_create(size, token)
+    return descriptor, token
 
 
 def attach(
@@ -214,7 +251,9 @@ class SharedMemoryAllGather:
         self.channel = channel
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        operation = _Operation(output.data_ptr(), input.data_ptr(), count=input.nbytes, kind=_ALL_GATHER)
+        operation = _Operation(
+            output.data_ptr(), input.data_ptr(), None, None, 1.0, input.nbytes, _ALL_GATHER
+        )
         return self.channel.issue(operation, output, input)
 
 
@@ -236,7 +275,7 @@ class SharedMemoryAllReduce:
         self.fallback = fallback
 
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        if not can_reduce(tensor.dtype, tensor.dtype):
+        if tensor.dtype not in _DTYPES:
             return self.fallback(tensor, scale=scale)
         return self.channel.issue(_reduction(_ALL_REDUCE, tensor, tensor, scale), tensor)
 
@@ -311,12 +350,8 @@ def _reduction(kind: int, output: Tensor, input: Tensor, scale: float) -> _Opera
     dtype = _DTYPES[input.dtype]
     if scale != 1.0 and not input.dtype.is_floating_point:
         raise ValueError(f"scale={scale} with dtype {input.dtype}: integers can only be summed (scale=1)")
-    return _Operation(
-        output.data_ptr(),
-        input.data_ptr(),
-        scale=scale,
-        count=output.numel(),
-        kind=kind,
-        input_dtype=dtype,
-        output_dtype=_DTYPES[output.dtype],
-    )
+    given = input.data_ptr()
+    if output is input:  # in place; this function and its likes are a good part of what a small call costs
+        return _Operation(given, given, None, None, scale, input.numel(), kind, dtype, dtype)
+    output_dtype = _DTYPES[output.dtype]
+    return _Operation(output.data_ptr(), given, None, None, scale, output.numel(), kind, dtype, output_dtype)

@@ -113,12 +113,12 @@ class TorchBackend(Backend):
         async_op: bool = False,
     ) -> Any:
         ours = _communicator_for(group, async_op, tensor)
+        scale = None if ours is None else _scale(op, tensor, ours)
+        if ours is not None and scale is not None:
+            return _in_place(tensor, lambda flat: ours.all_reduce(flat, scale=scale), async_op)
         kind = to_torch(op)
         if ours is not None and kind == dist.ReduceOp.MAX:
             return _in_place(tensor, ours.all_reduce_max, async_op)
-        scale = None if ours is None else _scale(kind, tensor, ours)
-        if ours is not None and scale is not None:
-            return _in_place(tensor, lambda flat: ours.all_reduce(flat, scale=scale), async_op)
         return dist.all_reduce(tensor, kind, group, async_op)
 
     def inference_all_reduce(
@@ -163,12 +163,11 @@ class TorchBackend(Backend):
         async_op: bool = False,
     ) -> Any:
         ours = _communicator_for(group, async_op, tensor)
-        kind = to_torch(op)
-        scale = None if ours is None else _scale(kind, tensor, ours)
+        scale = None if ours is None else _scale(op, tensor, ours)
         if ours is not None and scale is not None and dst in ours.ranks:
             root = ours.ranks.index(dst)
             return _in_place(tensor, lambda flat: ours.reduce(flat, root, scale=scale), async_op)
-        return dist.reduce(tensor, dst, kind, group, async_op)
+        return dist.reduce(tensor, dst, to_torch(op), group, async_op)
 
     def reduce_scatter(
         self,
@@ -188,15 +187,14 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        kind = to_torch(op)
         ours = _communicator_for(group, async_op, output_tensor, input_tensor)
-        scale = None if ours is None else _scale(kind, input_tensor, ours)
+        scale = None if ours is None else _scale(op, input_tensor, ours)
         if ours is not None and scale is not None:
             given = input_tensor.contiguous()
             return _in_place(
                 output_tensor, lambda flat: ours.reduce_scatter(flat, given, scale=scale), async_op
             )
-        return reduce_scatter_single(output_tensor, input_tensor, kind, group, async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, to_torch(op), group, async_op)
 
     # ---- copies and exchanges
 
@@ -353,8 +351,9 @@ class TorchBackend(Backend):
 def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tensor) -> Communicator | None:
     """The communicator that moves these tensors faster than the process group itself, if one does. All ranks
     get the same answer: it depends on nothing that may differ between them, such as strides."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return None
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return None
     if group is not None and not isinstance(group, ProcessGroup):  # not a member
         return None
     found = communicator(group)
@@ -367,10 +366,10 @@ def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tens
 
 
 def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
-    """The factor that makes a sum out of this reduction; None if it is another kind."""
-    if op == dist.ReduceOp.SUM and tensor.dtype != torch.bool and not tensor.is_complex():
-        return 1.0
-    if op == dist.ReduceOp.AVG and tensor.is_floating_point():
+    """The factor that makes a sum out of this reduction (ours or torch's); None if it is another kind."""
+    if op is ReduceOp.SUM or op == dist.ReduceOp.SUM:
+        return 1.0 if tensor.dtype != torch.bool and not tensor.is_complex() else None
+    if to_torch(op) == dist.ReduceOp.AVG and tensor.is_floating_point():
         return 1.0 / ours.size
     return None
 

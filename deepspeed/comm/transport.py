@@ -112,10 +112,10 @@ def _hierarchical_transport(
         reduce_scatter=hierarchical.HierarchicalReduceScatter(levels, fallback.reduce_scatter),
         all_reduce=hierarchical.HierarchicalAllReduce(levels, fallback.all_reduce),
         all_reduce_max=hierarchical.HierarchicalAllReduceMax(levels, fallback.all_reduce_max),
-        reduce=fallback.reduce,
+        reduce=hierarchical.HierarchicalReduce(levels, fallback.reduce),
         broadcast=hierarchical.HierarchicalBroadcast(levels),
-        all_to_all=fallback.all_to_all,
-        barrier=fallback.barrier,
+        all_to_all=hierarchical.HierarchicalAllToAll(levels),
+        barrier=hierarchical.HierarchicalBarrier(levels),
         close=channel.close,
     )
 
