@@ -2,7 +2,7 @@
 
 Two parts: the ops with the path each of them takes here, and the environment (versions, devices, cores,
 memory, communication backends). ``[WARNING]`` lines say what to install or change for a faster or a
-working path.
+working path. ``--bench`` times every op on the path that it takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed
 
 from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.ops import native
-from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.ops.op_builder import ALL_OPS, speed
 from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
 from deepspeed.version import __version__, git_branch, git_hash
 
@@ -30,6 +30,7 @@ GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
 RULE = "-" * 70
 NAME_WIDTH = 26
 TITLE_WIDTH = 34
+BUILD_PREFIX = "DS_BUILD_"  # of the variables that choose ops to compile, where ops are compiled
 PACKAGE = Path(__file__).parent
 SHARED_MEMORY = "/dev/shm"
 ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange through it
@@ -70,23 +71,41 @@ def human_readable_size(size: float) -> str:
 # --- Ops ------------------------------------------------------------------------------------------
 
 
-def op_report(verbose: bool = True) -> None:
-    """Prints each op with whether it can be used here and what runs it; ``verbose`` adds the hints."""
+def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None = None) -> None:
+    """Prints each op with whether it can be used here and what runs it; ``verbose`` adds the hints, ``bench``
+    measured speeds (files are timed in ``bench_dir``).
+    """
     print(RULE)
     print("DeepSpeed op report: kernels come with the package, nothing is compiled when a program runs")
+    print(f"{BUILD_PREFIX}* variables are accepted and have no effect{_build_variables()}")
     print(RULE)
     print(f"{'op name':{NAME_WIDTH}} status    path")
     hints: dict[str, None] = {}  # in order, each once
     for builder in (make() for make in ALL_OPS.values()):
         path = builder.path()
         status = _paint("[OKAY]", GREEN) + "  " if path else _paint("[NO]", RED) + "    "
-        missing = "not in this release" if builder.OP.module is None else "no native library"
+        missing = "not in this release" if builder.OP.module is None else f"needs {builder.OP.needs}"
         print(f"{builder.name + ' ':.<{NAME_WIDTH}} {status}  {path or f'{missing}; {builder.OP.instead}'}")
         if builder.hint():
             hints[builder.hint()] = None
+        for result in speed.of_op(builder, bench_dir) if bench else ():
+            print(_speed_row("", result))
+    if bench:
+        print(f"kernels that belong to no op, {native.path_of_ops()}")
+        for name, result in speed.of_other_kernels().items():
+            print(_speed_row(name, result))
     if verbose:
         for hint in [*hints, *_path_hints()]:
             print(_warn(hint))
+
+
+def _speed_row(name: str, result: speed.Speed) -> str:
+    return f"{f'  {name}':{NAME_WIDTH}} {result}"
+
+
+def _build_variables() -> str:
+    found = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(BUILD_PREFIX))
+    return f" (set here: {', '.join(found)})" if found else ""
 
 
 def _path_hints() -> Iterator[str]:
@@ -235,12 +254,23 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="leave out the lines that start with [WARNING]",
     )
+    parser.add_argument(
+        "--bench", action="store_true", help="time each op on the path it takes (some seconds)"
+    )
+    parser.add_argument(
+        "--bench_dir", help="folder for the file that async_io is timed with (default: temporary)"
+    )
     return parser.parse_args(args)
 
 
-def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    if not hide_operator_status:
-        op_report(verbose=not hide_errors_and_warnings)
+def main(
+    hide_operator_status: bool = False,
+    hide_errors_and_warnings: bool = False,
+    bench: bool = False,
+    bench_dir: str | None = None,
+) -> None:
+    if bench or not hide_operator_status:
+        op_report(verbose=not hide_errors_and_warnings, bench=bench, bench_dir=bench_dir)
     debug_report(verbose=not hide_errors_and_warnings)
 
 
@@ -250,6 +280,8 @@ def cli_main() -> None:
         main(
             hide_operator_status=arguments.hide_operator_status,
             hide_errors_and_warnings=arguments.hide_errors_and_warnings,
+            bench=arguments.bench,
+            bench_dir=arguments.bench_dir,
         )
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
 import platform
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +13,12 @@ import deepspeed
 from deepspeed import env_report
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.ops import native
-from deepspeed.ops.op_builder import ALL_OPS
+from deepspeed.ops.op_builder import ALL_OPS, speed
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     options = env_report.parse_arguments(list(arguments))
-    env_report.main(options.hide_operator_status, options.hide_errors_and_warnings)
+    env_report.main(**vars(options))
     return capsys.readouterr().out
 
 
@@ -27,6 +30,54 @@ def test_every_op_has_a_line_with_status_and_path(capsys: pytest.CaptureFixture[
             assert "[OKAY]" in line and line.endswith(f" {builder.path()}")
         else:
             assert "[NO]" in line and builder.OP.instead in line
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+def test_bench_times_every_op_on_its_path(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    with_library: bool,
+) -> None:
+    for name, value in (("NUMEL", 1 << 16), ("FILE_BYTES", 1 << 20), ("SECONDS", 0.0)):
+        monkeypatch.setattr(speed, name, value)
+    if not with_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native, "isa", lambda: None)
+    lines = report(capsys, "--bench", "--bench_dir", str(tmp_path), "--hide_operator_status").splitlines()
+    names = [builder().name for builder in ALL_OPS.values()]
+    for name in (*speed.OPTIMIZERS, "async_io", "utils", "deepspeed_shm_comm"):
+        (start,) = [i for i, line in enumerate(lines) if line.startswith(f"{name} ")]
+        is_timed = re.search(r" [0-9.]+ GB/s \(", lines[start + 1])
+        assert bool(is_timed) == ALL_OPS[name]().is_compatible()
+    start = lines.index(f"kernels that belong to no op, {native.path_of_ops()}")
+    assert [line.split()[0] for line in lines[start + 1 : start + 5]] == [
+        *("sgd", "sum_of_squares", "scale_copy", "reduce_chunks")
+    ]
+    # an op that cannot be used has no speed
+    after_gds = lines[[i for i, line in enumerate(lines) if line.startswith("gds ")][0] + 1]
+    assert after_gds.split()[0] in names
+    assert not list(tmp_path.iterdir())
+
+
+def test_speeds_count_what_has_to_move() -> None:
+    assert str(speed.Speed("x", 30_000_000, 0.001, 1_000_000)) == "1000 M elements/s, 30.0 GB/s (x)"
+    assert str(speed.Speed("write", 1 << 30, 0.5)) == "2.1 GB/s (write)"
+
+
+def test_build_variables_have_no_effect_and_the_report_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DS_BUILD_")]:
+        monkeypatch.delenv(name)
+    before = report(capsys)
+    assert "DS_BUILD_* variables are accepted and have no effect\n" in before
+    monkeypatch.setenv("DS_BUILD_OPS", "1")
+    monkeypatch.setenv("DS_BUILD_CPU_ADAM", "0")
+    after = report(capsys)
+    assert "no effect (set here: DS_BUILD_CPU_ADAM=0, DS_BUILD_OPS=1)\n" in after
+    table = [line for line in after.splitlines() if "[OKAY]" in line or "[NO]" in line]
+    assert table == [line for line in before.splitlines() if "[OKAY]" in line or "[NO]" in line]
 
 
 def test_versions_and_machine(capsys: pytest.CaptureFixture[str]) -> None:
