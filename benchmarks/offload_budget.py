@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-gib", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per step")
-    parser.add_argument("--folder", default=None, help="for swap files and the checkpoint; default: temporary files")
+    parser.add_argument(
+        "--folder", default=None, help="for swap files and the checkpoint; default: temporary files"
+    )
     parser.add_argument("--no-save", action="store_true", help="leave the checkpoint out")
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -102,6 +105,10 @@ def build(size: gpt.GPTSize, context: int, settings: dict[str, object]) -> torch
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        # glibc would keep freed blocks of up to 32 MB in its heap, and the limit counts the heap.
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     report = Report("offload_budget", arguments)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     import deepspeed

@@ -280,7 +280,9 @@ def test_model_built_on_storage(world_size: int, tmp_path: Path) -> None:
     def build(config: dict[str, Any]) -> torch.nn.Module:
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = make_zoo()
-        assert all(param.ds_tensor.numel() == -(-param.ds_numel // world_size) for param in model.parameters())
+        assert all(
+            param.ds_tensor.numel() == -(-param.ds_numel // world_size) for param in model.parameters()
+        )
         return model
 
     config = plain_config(3, "bf16")

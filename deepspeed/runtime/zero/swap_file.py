@@ -12,6 +12,8 @@ free again, and a restart cannot meet an old file.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -30,6 +32,16 @@ PAGE = 4096
 
 GROW_BYTES = 64 << 20
 """The file grows in steps of at least this much."""
+
+
+_TRIM_BYTES = 1 << 20
+
+
+def _trim() -> None:
+    """Give memory that was freed back to the system. glibc keeps blocks below 32 MB, and between the small objects of
+    a model under construction they would add up to the model's size."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Transfer(NamedTuple):
@@ -98,6 +110,8 @@ class SwapFile:
         resting = self.new(tensor.numel(), tensor.dtype)
         host = tensor.detach().reshape(-1).cpu()
         self.finish(self.write(host, resting))
+        if host.numel() * host.element_size() >= _TRIM_BYTES:
+            _trim()
         return resting
 
     def _reserve(self, end: int) -> None:

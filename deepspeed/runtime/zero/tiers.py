@@ -425,7 +425,9 @@ def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
     for base, masters in by_storage.items():
         start = min(master.data_ptr() for master in masters)
         stop = max(master.data_ptr() + master.numel() * master.element_size() for master in masters)
-        raw = torch.empty(0, dtype=torch.uint8).set_(masters[0].untyped_storage(), start - base, (stop - start,))
+        raw = torch.empty(0, dtype=torch.uint8).set_(
+            masters[0].untyped_storage(), start - base, (stop - start,)
+        )
         places = [master.data_ptr() - start for master in masters]
         yield Record(raw, masters, places, [master.numel() for master in masters])
 
