@@ -8,14 +8,17 @@ chunk. Reading maps the file, so that only what is touched is read.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import pickle
 import re
+import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,9 +31,15 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
+"""What is summed and then written stays in the cache between the two."""
+
+FLUSH_BYTES = 16 << 20
+"""Written bytes of which the disk begins to hear."""
+
 _LOCAL_HEADER_BYTES = 30
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SYNC_FILE_RANGE_WRITE = 2
+_WORDS = {1: np.uint8, 2: np.uint16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +59,31 @@ class LazyTensor:
 
 
 class Checksum:
-    """Sum of a tensor's elements, read as unsigned integers of their size, modulo 2**64.
+    """Sum of a tensor's elements, read as unsigned integers of their size (of 32 bits where they are larger), modulo
+    2**32.
 
-    It does not depend on how the tensor is cut: the sums of its parts add up to the sum of the whole, so
-    readers that each load a part can verify it together. One pass at memory speed.
+    It does not depend on how the tensor is cut: the sums of its parts add up to the sum of the whole, so readers that
+    each load a part can verify it together. 32 bits, since wider sums take ten times as long.
     """
+
+    MODULUS = 1 << 32
 
     def __init__(self) -> None:
         self.value = 0
 
     def add(self, data: np.ndarray, itemsize: int) -> None:
         """``data``: contiguous bytes, a whole number of elements of ``itemsize``."""
-        word = _WORDS[min(itemsize, 8)]
-        total = int(np.add.reduce(data.view(word), dtype=np.uint64)) if data.size else 0
-        self.value = (self.value + total) & 0xFFFFFFFFFFFFFFFF
-
-    @property
-    def signed(self) -> int:
-        """The value as an int64 holds it."""
-        return self.value - (1 << 64) if self.value >> 63 else self.value
+        word = _WORDS.get(itemsize, np.uint32)
+        total = int(np.add.reduce(data.view(word), dtype=np.uint32)) if data.size else 0
+        self.value = (self.value + total) % self.MODULUS
 
 
 def checksum(tensor: Tensor) -> int:
-    """The checksum of ``tensor`` as a signed 64-bit number."""
+    """The checksum of ``tensor``."""
     total = Checksum()
     for chunk in byte_chunks(tensor):
         total.add(chunk, tensor.dtype.itemsize)
-    return total.signed
+    return total.value
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
@@ -92,24 +99,28 @@ Sums = dict[int, list[int]]
 """Checksums of the tensors written, by ``id`` of the tensor: one for each part."""
 
 
-def write_archive(path: Path, content: Any, sums: Sums | None = None) -> int:
+def write_archive(
+    path: Path, content: Any, sums: Sums | None = None, *, class_names: Mapping[type, str] | None = None
+) -> int:
     """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back, and fsync it.
 
     Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
     completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
     the tensor that its parts make up. ``sums`` receives each tensor's checksums as soon as it is written, so
-    that a ``LazyTensor`` that comes later can hold them. Returns the number of bytes of the file.
+    that a ``LazyTensor`` that comes later can hold them. ``class_names``: full names under which a reader knows the
+    classes of objects in ``content``, where they differ from ours. Returns the number of bytes of the file.
     CheckpointError: a class that cannot be loaded safely (nothing but a torso is left at ``path`` then).
     OSError: the file system refused.
     """
-    plan = _Plan()
+    plan = _Plan(class_names or {})
     with allowed_types(), skip_data():
         torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
     refuse_unsafe(path, content)
     sums = {} if sums is None else sums
     with open(path, "r+b", buffering=0) as file:
+        sink = Sink(file)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
-            own = sums[id(tensor)] = _write_tensor(file, offset, nbytes, tensor)
+            own = sums[id(tensor)] = _write_tensor(sink, offset, nbytes, tensor)
             for alias in plan.aliases.get(id(tensor), ()):
                 sums[alias] = own
         os.fsync(file.fileno())
@@ -175,7 +186,7 @@ class _Plan:
     """Passed to ``torch.save`` as its pickle module: puts empty stand-ins in the place of tensors and notes
     them."""
 
-    def __init__(self) -> None:
+    def __init__(self, class_names: Mapping[type, str]) -> None:
         self.tensors: list[Tensor | LazyTensor] = []
         self.aliases: dict[int, list[int]] = {}
         self._regions: dict[torch.dtype, mmap.mmap] = {}
@@ -183,7 +194,7 @@ class _Plan:
         self._made: set[int] = set()
         plan = self
 
-        class Pickler(pickle.Pickler):
+        class Pickler(_renaming(class_names)):
             def reducer_override(self, obj: Any) -> Any:
                 if isinstance(obj, LazyTensor) or plan.is_plain(obj):
                     return plan.stand_in(obj).__reduce_ex__(2)
@@ -233,6 +244,25 @@ class _Plan:
         return region
 
 
+def _renaming(class_names: Mapping[type, str]) -> Any:
+    """A pickler that calls these classes by other names, which need not exist here; the fast one without any."""
+    if not class_names:
+        return pickle.Pickler
+
+    in_python: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] - the one that can be extended
+
+    class Renaming(in_python):
+        def save_global(self, obj: Any, name: str | None = None) -> None:
+            if isinstance(obj, type) and obj in class_names:
+                module, _, own = class_names[obj].rpartition(".")
+                self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
+                self.memoize(obj)
+            else:
+                super().save_global(obj, name)
+
+    return Renaming
+
+
 def _memory(value: Tensor | LazyTensor) -> Any:
     """Equal for tensors that are the same memory in the same shape."""
     if isinstance(value, LazyTensor) or not value.numel():
@@ -263,21 +293,54 @@ def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, 
     return [found[number] for number in sorted(found)]
 
 
-def _write_tensor(file: Any, offset: int, nbytes: int, value: Tensor | LazyTensor) -> list[int]:
-    file.seek(offset)
+def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> list[int]:
+    sink.file.seek(offset)
     sums: list[int] = []
     for part in value.parts() if isinstance(value, LazyTensor) else (value,):
         total = Checksum()
         for chunk in byte_chunks(part):
             total.add(chunk, part.dtype.itemsize)
-            left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
-            while left:
-                left = left[file.write(left) :]
-        sums.append(total.signed)
-    assert file.tell() == offset + nbytes, (
-        f"the parts of a tensor have {file.tell() - offset} bytes, not {nbytes}"
+            sink.write(chunk)
+        sums.append(total.value)
+        del part  # before the next one is made
+    assert sink.file.tell() == offset + nbytes, (
+        f"the parts of a tensor have {sink.file.tell() - offset} bytes, not {nbytes}"
     )
     return sums
+
+
+class Sink:
+    """An unbuffered file that the system begins to store while more is written, so that fsync finds little to do."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self._flushed = file.tell()
+
+    def write(self, chunk: np.ndarray) -> None:
+        left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
+        while left:
+            left = left[self.file.write(left) :]
+        position = self.file.tell()
+        if not 0 <= position - self._flushed < FLUSH_BYTES:
+            start_flush(self.file.fileno(), self._flushed, position - self._flushed)
+            self._flushed = position
+
+
+def start_flush(descriptor: int, start: int, nbytes: int) -> None:
+    """Have the system begin to store these bytes. sync_file_range(2) of Linux; elsewhere fsync does it all."""
+    function = _sync_file_range()
+    if function is not None and nbytes > 0:
+        function(descriptor, start, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _sync_file_range() -> Any:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
 
 
 def _needs(value: Any, classes: list[str]) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.errors import CheckpointError
@@ -74,12 +75,13 @@ class Total:
 class Catalog:
     """The content of one checkpoint folder.
 
-    ``module``: weights and buffers as the model's state dict names them, in the model's own dtype.
-    ``fragments``: for each trained parameter, by kind (``"fp32"`` for masters, ``"exp_avg"``, ...).
-    ``values``: for each trained parameter, state that is not per element, such as ``"step"``. ``extra``:
-    entries of the module's state dict that are no tensors. ``aliases``: other name -> name it was saved
-    under. ``model_states``: the documented keys of the model file. ``index``: what only our files say, or
-    empty. ``totals``: what the parts that all ranks read of a tensor must add up to.
+    ``module``: weights and buffers as the model's state dict names them, in the model's own dtype. ``module_dtypes``:
+    of all its tensors, in its order, also where only parts were saved. ``fragments``: for each trained parameter, by
+    kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not per
+    element, such as ``"step"``. ``extra``: entries of the module's state dict that are no tensors. ``aliases``: other
+    name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
+    files say (of upstream's, what can be told). ``totals``: what the parts that all ranks read of a tensor must add up
+    to.
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Catalog:
     zero_stage: int
     module: dict[str, list[Source]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    module_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     fragments: dict[str, dict[str, list[Source]]] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -97,6 +100,10 @@ class Catalog:
     index: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, Total] = field(default_factory=dict)
     has_optimizer: bool = False
+
+    @property
+    def buffer_names(self) -> list[str]:
+        return list(self.model_states.get("buffer_names") or ())
 
     def add_fragment(self, kind: str, source: Source) -> None:
         self.fragments.setdefault(source.index.name, {}).setdefault(kind, []).append(source)

@@ -62,7 +62,7 @@ def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
     """
     catalog = open_checkpoint(folder)
     reader = Reader(catalog)
-    buffers = set(catalog.model_states.get("buffer_names") or ())
+    buffers = set(catalog.buffer_names)
     trained = catalog.index.get("trained")
     tensors: OrderedDict[str, LazyTensor] = OrderedDict()
     aliases = catalog.aliases

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import LazyTensor, byte_chunks, naming, write_archive
+from deepspeed.checkpoint.archive import LazyTensor, Sink, byte_chunks, naming, write_archive
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -113,13 +113,14 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with open(path, "wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
+        sink = Sink(file)
         for tensor in weights.values():
             for part in tensor.parts() if isinstance(tensor, LazyTensor) else (tensor,):
                 for chunk in byte_chunks(part):
-                    file.write(memoryview(chunk))  # type: ignore[arg-type]  # numpy arrays are buffers
-        file.flush()
+                    sink.write(chunk)
+                del part  # before the next one is made
         os.fsync(file.fileno())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.archive import checksum
+from deepspeed.checkpoint.archive import Checksum, checksum
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.ranks import Ranks
@@ -81,29 +81,26 @@ class Reader:
             into.as_strided(piece.shape, piece.target_strides, offset).copy_(data)
         self.bytes_read += data.numel() * data.element_size()
 
-    def verify(self, ranks: Ranks) -> None:
-        """Add up over all ranks what they read of each tensor and compare with what was saved. Collective.
+    def verify(self, ranks: Ranks | None = None) -> None:
+        """Add up over all ranks what they read of each tensor and compare with what was saved. Collective; without
+        ``ranks``, what this process read alone.
 
         A tensor of which not every element was read the same number of times is left out.
         """
         totals = sorted(self.catalog.totals)
         found = [self._found.get(name, (0, 0)) for name in totals]
-        sums = ranks.sum([_signed(value) for value, _ in found])
-        counts = ranks.sum([count for _, count in found])
+        sums, counts = [value for value, _ in found], [count for _, count in found]
+        if ranks is not None:
+            sums, counts = ranks.sum(sums), ranks.sum(counts)
         for name, value, count in zip(totals, sums, counts, strict=True):
             saved = self.catalog.totals[name]
             if not count or not saved.numel or count % saved.numel:
                 continue
-            if (value - saved.checksum * (count // saved.numel)) % (1 << 64):
+            if (value - saved.checksum * (count // saved.numel)) % Checksum.MODULUS:
                 files = ", ".join(sorted(saved.files))
                 raise CheckpointError(
                     f"{self.catalog.folder}: the checksum of {name} does not match; damaged is one of: {files}"
                 )
-
-
-def _signed(value: int) -> int:
-    value %= 1 << 64
-    return value - (1 << 64) if value >> 63 else value
 
 
 class Restorer:

@@ -114,6 +114,7 @@ def _add_module(catalog: Catalog, content: dict[str, Any], path: Path) -> None:
             catalog.extra[name] = value
             continue
         total = next(sums)
+        catalog.module_dtypes[name] = value.dtype
         if name in cut:
             continue
         shape, boxes = index["module_boxes"].get(name, (tuple(value.shape), ()))

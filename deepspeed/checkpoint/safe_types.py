@@ -22,6 +22,10 @@ class LossScaler:
     """Holds what release 0.19 pickled of its loss scaler, as attributes."""
 
 
+class DynamicLossScaler(LossScaler):
+    """The same of its dynamic one."""
+
+
 class FragmentAddress:
     """Holds ``numel`` and ``start`` of a parameter's slice in a flat partition, as release 0.19 pickled
     them."""
@@ -86,7 +90,7 @@ _SAFE: list[Any] = [
     range,
     bytearray,
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
     (zero_stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]

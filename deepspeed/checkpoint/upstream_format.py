@@ -17,7 +17,14 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.names import DS_VERSION, OPTIMIZER_STATE, RESERVED_KEYS, model_ranks, optim_ranks
+from deepspeed.checkpoint.names import (
+    DS_CONFIG,
+    DS_VERSION,
+    OPTIMIZER_STATE,
+    RESERVED_KEYS,
+    model_ranks,
+    optim_ranks,
+)
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
@@ -61,14 +68,20 @@ def open_upstream(
         elif first.get("optimizer") is not None:
             _add_whole(catalog, first["optimizer"], models[0], order)
     if catalog.fragments:
-        catalog.index = {"trained": sorted(catalog.fragments)}
+        catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
     return catalog
 
 
-def _add_module(catalog: Catalog, content: Mapping[str, Any], path: Path) -> None:
+def _add_module(
+    catalog: Catalog, content: Mapping[str, Any], path: Path, whole: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Tensors of the module's state dict that are ``whole`` in this file."""
     for name, value in content["module"].items():
         if isinstance(value, Tensor):
+            catalog.module_dtypes[name] = value.dtype
+            if not whole(name):
+                continue
             index = ShardIndex(name, tuple(value.shape), (), 0, value.numel())
             catalog.add_module(Source(index, value.detach().reshape(-1), path))
         else:
@@ -140,6 +153,24 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
             catalog.values.setdefault(index.name, {})[kind] = value
 
 
+def round_robin(names: Sequence[Any], ranks: int) -> list[Any]:
+    """How ``round_robin_gradients`` orders a group at stage 2: every ``ranks``-th parameter, from each of the first."""
+    return [name for first in range(ranks) for name in names[first::ranks]]
+
+
+def _optimizer_order(catalog: Catalog) -> list[list[str]]:
+    """Names by group as the client's optimizer had them, where the files have them otherwise."""
+    config = (catalog.model_states.get(DS_CONFIG) or {}).get("zero_optimization") or {}
+    if catalog.zero_stage != 2 or not config.get("round_robin_gradients"):
+        return [list(group.names) for group in catalog.groups]
+    ranks = int(catalog.model_states["dp_world_size"])
+    places = [round_robin(range(len(group.names)), ranks) for group in catalog.groups]
+    return [
+        [name for _, name in sorted(zip(order, group.names, strict=True))]
+        for order, group in zip(places, catalog.groups, strict=True)
+    ]
+
+
 # Stage 3 ---------------------------------------------------------------------------------------------------
 
 
@@ -150,8 +181,7 @@ def _add_stage3(
     for path, content in contents.items():
         rank = (model_ranks(path.name) or (0, 0))[0]
         if rank == 0:
-            held = set(content["buffer_names"])
-            _add_module(catalog, {"module": {n: v for n, v in content["module"].items() if n in held}}, path)
+            _add_module(catalog, content, path, set(content["buffer_names"]).__contains__)
         shapes = content.get("frozen_param_shapes") or {}
         for name, part in (content.get("frozen_param_fragments") or {}).items():
             index = _even_part(name, tuple(shapes[name]), rank, world)

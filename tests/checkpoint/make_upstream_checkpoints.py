@@ -1,20 +1,16 @@
-"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8, and loads what we export with
-it.
+"""Makes the fixtures in tests/data/upstream_checkpoints with DeepSpeed 0.19.8.
 
 Not part of the suite. Needs a Python in which that release is installed:
 
-    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 make python
-    tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19 load FOLDER STAGE PRECISION WORLD EXPECTED
+    python tests/checkpoint/make_upstream_checkpoints.py PYTHON_WITH_0_19
 
-``make`` trains a small model at each stage and precision on 2 ranks, saves a checkpoint, and asks that
-release's own ``ds_to_universal`` for the fp32 weights and moments of each parameter: the oracle, kept in
-``expected.pt``. ``load`` loads a checkpoint with that release and compares its state with the tensors in
-``EXPECTED``.
+Trains a small model at each stage and precision on 2 ranks, saves a checkpoint, and asks that release's own
+``ds_to_universal`` for the fp32 weights and moments of each parameter: the oracle, kept in ``expected.pt``. Its sibling
+``check_exports.py`` has that release load what we export.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -76,7 +72,7 @@ def groups(net: Any) -> list[dict[str, Any]]:
     ]
 
 
-def on_a_rank(task: str, folder: str, stage: int, precision: str, expected: str) -> None:
+def on_a_rank(folder: str, stage: int, precision: str) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -85,52 +81,21 @@ def on_a_rank(task: str, folder: str, stage: int, precision: str, expected: str)
 
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True  # type: ignore[method-assign] - it works, only slowly
-    torch.manual_seed(0 if task == "make" else 5)
+    torch.manual_seed(0)
     net = model()
     engine, _, _, _ = deepspeed.initialize(
         model=net, model_parameters=groups(net), config=config(stage, precision)
     )
-    if task == "load":
-        path, client = engine.load_checkpoint(folder)
-        assert path is not None, "nothing was loaded"
-        with open(f"{expected}.{engine.global_rank}.loaded", "wb") as file:
-            torch.save(
-                {"state": live_state(engine, net, stage), "client": client, "steps": engine.global_steps},
-                file,
-            )
-    for step in range(3 if task == "make" else 1):
+    for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + engine.global_rank)
         tokens = torch.randint(0, 11, (4, 5), generator=generator)
         labels = torch.randint(0, 11, (4, 5), generator=generator)
         loss = cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten())
         engine.backward(loss)
         engine.step()
-    if task == "make":
-        engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "hello"})
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "hello"})
     torch.distributed.barrier()
     os._exit(0)  # that release's threads now and then abort at exit
-
-
-def live_state(engine: Any, net: Any, stage: int) -> dict[str, Any]:
-    """What that release holds in memory after loading: weights, and masters and moments where it gives
-    them."""
-    import torch
-
-    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state  # noqa: F401
-
-    state: dict[str, Any] = {}
-    with deepspeed_gather(net, stage):
-        for name, tensor in net.state_dict().items():
-            state[f"weight/{name}"] = tensor.detach().float().clone()
-    optimizer = engine.optimizer
-    if stage in (1, 2):
-        state["flat"] = [t.detach().clone() for t in optimizer.single_partition_of_fp32_groups]
-        inner = optimizer.optimizer.state
-        state["moments"] = [
-            {k: v.clone() for k, v in inner[t].items() if torch.is_tensor(v)}
-            for t in optimizer.single_partition_of_fp32_groups
-        ]
-    return state
 
 
 def deepspeed_gather(net: Any, stage: int) -> Any:
@@ -143,10 +108,11 @@ def deepspeed_gather(net: Any, stage: int) -> Any:
     )
 
 
-def launch(python: str, world: int, *arguments: str) -> None:
+def launch(python: str, world: int, *arguments: str, script: str = __file__) -> None:
+    """Run ``script rank ARGUMENTS`` on ``world`` ranks of the other Python."""
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", __file__]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", script]
     for _ in range(3):  # that release's shared-memory transport hangs now and then
         process = subprocess.Popen(
             [*command, "rank", *arguments],
@@ -203,7 +169,7 @@ def make(python: str) -> None:
         folder = FIXTURES / f"stage{stage}_{precision}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        launch(python, 2, "make", str(folder), str(stage), precision, "-")
+        launch(python, 2, str(folder), str(stage), precision)
         for path in folder.glob("*.py"):
             path.unlink()
         if stage:
@@ -216,9 +182,6 @@ def make(python: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        on_a_rank(sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6])
-    elif sys.argv[2] == "make":
-        make(sys.argv[1])
+        on_a_rank(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
-        launch(sys.argv[1], int(sys.argv[6]), "load", sys.argv[3], sys.argv[4], sys.argv[5], sys.argv[7])
-        print(json.dumps({"loaded": sys.argv[3]}))
+        make(sys.argv[1])

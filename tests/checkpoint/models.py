@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from tests.checkpoint import make_upstream_checkpoints as upstream
 
 VOCAB = 11
 
@@ -132,3 +133,29 @@ def assert_restored(loaded: dict[str, Tensor], saved: dict[str, Tensor]) -> None
     """A parameter that had had no gradient at stage 0 had no state there; it starts from zeros elsewhere."""
     assert_equal({name: value for name, value in loaded.items() if name in saved}, saved)
     assert not any(value.any() for name, value in loaded.items() if name not in saved)
+
+
+def save_as_fixtures_were(
+    folder: str, stage: int, precision: str, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Our engine does on this rank what made the fixtures of release 0.19; returns all that it holds."""
+    torch.manual_seed(0)
+    net = upstream.model()
+    ds_config = upstream.config(stage, precision)
+    ds_config.setdefault("zero_optimization", {}).update(settings or {})
+    engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=upstream.groups(net), config=ds_config)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        tokens = torch.randint(0, VOCAB, (4, 5), generator=generator)
+        labels = torch.randint(0, VOCAB, (4, 5), generator=generator)
+        engine.backward(nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), labels.flatten()))
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "hello"})
+    with deepspeed.zero.GatheredParameters(list(net.parameters())):
+        gathered = weights(engine)
+    return {
+        "state": full_state(engine),
+        "weights": gathered,
+        "scale": engine.state_access.scalars()["loss_scaler"]["scale"],
+        "schedule": engine.lr_scheduler.state_dict(),
+    }
