@@ -42,6 +42,7 @@ from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
+from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
 from deepspeed.runtime.zero.tiers import ResidentTier, make_tier
@@ -362,12 +363,13 @@ def _facade(
 ) -> ZeroOptimizer | torch.optim.Optimizer:
     if not plan.wraps_optimizer:
         return optimizer
+    mover = StateMover(executor.store, executor.reducer.buckets)
     if sharded is not None:
-        return DeepSpeedZeroOptimizer_Stage3(optimizer, executor, access, sharded.offload)
+        return DeepSpeedZeroOptimizer_Stage3(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
-        return DeepSpeedZeroOptimizer(optimizer, executor, access)
+        return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
     kind = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
-    return kind(optimizer, executor, access)
+    return kind(optimizer, executor, access, mover)
 
 
 def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:

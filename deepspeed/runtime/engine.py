@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.start_report import log_start
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
 
@@ -131,6 +133,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._is_compiled = False
+        self._guards_states = False
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
@@ -518,6 +521,48 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def is_deepcompile_active(self) -> bool:
         return False
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory until ``reload_states``, so that something else can use the device.
+
+        Args:
+            include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
+            device: "cpu".
+            pin_memory: use page-locked memory, from which reloading is quicker.
+            non_blocking: return before the copies are done; synchronize the device before relying on its memory.
+
+        Raises:
+            AssertionError: parameters are offloaded already (``offload_param``), or there is no optimizer that holds
+                state for the engine.
+        """
+        optimizer = self._movable_states()
+        optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._movable_states().reload_states(non_blocking)
+
+    def _movable_states(self) -> ZeroOptimizer:
+        if self.plan.param_offload is not None:
+            raise AssertionError(
+                "offload_states() does not go with zero_optimization.offload_param: they are offloaded"
+            )
+        if not isinstance(self.optimizer, ZeroOptimizer):
+            raise AssertionError(
+                f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: use "
+                "ZeRO stage 1, 2 or 3"
+            )
+        if not self._guards_states:
+            self._guards_states = True
+            for event in ("before_forward", "before_step"):
+                self.events.on(event, self.optimizer.mover.refuse_while_away)
+        return self.optimizer
 
     def empty_partition_cache(self) -> None:
         """Stage 3: release every parameter that is gathered and not in use."""

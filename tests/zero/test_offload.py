@@ -17,7 +17,8 @@ import torch
 import deepspeed
 from deepspeed.runtime import assembly
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero import param_storage, sharded_model, tiers
+from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, tiers
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.tiers import OffloadedTier, ResidentTier, device_share
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
@@ -41,7 +42,7 @@ def plain_config(stage: int, precision: str = "fp32", **options: Any) -> dict[st
 @contextlib.contextmanager
 def pretend_device() -> Iterator[None]:
     """Take the CPU for a device whose memory is not host memory: the paths of a GPU, with plain copies."""
-    modules = (assembly, param_storage, sharded_model, tiers)
+    modules = (assembly, param_storage, sharded_model, state_moves, tiers)
     saved = [(module, module.off_host) for module in modules]
     for module in modules:
         module.off_host = lambda _: True
@@ -295,3 +296,45 @@ def test_model_built_on_storage(world_size: int, tmp_path: Path) -> None:
 def test_building_on_storage_needs_a_folder() -> None:
     with pytest.raises(DeepSpeedConfigError, match="offload_param.nvme_path"):
         deepspeed.zero.Init(remote_device="nvme")
+
+
+@pytest.mark.parametrize("include", [None, ["hp_params"], ["optim_states", "lp_grads"], ["lp_params"]])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_states_leave_the_device_and_come_back(stage: int, precision: str, include: list[str] | None) -> None:
+    config = plain_config(stage, precision)
+    expected = trained(config, range(4))
+    with pretend_device():
+        engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+        losses = []
+        for step in range(4):
+            kinds = None if include is None else [OffloadStateTypeEnum(kind) for kind in include]
+            masters = engine.core.store.fragments[0].master.data_ptr()
+            engine.offload_states(include=kinds)
+            moved = engine.core.store.fragments[0].master.data_ptr() != masters
+            if include in (None, ["hp_params"]):
+                assert moved == (precision == "bf16" or (stage == 3 and include is None))
+            with pytest.raises(RuntimeError, match=r"are offloaded: call engine.reload_states\(\)"):
+                engine(batch(step, 0, engine.global_rank))
+            engine.reload_states()
+            loss = engine(batch(step, 0, engine.global_rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    assert losses == expected
+
+
+@distributed(world_size=1)
+def test_states_that_cannot_be_moved(tmp_path: Path) -> None:
+    config = offloaded(plain_config(3), tmp_path, offload_param={"device": "cpu"})
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    with pytest.raises(AssertionError, match="offload_param"):
+        engine.offload_states()
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=plain_config(0))
+    with pytest.raises(AssertionError, match="ZeRO stage 1, 2 or 3"):
+        engine.offload_states()
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=plain_config(2))
+    with pytest.raises(ValueError, match="'cpu' only"):
+        engine.offload_states(device="nvme")

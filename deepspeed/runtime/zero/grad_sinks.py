@@ -41,6 +41,11 @@ class BufferPool:
             self._read_until[whole.data_ptr()] = read_until
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
+    def clear(self) -> None:
+        """Give the free buffers back."""
+        self._free.clear()
+        self._read_until.clear()
+
 
 class InFlight(NamedTuple):
     """A sum over ranks that was started; ``out`` and ``wire`` must live until ``pending.wait()`` returns."""
@@ -229,6 +234,11 @@ class GradBucket:
             self.reduced = value.to(self.device, self.dtype).clone()
         else:
             self.reduced = self._kept_slice().copy_(value)
+
+    def held(self) -> list[Tensor]:
+        """The tensors whose memory this bucket owns, with the views of them that it keeps."""
+        kept = [self._owned, self._slice, self.local, self.reduced, *self.views]
+        return [tensor for tensor in kept if tensor is not None]
 
     def clear(self) -> None:
         """Forget every gradient of this step; an owned buffer stays for the next one."""

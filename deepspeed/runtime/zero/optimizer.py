@@ -6,6 +6,7 @@ Accelerate, Lightning and scripts read.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -13,17 +14,26 @@ from torch import Tensor
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
 
 
 class ZeroOptimizer(ZeROOptimizer):
     """Wraps ``optimizer`` (the client's, or the one named in the config)."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, executor: StepExecutor, access: StateAccess) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: StepExecutor,
+        access: StateAccess,
+        mover: StateMover,
+    ) -> None:
         self.optimizer = optimizer
         self.executor = executor
         self.access = access
+        self.mover = mover
         self.last: StepResult | None = None
 
     # What optimizers have -----------------------------------------------------------------------------------
@@ -94,6 +104,22 @@ class ZeroOptimizer(ZeROOptimizer):
         self.access.param_groups = state["param_groups"]
         self.access.load_scalars(state)
         self.access.publish()
+
+    # Lending the device's memory ----------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """See ``DeepSpeedEngine.offload_states``."""
+        self.mover.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo ``offload_states``."""
+        self.mover.reload(non_blocking)
 
     # What clients of the system read ------------------------------------------------------------------------
 
@@ -187,9 +213,10 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         optimizer: torch.optim.Optimizer,
         executor: StepExecutor,
         access: StateAccess,
+        mover: StateMover,
         parameter_offload: DeepSpeedZeRoOffload,
     ) -> None:
-        super().__init__(optimizer, executor, access)
+        super().__init__(optimizer, executor, access, mover)
         self.parameter_offload = parameter_offload
 
     @property

@@ -1,0 +1,112 @@
+"""``engine.offload_states``: lend the device's memory to somebody else (generation, an evaluation) and take it back.
+
+[Note: moving a storage] Masters, slices and weights are views of a few large buffers, and memory is free only when the
+last view is gone. So a move goes by storage: every tensor object on it that the engine knows gets the same view of its
+copy. The objects stay, and with them the optimizer's state and everybody's references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.host_copies import host_empty, off_host
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
+from deepspeed.runtime.zero.state_store import StateStore
+
+Kind = OffloadStateTypeEnum
+
+
+class StateMover:
+    """Moves kinds of training state between the device and host memory. On a CPU they are in host memory already."""
+
+    def __init__(self, store: StateStore, grad_buckets: Iterable[GradBucket]) -> None:
+        self.store = store
+        self.grad_buckets = list(grad_buckets)
+        self.away: dict[Kind, list[Tensor]] = {}
+        self.device: torch.device | None = None
+
+    def offload(
+        self, include: Container[Kind] | None, device: OffloadDeviceEnum, pin: bool, non_blocking: bool
+    ) -> None:
+        if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
+            raise ValueError(f"offload_states(device={device!r}): states can be moved to 'cpu' only")
+        if self.store.params and self.device is None:
+            self.device = self.store.params[0].device
+        for kind in Kind:
+            if (include is None or kind in include or kind.value in include) and kind not in self.away:
+                self.away[kind] = self._offload(kind, pin, non_blocking)
+
+    def _offload(self, kind: Kind, pin: bool, non_blocking: bool) -> list[Tensor]:
+        if kind is Kind.contiguous_grad_buffer:
+            for pool in {id(bucket.pool): bucket.pool for bucket in self.grad_buckets}.values():
+                pool.clear()  # scratch memory: made anew when it is needed
+            return []
+        if kind is Kind.lp_params:
+            for bucket in self._sharded():
+                bucket.release()
+        tensors = [tensor for tensor in self._tensors(kind) if off_host(tensor.device)]
+        for group in by_storage(tensors):
+            size = group[0].untyped_storage().nbytes()
+            move_storage(group, host_empty(size, torch.uint8, pin=pin), non_blocking)
+        return tensors
+
+    def reload(self, non_blocking: bool) -> None:
+        away, self.away = self.away, {}
+        for group in by_storage(tensor for tensors in away.values() for tensor in tensors):
+            size = group[0].untyped_storage().nbytes()
+            move_storage(group, torch.empty(size, dtype=torch.uint8, device=self.device), non_blocking)
+
+    def _sharded(self) -> list[ShardedBucket]:
+        return [b for b in self.store.param_buckets if isinstance(b, ShardedBucket) and not b.persistent]
+
+    def _tensors(self, kind: Kind) -> Iterator[Tensor]:
+        store = self.store
+        if kind is Kind.hp_params:
+            yield from (owned.master for owned in store.fragments if owned.low is not None)
+        elif kind is Kind.optim_states:
+            for owned in store.fragments:
+                values = store.state_of(owned).values()
+                yield from (v for v in values if isinstance(v, Tensor) and v.shape == owned.master.shape)
+        elif kind is Kind.lp_params:
+            # Without masters of their own, the slices are what the optimizer updates.
+            sharded = self._sharded()
+            yield from (bucket.shard for bucket in sharded if bucket.shard is not None)
+            layouts = {id(bucket.layout) for bucket in sharded}
+            for owned in store.fragments:
+                if id(owned.grad_bucket.layout) in layouts:
+                    yield owned.master if owned.low is None else owned.low
+        elif kind is Kind.lp_grads:
+            for bucket in self.grad_buckets:
+                yield from bucket.held()
+
+    def refuse_while_away(self, **_: Any) -> None:
+        """What the engine asks before it computes."""
+        if self.away:
+            kinds = ", ".join(kind.value for kind in self.away)
+            raise RuntimeError(f"{kinds} of this engine are offloaded: call engine.reload_states() first")
+
+
+def by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors that share memory together; each object once."""
+    groups: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.untyped_storage().data_ptr(), {})[id(tensor)] = tensor
+    return [list(group.values()) for group in groups.values()]
+
+
+def move_storage(tensors: list[Tensor], target: Tensor, non_blocking: bool) -> None:
+    """Copy the storage that ``tensors`` share to ``target`` [nbytes] and make them views of it."""
+    source = tensors[0].untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(source, 0, (source.nbytes(),))
+    target.copy_(raw, non_blocking=non_blocking)
+    for tensor in tensors:
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device=target.device)
+        tensor.data = empty.set_(target.untyped_storage(), *place)
