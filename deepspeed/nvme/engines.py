@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -87,4 +88,4 @@ def _save(buffer: Tensor, path: str, legacy: bool) -> None:
 
 def _fast_save(buffer: Tensor, path: str, config: FastFileWriterConfig, legacy: bool) -> None:
     with FastFileWriter(path, config) as writer:
-        torch.save(buffer, writer, _use_new_zipfile_serialization=not legacy)
+        torch.save(buffer, cast(IO[bytes], writer), _use_new_zipfile_serialization=not legacy)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_a_file_cannot_grow_beyond_its_limit(tmp_path: Path, backend: str) -> No
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
     if os.geteuid() != 0 or not sys.platform.startswith("linux"):
         pytest.skip("only root can mount")
