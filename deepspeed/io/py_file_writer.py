@@ -13,7 +13,7 @@ class PyFileWriter(BaseFileWriter):
         self._file = open(file_path, "wb")  # noqa: SIM115  # closed by close()
 
     def write(self, buffer: Any) -> int:
-        return self._file.write(memoryview(as_bytes(buffer).numpy()))
+        return self._file.write(as_bytes(buffer).numpy())  # pyright: ignore[reportArgumentType]  # numpy arrays are buffers
 
     def flush(self) -> None:
         self._file.flush()
