@@ -227,7 +227,7 @@ class _Files:
         """Per-element state that any of the parameters has, and its dtype."""
         found: dict[str, torch.dtype] = {}
         for name in group:
-            for kind, sources in self.catalog.fragments[name].items():
+            for kind, sources in self.catalog.fragments.get(name, {}).items():
                 if kind != MASTER and sources:
                     found.setdefault(kind, sources[0].data.dtype)
         return found
@@ -361,7 +361,11 @@ class _Files:
         return LazyTensor((max(0, stop - start) + padding,), dtype, parts)
 
     def _sources(self, kind: str, name: str) -> list[Source]:
-        return self.catalog.masters(name) if kind == MASTER else self.catalog.fragments[name].get(kind, [])
+        return (
+            self.catalog.masters(name)
+            if kind == MASTER
+            else self.catalog.fragments.get(name, {}).get(kind, [])
+        )
 
     def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
         return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
