@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -72,7 +73,11 @@ def _status(pid: int) -> str:
     "manner, victim, signum, code",
     [
         ("polite", "command", signal.SIGTERM, 143),
+        ("polite", "command", signal.SIGINT, 130),
         ("polite", "rank", signal.SIGKILL, 137),
+        ("polite", "rank", signal.SIGTERM, 143),
+        ("polite", "rank", signal.SIGINT, 130),
+        ("stubborn", "command", signal.SIGHUP, 129),
         ("stubborn", "command", signal.SIGKILL, -9),
         ("stubborn", "command", signal.SIGTERM, 143),
         ("stubborn", "command", signal.SIGINT, 130),
@@ -94,12 +99,50 @@ def test_nothing_outlives_a_kill(tmp_path, manner, victim, signum, code):
     assert "Traceback" not in said
     assert not os.path.exists(f"/tmp/{job.command.pid}.ds")
     if victim == "rank":
-        assert "rank 1 of family.py failed first: killed by SIGKILL" in said
+        how = "exit code 130" if signum == signal.SIGINT else f"killed by {signum.name}"
+        assert f"rank 1 of family.py failed first: {how}" in said
+
+
+MARK = "DEEPSPEED_TEST_MARK"
+
+
+def marked(value: str) -> list[int]:
+    """Processes that were started, at whatever distance, with this value of MARK in their environment."""
+    found, wanted = [], f"{MARK}={value}".encode()
+    for process in psutil.process_iter():
+        try:
+            ours = wanted in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if ours and _status(process.pid) != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("after_s", [0.2, 1.0, 2.0])
+def test_nothing_outlives_a_kill_at_the_start(tmp_path, signum, after_s):
+    """The command is killed before it has started the launcher, before that has started the ranks, or soon after."""
+    (tmp_path / "family.py").write_text(FAMILY)
+    value = f"{os.getpid()}-{tmp_path.name}"
+    job = subprocess.Popen(
+        [*COMMAND, "--num_gpus", "2", "family.py", "stubborn"],
+        cwd=tmp_path, env=environment(**{MARK: value}), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    time.sleep(after_s)
+    job.send_signal(signum)
+    start = time.monotonic()
+    assert job.wait(timeout=30) in (-signum, 128 + signum)
+    while marked(value) and time.monotonic() - start < LIMIT_S:
+        time.sleep(0.05)
+    assert marked(value) == []
 
 
 def test_a_daemon_of_a_run_that_succeeds_is_left_alone(tmp_path):
     (tmp_path / "daemon.py").write_text(
-        "import subprocess\nprint(subprocess.Popen(['sleep', '30'], start_new_session=True, stdout=-3).pid)\n"
+        "import subprocess\n"
+        "daemon = subprocess.Popen(['sleep', '30'], start_new_session=True, stdout=-3, stderr=-3)\n"
+        "print(daemon.pid)\n"
     )
     result = subprocess.run(
         [*COMMAND, "--num_gpus", "1", "daemon.py"],

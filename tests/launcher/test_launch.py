@@ -11,8 +11,9 @@ import sys
 
 import pytest
 
+from deepspeed.launcher import cores, ports
 from deepspeed.launcher.runner import encode_world_info
-from tests.launcher.programs import TIMEOUT_S, deepspeed, environment
+from tests.launcher.programs import CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
 
 SHOW = """\
 import json, os, sys
@@ -98,6 +99,36 @@ def test_cores_are_bound(folder):
     )
     (rank,) = shown(result.stdout)
     assert (rank["cores"], rank["OMP_NUM_THREADS"]) == ([core], "1")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes to cores")
+def test_each_rank_gets_cores_of_its_own(folder):
+    usable = cores.usable_cores()
+    if len(usable) < 2:
+        pytest.skip("needs two cores")
+    result = deepspeed("--num_gpus", 2, "--bind_cores_to_rank", "show.py", cwd=folder)
+    first, second = shown(result.stdout)
+    share = len(usable) // 2
+    assert [first["cores"], second["cores"]] == [usable[:share], usable[share : 2 * share]]
+    assert first["OMP_NUM_THREADS"] == second["OMP_NUM_THREADS"] == str(share)
+
+
+@pytest.mark.parametrize(
+    "options, visible",
+    [
+        (["--include", "localhost:0,2"], "0,2"),
+        (["--exclude", "localhost:1"], "0,2"),
+        (["--num_nodes", "1", "--num_gpus", "2"], "0,1"),
+    ],
+)
+def test_devices_that_were_chosen_reach_the_ranks(folder, options, visible):
+    (folder / "hosts").write_text("localhost slots=3\n")
+    port = ports.find_free("127.0.0.1")
+    where = ["--hostfile", "hosts", "--master_addr", "localhost", "--master_port", port]
+    result = deepspeed(*where, *options, "show.py", cwd=folder)
+    ranks = shown(result.stdout)
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == [visible] * 2, result.stderr
+    assert {(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks} == {("localhost", str(port))}
 
 
 def test_log_of_each_rank(folder):
@@ -190,10 +221,21 @@ def test_ranks_meet_under_the_launcher_and_under_torchrun_and_alone(folder):
         assert result.stdout.split() == ["total", str(count)] * count, result.stderr
 
 
-def test_two_nodes_of_one_machine_through_the_launch_module(folder):
-    from deepspeed.launcher.ports import find_free
+def test_an_engine_trains_under_torchrun_and_under_plain_python(folder):
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "ds.json").write_text(json.dumps(CONFIG))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for start, ranks in ((torchrun, 2), ([], 1)):
+        result = subprocess.run(
+            [sys.executable, *start, "train.py", "--deepspeed_config", "ds.json"],
+            cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("done") == ranks
 
-    world, port = encode_world_info({"a": [0], "b": [0, 1]}), find_free("127.0.0.1")
+
+def test_two_nodes_of_one_machine_through_the_launch_module(folder):
+    world, port = encode_world_info({"a": [0], "b": [0, 1]}), ports.find_free("127.0.0.1")
     command = [
         sys.executable,
         "-m",
