@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.memory_plan.fits import check_fits
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.assembly import (
@@ -97,6 +98,7 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
         client_optimizer = optimizer
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
+        check_fits(model, self.plan, self._config, optimizer, self.mesh)
         if not dont_change_device:
             model.to(self.device)
         cast_module(model, self.plan.precision)

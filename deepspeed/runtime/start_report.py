@@ -9,6 +9,7 @@ import torch
 from deepspeed import version
 from deepspeed.runtime.precision import precision_table
 from deepspeed.runtime.zero.params import full_numel
+from deepspeed.runtime.zero.tiers import OffloadedTier
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
@@ -55,4 +56,8 @@ def log_start(engine: DeepSpeedEngine) -> None:
             f"optimizer {type(core.store.optimizer).__name__}",
             ranks=[0],
         )
+        if isinstance(core.store.tier, OffloadedTier):
+            native = hasattr(core.store.optimizer, "multi_tensor_step")
+            note = "" if native else "; torch's own update is slower there than an optimizer of this package"
+            log_dist(core.store.tier.describe() + note, ranks=[0])
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])

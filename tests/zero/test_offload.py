@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +20,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.ops.aio.engine import Failure
 from deepspeed.runtime import assembly
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, tiers
@@ -338,3 +344,74 @@ def test_states_that_cannot_be_moved(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=make_zoo(), config=plain_config(2))
     with pytest.raises(ValueError, match="'cpu' only"):
         engine.offload_states(device="nvme")
+
+
+@distributed(world_size=1)
+def test_folder_that_vanishes_while_training(tmp_path: Path) -> None:
+    """The open file does not need its folder."""
+    config = plain_config(3, "bf16")
+    nvme: dict[str, Any] = {"device": "nvme"}
+    swapped = offloaded(
+        config, tmp_path / "a", offload_optimizer=nvme, offload_param={**nvme, "max_in_cpu": 0}
+    )
+    expected = trained(config, range(4))
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=swapped)
+    shutil.rmtree(tmp_path / "a")
+    losses = []
+    for step in range(4):
+        loss = engine(batch(step, 0, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses == expected
+
+
+KILLED = """
+import os, signal, sys, torch, deepspeed
+sys.path.insert(0, {root!r})
+from tests.zero.models import batch, make_zoo
+engine, *_ = deepspeed.initialize(model=make_zoo(), config={config!r})
+for step in range(3):
+    engine.backward(engine(batch(step, 0, 0)))
+    engine.step()
+print("trained", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
+    nvme: dict[str, Any] = {"device": "nvme"}
+    config = offloaded(plain_config(3, "bf16"), tmp_path, offload_optimizer=nvme, offload_param=nvme)
+    root = str(Path(__file__).parents[2])
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    for _ in range(2):  # the second run starts where the first was killed
+        script = KILLED.format(root=root, config=config)
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert "trained" in done.stdout
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@distributed(world_size=1)
+def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
+    """A disk that fails during the step: an OSError with errno and folder, and the state rests again."""
+    config = offloaded(plain_config(2, "bf16"), tmp_path, offload_optimizer={"device": "nvme"})
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    engine.backward(engine(batch(0, 0, 0)))
+    engine.step()
+    swap = engine.core.store.tier.swap
+    engine.backward(engine(batch(1, 0, 0)))
+    with (
+        mock.patch.object(swap._engine, "finish", side_effect=Failure(errno.EIO, 4096)),
+        pytest.raises(
+            OSError, match="Input/output error while .*ing the swap file in .*at byte 4096"
+        ) as caught,
+    ):
+        engine.step()
+    assert caught.value.errno == errno.EIO
+    assert all(not swap.holds(s.buffer) for s in engine.core.store.tier.slots)
+    assert all(swap.holds(owned.master) for owned in engine.core.store.fragments)

@@ -303,6 +303,14 @@ class OffloadedTier(ResidentTier):
                 yield part
                 self.rest()
 
+    def describe(self) -> str:
+        """One line for the start of a run."""
+        where = self.swap.folder if self.swap is not None else "host memory"
+        return (
+            f"optimizer state rests in {where} and is updated on the host in {len(self.sub_groups)} sub-groups through "
+            f"{len(self.slots)} buffers"
+        )
+
     # The update ---------------------------------------------------------------------------------------------
 
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
