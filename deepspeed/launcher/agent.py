@@ -162,7 +162,6 @@ class Failure:
             pass
         inner: Any = report.get("message", {})
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
-        lines = str(inner.get("message", "")).strip().splitlines()
         # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
         exit_code = 1 if report and process.exitcode < 0 else process.exitcode
         return cls(
@@ -170,7 +169,7 @@ class Failure:
             # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
             at=report.get("time") or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
-            message=lines[0][:MESSAGE_LENGTH] if lines else "",
+            message=_in_one_line(str(inner.get("message", ""))),
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
             on_screen=report.get("on_screen", False),
         )
@@ -187,6 +186,15 @@ class Failure:
             return f"{self.message} ({code})" if self.message else code
         hint = ", perhaps for want of memory" if self.exit_code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
+
+
+def _in_one_line(message: str) -> str:
+    """The first line of an exception's text, with the second where the first only announces it."""
+    first, *others = message.strip().splitlines() or [""]
+    if first.endswith(":") and others:
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        first = f"{first} {others[0].strip()}{more}"
+    return first[:MESSAGE_LENGTH]
 
 
 def supervise(job: NodeJob) -> int:

@@ -56,6 +56,8 @@ def test_two_mistakes_come_together(folder):
     result = train(folder, gradient_clipping="much", zero_optimization={"stage": 5})
     assert result.returncode == 1
     assert "gradient_clipping" in result.stderr and "zero_optimization.stage" in result.stderr
+    summary = result.stderr.splitlines()[-2]
+    assert "failed first" in summary and "gradient_clipping" in summary and "(and 1 more)" in summary
 
 
 def test_config_that_is_not_there_or_no_json(folder):
