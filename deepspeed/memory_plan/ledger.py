@@ -15,19 +15,19 @@ class Place(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Moments of a run at which memory is counted; the last three are those of every step but the first."""
+    """Moments of a run at which memory is counted. The first update makes what later ones find."""
 
     BUILD = "building the model"
     INITIALIZE = "inside initialize"
     READY = "after initialize"
-    FIRST_STEP = "first step"
     FORWARD = "forward"
     BACKWARD = "backward"
+    FIRST_UPDATE = "first update"
     STEP = "step"
 
 
 STEADY = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
-TRAINING = (Phase.FIRST_STEP, *STEADY)
+TRAINING = (Phase.FIRST_UPDATE, *STEADY)
 FROM_READY = (Phase.READY, *TRAINING)
 
 
@@ -86,7 +86,8 @@ class Ledger:
         return max(totals, key=lambda entry: entry[0])
 
     def states(self, place: Place) -> int:
-        """Bytes that must exist whatever the model does: model states while training."""
+        """Bytes that must exist whatever the model does, at rest or once trained."""
         return max(
-            sum(self.entries[phase, place, kind] for kind in MODEL_STATES) for phase in (Phase.READY, *STEADY)
+            sum(self.entries[phase, place, kind] for kind in MODEL_STATES)
+            for phase in (Phase.READY, Phase.STEP)
         )

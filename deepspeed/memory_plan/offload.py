@@ -159,15 +159,15 @@ class Offload:
             self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
             self._slots(TRAINING, staged)
             return
-        for phases, records in (([Phase.READY], masters), (TRAINING, states)):
+        for phases, records in (([Phase.INITIALIZE, Phase.READY], masters), (TRAINING, states)):
             for nbytes in filter(None, records):
                 self.paper.file("optimizer", nbytes)
             self.ledger.add(phases, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
-        self._slots([Phase.FIRST_STEP], [sum(sizes) for sizes in zip(masters, staged, strict=True)])
+        self._slots([Phase.FIRST_UPDATE], [sum(sizes) for sizes in zip(masters, staged, strict=True)])
         self._slots(STEADY, [sum(sizes) for sizes in zip(masters, states, staged, strict=True)])
         # Masters, and in the first update the state, are made in ordinary memory and copied from there.
         self.ledger.add([Phase.INITIALIZE], Place.HOST, Kind.STAGING, max(masters))
-        self.ledger.add([Phase.FIRST_STEP], Place.HOST, Kind.STAGING, 2 * max(states))
+        self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
 
     def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
         """Sub-group i uses slot i modulo their number; a slot grows to the largest."""

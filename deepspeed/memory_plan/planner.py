@@ -1,7 +1,7 @@
 """The memory plan of one rank: what rests where, counted with the functions that build the engine.
 
 ``plan_memory`` is arithmetic: it reads no file, asks no device and talks to no rank. What rests is counted here, what
-comes and goes within a step in ``rehearsal.py``, what passes through host memory on its way to storage in ``offload.py``.
+comes and goes within a step in ``rehearsal.py``, what passes through host memory to storage in ``offload.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ BROADCAST_NUMEL = 16 * 1024 * 1024
 class Setting:
     """A model, a plan, and the ranks they meet.
 
-    ``ranks``: all data-parallel ranks; ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the model
-    is built under ``zero.Init`` (stage 3) and never exists whole.
+    ``ranks``: all data-parallel ranks. ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the
+    model is built under ``zero.Init`` (stage 3) and never exists whole.
     """
 
     facts: ModelFacts
@@ -123,34 +123,58 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
     facts, near = setting.facts, setting.near
     sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
     whole = [spec.numel * size for spec, size in sizes]
-    cut_alone = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
-    if setting.zero_init:
-        built = sum(cut_alone)
-        ledger.add([Phase.BUILD], near, Kind.PARAMETERS, built)
-        ledger.add([Phase.BUILD], near, Kind.GATHERED, max(whole, default=0))
-    else:
-        built = sum(whole)
-        ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, built)
     ledger.add([Phase.BUILD], Place.HOST, Kind.BUFFERS, facts.buffer_bytes)
     ledger.add([Phase.INITIALIZE], near, Kind.BUFFERS, facts.buffer_bytes)
-    remaining = sum(cut_alone) if setting.zero_init else _cast_bytes(facts)
-    casting = 0 if setting.zero_init or remaining == built else max(whole, default=0)
-    peak, rested = max(built + casting, remaining + _broadcast(setting)), 0
+    if setting.zero_init:
+        parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
+        place = _init_place(setting)
+        _built_in_slices(ledger, setting, parts, max(whole, default=0), place)
+        remaining = sum(parts) if place is near else 0
+        peak = remaining
+    else:
+        parts = [spec.numel * spec.dtype.itemsize for spec, _ in sizes]
+        place, remaining = near, sum(parts)
+        ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, sum(whole))
+        casting = max(whole, default=0) if sum(whole) != remaining else 0
+        peak = max(sum(whole) + casting, remaining + _broadcast(setting))
+    rested = 0
     for bucket in buckets:
-        layout = bucket.layout
         if not bucket.flat:
             continue
-        own = sum(
-            cut_alone[slot.param] if setting.zero_init else slot.numel * layout.dtype.itemsize
-            for slot in layout.slots
-        )
-        flat = layout.padded_numel * layout.dtype.itemsize
+        flat = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
+        own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
-        on_device = kept if bucket.place is near else 0
-        peak = max(peak, remaining + rested + flat, remaining - own + rested + flat + on_device)
+        kept = kept if bucket.place is near else 0
+        peak = max(peak, remaining + rested + flat, remaining - own + rested + flat + kept)
         remaining -= own
-        rested += on_device + (flat if bucket.persistent else 0)
+        rested += kept + (flat if bucket.persistent else 0)
     ledger.add([Phase.INITIALIZE], near, Kind.PARAMETERS, max(peak, remaining + rested))
+
+
+def _init_place(setting: Setting) -> Place:
+    """Where ``zero.Init`` leaves the slices of a parameter: where the config offloads them to."""
+    offload = setting.plan.param_offload
+    if offload is None:
+        return setting.near
+    return Place.DISK if offload.folder is not None else Place.HOST
+
+
+def _built_in_slices(ledger: Ledger, setting: Setting, parts: list[int], largest: int, place: Place) -> None:
+    """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device."""
+    building = setting.near if place is setting.near else Place.HOST
+    ledger.add([Phase.BUILD], building, Kind.GATHERED, largest)
+    if place is not Place.DISK:
+        ledger.add(
+            [Phase.BUILD, *([] if place is setting.near else [Phase.INITIALIZE])],
+            place,
+            Kind.PARAMETERS,
+            sum(parts),
+        )
+        return
+    paper = Paper(setting.device_type)
+    for nbytes in parts:
+        paper.file("init", nbytes)
+    ledger.add([Phase.BUILD, Phase.INITIALIZE], Place.DISK, Kind.SWAP, paper.grown("init"))
 
 
 def _cast_bytes(facts: ModelFacts) -> int:
@@ -194,7 +218,7 @@ def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> 
         if bucket.persistent:
             whole = bucket.layout.padded_numel * bucket.layout.dtype.itemsize
             ledger.add(FROM_READY, near, Kind.PARAMETERS, whole)
-    ledger.add(FROM_READY, Place.DISK, Kind.SWAP, paper.grown("param"))
+    ledger.add((Phase.INITIALIZE, *FROM_READY), Place.DISK, Kind.SWAP, paper.grown("param"))
 
 
 def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
@@ -216,7 +240,7 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
             offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
     if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added up through a copy
-        ledger.add([Phase.FIRST_STEP, Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
+        ledger.add([Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
 
 
 # What comes and goes -----------------------------------------------------------------------------------------
@@ -250,12 +274,12 @@ def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> N
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
     largest = max((spec.numel * spec.dtype.itemsize for spec in setting.facts.specs), default=0)
-    ledger.add([Phase.FIRST_STEP, Phase.BACKWARD], setting.near, Kind.ARRIVING, largest)
+    ledger.add([Phase.BACKWARD], setting.near, Kind.ARRIVING, largest)
 
 
 def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
     """Copies that the update makes of what it reads."""
-    plan, phases = setting.plan, (Phase.FIRST_STEP, Phase.STEP)
+    plan, phases = setting.plan, (Phase.FIRST_UPDATE, Phase.STEP)
     resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
     if setting.apart and owned:  # the norm: squares in fp64, one fragment after another

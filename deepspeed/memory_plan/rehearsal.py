@@ -1,8 +1,8 @@
 """A step on paper: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
-``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones. What they would
-allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer at once. Their order
-is that of a real backward pass, through a chain of scalars.
+``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones. What they
+would allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer at once. Their
+order is that of a real backward pass, through a chain of scalars.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Rehearsal:
         return self.meter.peaks
 
     def _enter(self, step: int, phase: Phase) -> None:
-        self.meter.enter(Phase.FIRST_STEP if step == 0 else phase)
+        self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)
 
     def _gatherer(self, buckets: Sequence[Any]) -> LocalGather | None:
         rules = self.gathers

@@ -1,0 +1,76 @@
+"""Activations of a transformer, estimated from its shape (after V. Korthikanti et al.: Reducing activation
+recomputation in large transformer models, 2022). The truth depends on the model's code; so the result is marked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerShape:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP; of a mixture of experts, of all that one token visits."""
+    vocabulary: int
+    gated: bool
+    scores_kept: bool
+    """Whether attention keeps its [heads, sequence, sequence] scores ("eager")."""
+
+
+def shape_of(config: Any) -> TransformerShape | None:
+    """The shape in a Hugging Face config, or None where it does not say."""
+    text = getattr(config, "text_config", None) or config
+    layers = _first(text, "num_hidden_layers", "n_layer", "num_layers")
+    hidden = _first(text, "hidden_size", "n_embd", "d_model")
+    heads = _first(text, "num_attention_heads", "n_head", "num_heads")
+    if not (layers and hidden and heads):
+        return None
+    experts = _first(text, "num_experts_per_tok", "top_k") or 1
+    width = _first(text, "moe_intermediate_size", "intermediate_size", "n_inner", "d_ff") or 4 * hidden
+    activation = str(_first(text, "hidden_act", "activation_function") or "")
+    return TransformerShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=_first(text, "head_dim") or hidden // heads,
+        intermediate=width * experts,
+        vocabulary=_first(text, "vocab_size") or 0,
+        gated="silu" in activation or "swi" in activation or "glu" in activation,
+        scores_kept=getattr(text, "_attn_implementation", None) == "eager",
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def activation_bytes(
+    shape: TransformerShape, *, micro_batch: int, sequence: int, itemsize: int, checkpointing: bool
+) -> int:
+    """Estimated bytes at the end of forward, when most is alive.
+
+    Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
+    output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
+    gradient). With checkpointing: the input of each layer, and one layer in full.
+    """
+    tokens = micro_batch * sequence
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    kept = 4 * shape.hidden + 3 * queries + 4 * keys + (4 if shape.gated else 2) * shape.intermediate
+    layer = tokens * (itemsize * kept + 2 * 4 * shape.hidden)
+    if shape.scores_kept:
+        layer += 2 * itemsize * micro_batch * shape.heads * sequence * sequence
+    logits = tokens * shape.vocabulary * (itemsize + 8)
+    if checkpointing:
+        return shape.layers * tokens * shape.hidden * itemsize + max(layer, logits)
+    return shape.layers * layer + logits

@@ -1,0 +1,218 @@
+"""What to change when a plan does not fit: the cheapest of the known ways, each one planned again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.memory_plan.ledger import Phase, Place
+from deepspeed.memory_plan.request import Answer, Request, answer
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+
+SMALL_BUCKET = 50_000_000
+"""Elements; of a bucket that still travels at full speed."""
+
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``text`` says what to do; ``apply`` makes the request that results, or None where there is nothing to change."""
+
+    text: str
+    apply: Callable[[Request], Request | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The changes that are needed together (none: nothing known helps) and the plan that they lead to."""
+
+    changes: list[str]
+    result: Answer | None
+    ranks: int | None = None
+    """Without a change of the config that helps: so many ranks would be enough."""
+
+
+def advise(current: Answer) -> Advice:
+    """The first single change that makes it fit, else the first changes in order until they do together."""
+    changes = list(_changes(current))
+    for change in changes:
+        found = _tried(change, current.request)
+        if found is not None and not found.lacking():
+            return Advice([change.text], found)
+    taken: list[Change] = []
+    best = current
+    for change in changes:
+        found = _tried(change, best.request)
+        if found is None or _missing(found) >= _missing(best):
+            continue
+        taken.append(change)
+        best = found
+        if not best.lacking():
+            taken, best = _without_needless(taken, current, best)
+            return Advice([change.text for change in taken], best)
+    return Advice([change.text for change in taken], None, _enough_ranks(best))
+
+
+def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tuple[list[Change], Answer]:
+    """The dearest change was needed; earlier ones may not be any more."""
+    for change in taken[:-1]:
+        rest = [other for other in taken if other is not change]
+        found: Answer | None = current
+        for other in rest:
+            found = _tried(other, found.request) if found is not None else None
+        if found is not None and not found.lacking():
+            taken, best = rest, found
+    return taken, best
+
+
+def _tried(change: Change, request: Request) -> Answer | None:
+    changed = change.apply(request)
+    if changed is None:
+        return None
+    try:
+        return answer(changed)
+    except (DeepSpeedConfigError, NotImplementedError):  # what this release does not do is no advice
+        return None
+
+
+def _missing(found: Answer) -> int:
+    """Bytes by which phases exceed what there is, over all of them: less is better, also where it is not enough. A byte
+    on a disk is the least of worries."""
+    total = 0
+    for place in Place:
+        have = found.capacity.of(place)
+        if have is not None:
+            sharing = found.request.neighbours(place)
+            over = sum(max(0, found.ledger.total(phase, place) * sharing - have) for phase in Phase)
+            total += over // 1024 if place is Place.DISK else over
+    return total
+
+
+def _changes(current: Answer) -> Iterator[Change]:
+    """Cheapest first: what costs no time, what costs communication, what costs host work, what costs compute."""
+    for stage in range(current.plan.zero.stage + 1, 4):
+        yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
+    yield Change("build the model under deepspeed.zero.Init", _zero_init)
+    path = _nvme_path(current.request)
+    where = path or "<a folder on local storage>"
+    for key in ("offload_optimizer", "offload_param"):
+        yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', _offload(key, "cpu", None))
+    for key in ("offload_optimizer", "offload_param"):
+        text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
+        yield Change(text, _offload(key, "nvme", path))
+    yield Change(f"zero_optimization.reduce_bucket_size: {SMALL_BUCKET}", _smaller_buckets)
+    yield Change(
+        "zero_optimization.stage3_max_live_parameters: 0 and stage3_max_reuse_distance: 0", _fewer_gathered
+    )
+    micro = current.config.train_micro_batch_size_per_gpu
+    while micro > 1:
+        micro //= 2
+        yield Change(f"train_micro_batch_size_per_gpu: {micro}", _micro_batch(micro))
+    yield Change("activation checkpointing (model.gradient_checkpointing_enable())", _checkpointing)
+
+
+def _section(request: Request) -> dict[str, Any]:
+    section = request.config.get("zero_optimization", {})
+    return copy.deepcopy(section) if isinstance(section, dict) else {"stage": 1 if section else 0}
+
+
+def _with_section(request: Request, section: dict[str, Any]) -> Request:
+    return replace(request, config={**request.config, "zero_optimization": section})
+
+
+def _zero_init(request: Request) -> Request | None:
+    stage_3 = _section(request).get("stage") == 3
+    return replace(request, zero_init=True) if stage_3 and not request.zero_init else None
+
+
+def _zero(stage: int) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        section = _section(request)
+        return (
+            _with_section(request, {**section, "stage": stage}) if section.get("stage", 0) < stage else None
+        )
+
+    return apply
+
+
+def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        section = _section(request)
+        present = section.get(key) or {}
+        if section.get("stage", 0) < (3 if key == "offload_param" else 1):
+            return None
+        if present.get("device", "none") in (device, "nvme") or (
+            device == "cpu" and request.device_type == "cpu"
+        ):
+            return None
+        target = {**present, "device": device}
+        if device == "cpu":
+            return _with_section(request, {**section, key: target})
+        target["nvme_path"] = path or "."
+        if key == "offload_param":
+            target.setdefault("max_in_cpu", 0)
+        changed = _with_section(request, {**section, key: target})
+        return changed if path else replace(changed, follow_disk=False)  # which disk is not known yet
+
+    return apply
+
+
+def _nvme_path(request: Request) -> str | None:
+    section = _section(request)
+    for key in ("offload_optimizer", "offload_param"):
+        path = (section.get(key) or {}).get("nvme_path")
+        if path:
+            return str(path)
+    return None
+
+
+def _smaller_buckets(request: Request) -> Request | None:
+    section = _section(request)
+    size = section.get("reduce_bucket_size", 500_000_000)
+    if not isinstance(size, (int, float)) or size <= SMALL_BUCKET:
+        return None
+    return _with_section(request, {**section, "reduce_bucket_size": SMALL_BUCKET})
+
+
+def _fewer_gathered(request: Request) -> Request | None:
+    section = _section(request)
+    if section.get("stage") != 3:
+        return None
+    return _with_section(
+        request, {**section, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    )
+
+
+def _micro_batch(size: int) -> Callable[[Request], Request | None]:
+    def apply(request: Request) -> Request | None:
+        if request.shape is None or request.sequence is None:
+            return None
+        return replace(request, micro_batch=size)
+
+    return apply
+
+
+def _checkpointing(request: Request) -> Request | None:
+    if request.checkpointing or request.shape is None or request.sequence is None:
+        return None
+    return replace(request, checkpointing=True)
+
+
+def _enough_ranks(current: Answer) -> int | None:
+    """The first doubling of nodes (of ranks on one node, if memory is not shared there) that is enough."""
+    request = current.request
+    config = {key: value for key, value in request.config.items() if key != "train_batch_size"}
+    micro = current.config.train_micro_batch_size_per_gpu
+    while request.ranks * 2 <= MOST_RANKS:
+        request = replace(
+            request, ranks=request.ranks * 2, nodes=request.nodes * 2, config=config, micro_batch=micro
+        )
+        try:
+            if not answer(request).lacking():
+                return request.ranks
+        except DeepSpeedConfigError:
+            return None
+    return None

@@ -1,0 +1,233 @@
+"""`ds plan`: what a config takes on device, host and disk, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.memory_plan import report
+from deepspeed.memory_plan.activations import shape_of
+from deepspeed.memory_plan.advice import advise
+from deepspeed.memory_plan.machine import Capacity, free_now
+from deepspeed.memory_plan.request import Request, answer
+from deepspeed.runtime.config import load_source
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.plan import make_plan
+
+EPILOG = """\
+The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
+Hugging Face, a name that transformers knows, or module:function, called without arguments to return an nn.Module.
+
+Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
+Hugging Face model, and marked so. The exit code is 1 when it does not fit what there is (--device-memory and its
+siblings tell it of another machine than this one), and 2 for errors.
+
+examples:
+  ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G
+  ds plan ds_config.json --model train:build_model --gpus 2 --device cpu
+  ds plan ds_config.json --model . --gpus 8 --nodes 2 --set zero_optimization.stage=3
+"""
+
+_SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ds plan",
+        description="Bytes per rank on device, host and disk, by kind and phase; whether they fit; and the cheapest "
+        "change when they do not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("config", help="DeepSpeed config: JSON or HJSON file, or urlsafe-base64 JSON text")
+    made.add_argument(
+        "--model", required=True, help="Hugging Face folder, config.json or name, or module:function"
+    )
+    made.add_argument("--gpus", type=_positive, default=1, metavar="N", help="ranks per node (default: 1)")
+    made.add_argument("--nodes", type=_positive, default=1, metavar="M")
+    made.add_argument("--micro-batch", type=_positive, metavar="B", help="default: the config's, else 1")
+    made.add_argument("--sequence", type=_positive, metavar="S", help="tokens per sample, for activations")
+    made.add_argument(
+        "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
+    )
+    made.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (stage 3)")
+    made.add_argument(
+        "--dtype", choices=_DTYPES, default="fp32", help="of the weights as the training script makes them"
+    )
+    made.add_argument(
+        "--device", help="type of device, such as cuda or cpu (default: the one here, else cuda)"
+    )
+    made.add_argument("--device-memory", type=_bytes, metavar="SIZE", help="of each device: 80G")
+    made.add_argument(
+        "--host-memory", type=_bytes, metavar="SIZE", help="of each node (default: what is free here)"
+    )
+    made.add_argument("--disk", type=_bytes, metavar="SIZE", help="of each node, for swap files")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key of the config: bf16.enabled=true",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        request = make_request(args)
+        found = answer(request)
+        advice = advise(found) if found.lacking() else None
+    except (DeepSpeedConfigError, ModelError) as error:
+        print(f"ds plan: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report.as_json(found, advice), indent=2))
+    else:
+        print(report.full_report(found, advice))
+    return 1 if found.lacking() else 0
+
+
+class ModelError(ValueError):
+    """What --model names cannot be built."""
+
+
+def make_request(args: argparse.Namespace) -> Request:
+    config = dict(load_source(args.config).data)
+    for text in args.set:
+        _set(config, text)
+    module = build_model(args.model, _DTYPES[args.dtype])
+    device_type = args.device or _device_type(args)
+    request = Request(
+        module=module,
+        config=config,
+        ranks=args.gpus * args.nodes,
+        nodes=args.nodes,
+        device_type=device_type,
+        zero_init=args.zero_init,
+        shape=shape_of(getattr(module, "config", None)),
+        micro_batch=args.micro_batch,
+        sequence=args.sequence,
+        checkpointing=args.checkpointing,
+    )
+    here = free_now(make_plan(answer(request).config), device_type)
+    capacity = Capacity(
+        None if device_type == "cpu" else args.device_memory or here.device,
+        args.host_memory or here.host,
+        args.disk,
+    )
+    values = {name: getattr(request, name) for name in request.__dataclass_fields__}
+    return Request(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+
+
+def _device_type(args: argparse.Namespace) -> str:
+    here = get_accelerator().device_name().partition(":")[0]
+    return "cuda" if here == "cpu" and args.device_memory else here
+
+
+# The model ---------------------------------------------------------------------------------------------------
+
+
+def build_model(name: str, dtype: torch.dtype) -> nn.Module:
+    """The model on the meta device. Raises ModelError naming what is wrong with ``name``."""
+    if re.fullmatch(r"[\w.]+:[\w.]+", name) and not os.path.exists(name):
+        return _call(name)
+    return _from_hugging_face(name, dtype)
+
+
+def _call(name: str) -> nn.Module:
+    module_name, _, function_name = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    with torch.device("meta"):
+        made = found()
+    if not isinstance(made, nn.Module):
+        raise ModelError(f"--model {name} returned {type(made).__name__}, expected a torch.nn.Module")
+    return made
+
+
+def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(
+            f"--model {name} is read by transformers: pip install deepspeed[transformers], or give module:function"
+        ) from None
+    path = Path(name)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {name}: {error}") from error
+    with torch.device("meta"):
+        return _class_for(transformers, config)(config, dtype)
+
+
+def _class_for(transformers: Any, config: Any) -> Any:
+    """What builds the model that ``config`` describes: its own class, else a causal one, else the bare one."""
+    own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    if own is not None and hasattr(own, "_from_config"):
+        return lambda config, dtype: own._from_config(config, dtype=dtype)
+
+    def build(config: Any, dtype: torch.dtype) -> nn.Module:
+        try:
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except ValueError:
+            return transformers.AutoModel.from_config(config, dtype=dtype)
+
+    return build
+
+
+# Arguments ---------------------------------------------------------------------------------------------------
+
+
+def _set(config: dict[str, Any], text: str) -> None:
+    key, found, value = text.partition("=")
+    if not found:
+        raise DeepSpeedConfigError(f"--set {text}: expected KEY=VALUE")
+    *parents, last = key.split(".")
+    node = config
+    for parent in parents:
+        below = node.get(parent)
+        node[parent] = dict(below) if isinstance(below, dict) else {}
+        node = node[parent]
+    try:
+        node[last] = json.loads(value)
+    except json.JSONDecodeError:
+        node[last] = value
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80G or 512M (binary units)")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""Refusing early: before ``initialize`` allocates anything, a run whose model states cannot fit is told so."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.memory_plan import report
+from deepspeed.memory_plan.activations import shape_of
+from deepspeed.memory_plan.advice import advise
+from deepspeed.memory_plan.ledger import Place
+from deepspeed.memory_plan.machine import all_there_is
+from deepspeed.memory_plan.request import Answer, Request, answer
+from deepspeed.runtime.plan import Plan
+from deepspeed.runtime.zero.params import full_numel, is_zero_param
+from deepspeed.utils.logging import logger
+
+if TYPE_CHECKING:
+    from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+SKIP = "DS_SKIP_MEMORY_CHECK"
+"""Environment variable that lets a run start although its model states do not fit."""
+
+MOST_BYTES_PER_PARAMETER = 64
+"""More than any plan takes: below a half of what there is, nothing has to be planned."""
+
+
+class MemoryPlanError(ValueError):
+    """Model states do not fit the device, the host or the disk; the message holds the plan and what to change."""
+
+
+def check_fits(
+    module: nn.Module, plan: Plan, config: DeepSpeedConfig, optimizer: Any, mesh: ProcessMesh
+) -> None:
+    """Raise MemoryPlanError if the model states cannot fit, whatever else the run does. Local; allocates nothing.
+
+    Only what must exist is compared (weights, masters, gradients, optimizer state; no activations, buffers or
+    temporaries), and with all there is: whole devices, and all memory and swap space of the host. Only of a disk it is
+    the free part. Call it before the first collective of ``initialize``, so that no rank has taken disk space before
+    the others have looked.
+
+    Args:
+        optimizer: the client's optimizer; with None or a callable what the config names is planned.
+    """
+    device_type = get_accelerator().device_name().partition(":")[0]
+    near = _neighbours()
+    have = all_there_is(plan, device_type)
+    numel = sum(full_numel(param) for param in module.parameters())
+    if 2 * near * numel * MOST_BYTES_PER_PARAMETER <= min(
+        n for n in (have.host, have.device, have.disk) if n
+    ):
+        return
+    ranks = mesh.size("dp", "sp")
+    request = Request(
+        module=module,
+        config=config._param_dict,
+        ranks=ranks,
+        nodes=max(1, ranks // near),
+        device_type=device_type,
+        optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
+        zero_init=any(is_zero_param(param) for param in module.parameters()),
+        shape=shape_of(getattr(module, "config", None)),
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        capacity=have,
+        follow_disk=True,
+    )
+    try:
+        planned = answer(request)
+        message = _message(planned) if _lacking(planned, near) else None
+    except Exception as error:  # a plan that cannot be made is no reason to stop a run
+        logger.debug(f"the memory of this run could not be planned: {error}")
+        return
+    if message is not None and not os.environ.get(SKIP):
+        raise MemoryPlanError(message)
+
+
+def _lacking(planned: Answer, near: int) -> bool:
+    have = planned.capacity
+    in_use = planned.request.zero_init and planned.plan.param_offload is not None
+    for place in Place:
+        limit = have.of(place)
+        if (
+            limit is None or place is Place.DISK and in_use
+        ):  # a model built on storage has taken its part already
+            continue
+        if planned.ledger.states(place) * (1 if place is Place.DEVICE else near) > limit:
+            return True
+    return False
+
+
+def _neighbours() -> int:
+    """Ranks on this host, as far as a launcher tells; with too few, less is refused."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1
+
+
+def _message(planned: Answer) -> str:
+    lines = ["the model states do not fit this machine.", "", report.full_report(planned, None)]
+    lines += report.advice_lines(advise(planned))
+    lines.append(f"(`ds plan` shows the same for any number of ranks; {SKIP}=1 starts the run nevertheless)")
+    return "\n".join(lines)

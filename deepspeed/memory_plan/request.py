@@ -1,0 +1,176 @@
+"""A question to the planner: this model with this config on this many ranks, and what there is to hold it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.memory_plan.activations import TransformerShape, activation_bytes
+from deepspeed.memory_plan.ledger import STEADY, Kind, Ledger, Phase, Place
+from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
+from deepspeed.memory_plan.model import facts_of
+from deepspeed.memory_plan.planner import Setting, plan_memory
+from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.optim.flags import set_optimizer_flags
+from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.runtime.plan import Plan, make_plan
+from deepspeed.utils.logging import logger
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """``config`` as written. ``optimizer``: the client's, where there is one already; else the config's is made on
+    the module's parameters, which may be on the meta device."""
+
+    module: nn.Module
+    config: Mapping[str, Any]
+    ranks: int
+    nodes: int = 1
+    device_type: str = "cuda"
+    optimizer: torch.optim.Optimizer | None = None
+    zero_init: bool = False
+    shape: TransformerShape | None = None
+    micro_batch: int | None = None
+    sequence: int | None = None
+    checkpointing: bool = False
+    capacity: Capacity = field(default_factory=Capacity)
+    follow_disk: bool = False
+    """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+    def neighbours(self, place: Place) -> int:
+        """Ranks that share one memory of that place."""
+        return 1 if place is Place.DEVICE else self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    request: Request
+    plan: Plan
+    config: DeepSpeedConfig
+    setting: Setting
+    ledger: Ledger
+
+    @property
+    def capacity(self) -> Capacity:
+        known = self.request.capacity
+        if not self.request.follow_disk:
+            return known
+        return Capacity(known.device, known.host, free_disk(swap_folders(self.plan)))
+
+    def need(self, place: Place) -> tuple[int, Phase]:
+        """Bytes that ranks with one memory need together at the worst moment, and when that is."""
+        nbytes, phase = self.ledger.peak(place)
+        return nbytes * self.request.neighbours(place), phase
+
+    def lacking(self) -> dict[Place, int]:
+        """Bytes that are missing, where any are."""
+        found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in Place}
+        return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
+
+
+class _Ranks:
+    """Tells a config how many data-parallel ranks there are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.count
+
+
+def answer(request: Request) -> Answer:
+    """Plan it. Raises DeepSpeedConfigError as ``initialize`` would."""
+    with _quiet():
+        config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=_Ranks(request.ranks))
+    plan = make_plan(config)
+    optimizer, groups, note = _optimizer(request, config, plan)
+    facts = facts_of(request.module, plan, groups)
+    setting = Setting(
+        facts=facts,
+        plan=plan,
+        zero=config.zero_config,
+        optimizer=optimizer,
+        ranks=request.ranks,
+        micro_batches=config.gradient_accumulation_steps,
+        device_type=request.device_type,
+        zero_init=request.zero_init and plan.zero.shard_params,
+    )
+    ledger = plan_memory(setting)
+    ledger.notes += note
+    _activations(ledger, request, setting, config)
+    return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+
+
+def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, Any]:
+    """The config with the asked micro-batch, and batch sizes that are "auto" left to their defaults."""
+    result = copy.deepcopy(dict(config))
+    for key in BATCH:
+        if result.get(key) == "auto":
+            del result[key]
+    if micro_batch is not None:
+        result["train_micro_batch_size_per_gpu"] = micro_batch
+        if "gradient_accumulation_steps" in result:
+            result.pop("train_batch_size", None)
+    if not any(key in result for key in BATCH[:2]):
+        result["train_micro_batch_size_per_gpu"] = 1
+    return result
+
+
+def _optimizer(
+    request: Request, config: DeepSpeedConfig, plan: Plan
+) -> tuple[OptimizerFacts, list[dict[str, Any]] | None, list[str]]:
+    made = request.optimizer
+    if made is None and config.optimizer_name is not None:
+        trainable = [p for p in request.module.parameters() if p.requires_grad]
+        set_optimizer_flags(config, request.module)
+        made = (
+            build_optimizer(config.optimizer_name, config.optimizer_params, trainable) if trainable else None
+        )
+    if made is None:
+        return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
+    notes = []
+    if hasattr(made, "whole_matrices"):
+        notes.append("matrices that Muon brings together during the update are not counted")
+    return optimizer_facts(made, plan.precision.master), made.param_groups, notes
+
+
+def _activations(ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig) -> None:
+    if request.shape is None or request.sequence is None:
+        ledger.notes.append(
+            "activations are not counted: they take a Hugging Face model and --sequence"
+            if request.shape is None
+            else "activations are not counted: give --sequence"
+        )
+        return
+    dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
+    nbytes = activation_bytes(
+        request.shape,
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        sequence=request.sequence,
+        itemsize=dtype.itemsize,
+        checkpointing=request.checkpointing,
+    )
+    ledger.add(STEADY[:2], setting.near, Kind.ACTIVATIONS, nbytes)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings about a config are told once, by whoever uses it, not for every variant that is tried."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
