@@ -55,10 +55,16 @@ class GlooChannel:
         return _TAG_BASE + self._sequence
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.backend.send([_bytes(tensor)], peer, tag)
+        return self._start(self.backend.send, tensor, peer, tag)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.backend.recv([_bytes(tensor)], peer, tag)
+        return self._start(self.backend.recv, tensor, peer, tag)
+
+    def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int) -> Work:
+        try:
+            return start([_bytes(tensor)], peer, tag)
+        except RuntimeError as error:  # the connection is made at the first message, or was lost since
+            raise CommunicationError.of("a message", self.ranks, error, silent=self.ranks[peer]) from error
 
     def wait(self, work: Work, operation: str, peer: int | None = None) -> None:
         try:

@@ -130,10 +130,13 @@ def _call_text(call: _Operation | _Failure) -> str:
     name = _OPERATION_NAMES[call.kind]
     if call.kind in (_BARRIER, _ALL_TO_ALL):
         return name
-    if call.kind in (_ALL_GATHER, _BROADCAST):
+    if call.kind == _BROADCAST:
+        return f"{name} of {call.count} bytes from number {call.root} of the group"
+    if call.kind == _ALL_GATHER:
         return f"{name} of {call.count} bytes"
     dtype = next(dtype for dtype, code in _DTYPES.items() if code == call.input_dtype)
-    return f"{name} of {call.count} {str(dtype).removeprefix('torch.')}"
+    target = f" to number {call.root} of the group" if call.kind == _REDUCE else ""
+    return f"{name} of {call.count} {str(dtype).removeprefix('torch.')}{target}"
 
 
 class SharedMemoryChannel:

@@ -25,6 +25,8 @@ from deepspeed.comm.collectives import communicator
 rank, timeout_s = int(os.environ["RANK"]), float(os.environ["TEST_TIMEOUT"])
 dist.init_distributed("gloo", init_method=os.environ["TEST_STORE"], rank=rank,
                       world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(seconds=timeout_s))
+"""
+MEETING = """
 comm = communicator().prepare()
 assert comm.transport_name("cpu") == os.environ["TEST_TRANSPORT"]
 tensor = torch.ones(1_000_000)
@@ -32,12 +34,26 @@ comm.all_reduce(tensor).wait()
 """
 
 
-def run_ranks(tmp_path: Path, transport: str, body: str, *, world_size: int = 2, timeout_s: float = 60.0):
+def run_ranks(
+    tmp_path: Path,
+    transport: str,
+    body: str,
+    *,
+    world_size: int = 2,
+    timeout_s: float = 60.0,
+    meeting: str = MEETING,
+):
     """Run a script on real processes; their (exit code, output, seconds)."""
+    return finish_ranks(
+        *start_ranks(tmp_path, transport, meeting + textwrap.dedent(body), world_size, timeout_s)
+    )
+
+
+def start_ranks(tmp_path: Path, transport: str, body: str, world_size: int = 2, timeout_s: float = 60.0):
     if transport == "shared_memory" and not shared_memory.is_available():
         pytest.skip("no native library")
     script = tmp_path / "script.py"
-    script.write_text(PROLOGUE + textwrap.dedent(body))
+    script.write_text(PROLOGUE + body)
     common = {
         **os.environ,
         "DS_SHM": "1" if transport == "shared_memory" else "0",
@@ -59,10 +75,14 @@ def run_ranks(tmp_path: Path, transport: str, body: str, *, world_size: int = 2,
         )
         for rank in range(world_size)
     ]
+    return ranks, start
+
+
+def finish_ranks(ranks: list[subprocess.Popen[str]], start: float):
     results = []
     try:
         for process in ranks:
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=120)
             results.append((process.returncode, output, time.monotonic() - start))
     finally:
         for process in ranks:
@@ -156,8 +176,25 @@ def test_a_rank_that_destroys_its_group_is_named(tmp_path):
     assert code == 5 and "waiting for rank 1: it destroyed its process group" in output, output
 
 
+@pytest.fixture
+def nothing_stays():
+    """In the folders where shared memory has names."""
+
+    def names():
+        return {
+            name
+            for folder in ("/dev/shm", "/dev/mqueue")
+            if os.path.isdir(folder)
+            for name in os.listdir(folder)
+        }
+
+    before = names()
+    yield
+    assert not [name for name in names() - before if not name.startswith("deepspeed_allreduce_buffer")]
+
+
+@pytest.mark.usefixtures("nothing_stays")
 def test_killing_all_ranks_leaves_nothing(tmp_path):
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     results = run_ranks(
         tmp_path,
         "shared_memory",
@@ -167,8 +204,90 @@ def test_killing_all_ranks_leaves_nothing(tmp_path):
         """,
     )
     assert [code for code, _, _ in results] == [-signal.SIGKILL] * 2
-    after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    assert not [name for name in after - before if "deepspeed" in name]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("delay_ms", [1, 30, 90])
+@pytest.mark.usefixtures("nothing_stays")
+def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
+    results = run_ranks(
+        tmp_path,
+        transport,
+        f"""
+        import threading
+        if rank == 1:
+            threading.Timer({delay_ms} / 1000, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        tensor = torch.ones(30_000_000)
+        try:
+            while True:
+                comm.all_reduce(tensor).wait()
+                comm.all_gather(torch.empty(2_000_000), tensor[:1_000_000]).wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(3)
+        """,
+    )
+    assert results[1][0] == -signal.SIGKILL
+    code, output, seconds = results[0]
+    assert code == 3 and "waiting for rank 1" in output and seconds < 50, output
+
+
+# Where in the meeting of the ranks one of them ends: it is killed as soon as it comes to this function.
+MOMENTS = {
+    "before": (0, "hosts.meet"),
+    "before making the segment": (0, "shared_memory.create_segment"),
+    "with the segment made": (0, "hosts._connect"),
+    "before mapping it": (1, "shared_memory.attach"),
+    "having mapped it": (1, "shared_memory.SharedMemoryChannel.start"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.usefixtures("nothing_stays")
+def test_killed_during_the_meeting(tmp_path, moment):
+    dying, where = MOMENTS[moment]
+    results = run_ranks(
+        tmp_path,
+        "shared_memory",
+        f"""
+        from deepspeed.comm import hosts, shared_memory
+        def die(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == {dying} and {moment != "with the segment made"}:
+            {where} = die
+        elif rank == {dying}:
+            made = shared_memory.create_segment
+            shared_memory.create_segment = lambda size: (made(size), die())
+        try:
+            comm = communicator().prepare()
+            comm.barrier().wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(8)
+        """,
+        meeting="",
+        timeout_s=8,
+    )
+    assert results[dying][0] == -signal.SIGKILL
+    code, output, seconds = results[1 - dying]
+    assert code == 8 and f"waiting for rank {dying}" in output and seconds < 60, output
+
+
+def test_two_jobs_at_once_keep_to_themselves(tmp_path):
+    body = """
+    for step in range(300):
+        tensor = torch.full((1 + step * 37,), {number} + float(rank))
+        comm.all_reduce(tensor).wait()
+        assert tensor[0] == tensor[-1] == 2 * {number} + 1
+    """
+    jobs = []
+    for number in (10, 2000):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = textwrap.dedent(body.format(number=number))
+        jobs.append(start_ranks(folder, "shared_memory", MEETING + text))
+    for job in jobs:
+        assert [code for code, _, _ in finish_ranks(*job)] == [0, 0]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -223,3 +342,42 @@ def test_ranks_that_disagree_on_a_size(tmp_path):
     )
     for rank, (code, output, _) in enumerate(results):
         assert code == 7 and f"all_reduce of {11 - rank} float32. All ranks have to" in output, output
+
+
+def test_everyone_learns_which_call_does_not_fit(tmp_path):
+    """Rank 2 waits for rank 0, which has met rank 1 in another call."""
+    results = run_ranks(
+        tmp_path,
+        "shared_memory",
+        """
+        try:
+            if rank > 0:
+                comm.reduce(torch.ones(10), 1).wait()
+            comm.barrier().wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(9)
+        """,
+        world_size=3,
+    )
+    assert [code for code, _, _ in results] == [9] * 3
+    for (_, output, _), other in zip(
+        results, ("reduce of 10 float32 to", "barrier", "reduce of 10 float32 to"), strict=True
+    ):
+        assert f"in another call, {other}" in output, output
+
+
+def test_ranks_that_disagree_on_the_counts_of_an_exchange(tmp_path):
+    results = run_ranks(
+        tmp_path,
+        "shared_memory",
+        """
+        try:
+            comm.all_to_all(torch.empty(2 + rank), torch.ones(2), [1 + rank, 1], [1, 1]).wait()
+        except dist.CommunicationError as error:
+            print(error)
+            os._exit(10)
+        """,
+    )
+    for rank, (code, output, _) in enumerate(results):
+        assert code == 10 and f"waiting for rank {1 - rank}" in output and "another number of bytes" in output

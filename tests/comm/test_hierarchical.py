@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -67,9 +69,16 @@ def test_every_operation(transport, dtype):
                 copied = parts[comm.rank].clone()
                 comm.broadcast(copied, root).wait()
                 assert same_bits(copied, parts[root])
-            summed = parts[comm.rank].clone()
-            comm.reduce(summed, 2, scale=scale).wait()
-            assert comm.rank != 2 or same_bits(summed, total)
+                summed = parts[comm.rank].clone()
+                comm.reduce(summed, root, scale=scale).wait()
+                assert same_bits(summed, total if comm.rank == root else parts[comm.rank])
+            # Rank r sends (r + 2 s) % 3 runs to rank s.
+            counts = [[numel * ((r + 2 * s) % 3) for s in range(4)] for r in range(4)]
+            sent = [values(sum(counts[rank]), dtype, rank) for rank in range(4)]
+            received = [counts[rank][comm.rank] for rank in range(4)]
+            output = torch.empty(sum(received), dtype=dtype)
+            comm.all_to_all(output, sent[comm.rank], received, counts[comm.rank]).wait()
+            assert same_bits(output, torch.cat([sent[r].split(counts[r])[comm.rank] for r in range(4)]))
             comm.barrier().wait()
 
 
@@ -95,6 +104,18 @@ def test_pieces_types_and_order_of_waiting():
             assert waves[0] == 4 + 8j
     finally:
         hierarchical.SCRATCH_BYTES = default
+
+
+@distributed(world_size=4)
+def test_nobody_leaves_a_barrier_before_all_have_come():
+    with two_hosts(), using("hierarchical") as comm:
+        for late in range(4):
+            comm.barrier().wait()
+            start = time.monotonic()
+            if comm.rank == late:
+                time.sleep(0.1)
+            comm.barrier().wait()
+            assert time.monotonic() - start > 0.09
 
 
 @distributed(world_size=4)

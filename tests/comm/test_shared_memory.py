@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import resource
+import stat
 import time
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import torch.distributed as torch_dist
 from deepspeed.comm import shared_memory
 from deepspeed.comm.collectives import communicator, forget_communicators, use_shared_memory
 from deepspeed.comm.groups import new_group
+from deepspeed.utils.logging import logger
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, using, values
 from tests.pool import distributed
 
@@ -61,6 +65,87 @@ def test_other_hosts_and_failed_mappings_fall_back():
     finally:
         shared_memory.attach = original
         forget_communicators()
+
+
+@distributed(world_size=2)
+def test_no_room_for_a_segment_is_one_note():
+    """As where the machine limits memory or files: making the segment fails."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    notes: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: notes.append(record.getMessage())
+    logger.addHandler(handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+    try:
+        forget_communicators()
+        for comm in (communicator(), communicator(new_group([1, 0]))):
+            assert comm.transport_name("cpu") == "gloo"
+            tensor = torch.ones(5)
+            comm.all_reduce(tensor).wait()
+            assert tensor[0] == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        logger.removeHandler(handler)
+        forget_communicators()
+    found = [note for note in notes if "gloo" in note]
+    assert len(found) == (torch_dist.get_rank() == 0), notes
+    assert not found or "making a segment failed: File too large" in found[0]
+
+
+def test_segments_have_no_name_and_are_private():
+    before = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    descriptor, token = shared_memory.create_segment(3)
+    try:
+        found = os.fstat(descriptor)
+        assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_nlink == 0 and found.st_uid == os.getuid()
+        assert (os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []) == before
+        ranks = (0, 1, 2)
+        assert shared_memory.attach(os.getpid(), descriptor, token + 1, 0, ranks) is None  # another job's
+        assert shared_memory.attach(os.getpid(), descriptor, token, 0, (0, 1)) is None
+        with open(os.devnull) as other:
+            assert shared_memory.attach(os.getpid(), other.fileno(), token, 0, ranks) is None
+        own = shared_memory.attach(os.getpid(), descriptor, token, 0, ranks)
+        assert own is not None
+        own.close()
+    finally:
+        os.close(descriptor)
+
+
+@distributed(world_size=2)
+def test_waiting_long_leaves_the_core_alone():
+    with using("shared_memory") as comm:
+        tensor = torch.ones(1000)
+        comm.all_reduce(tensor).wait()
+        for waits_in_background in (False, True):
+            comm.barrier().wait()
+            if comm.rank == 1:
+                time.sleep(2)
+                comm.all_reduce(tensor).wait()
+                continue
+            begin, spent = time.monotonic(), time.process_time()
+            pending = comm.all_reduce(tensor)
+            if waits_in_background:
+                time.sleep(1.5)
+            pending.wait()
+            assert time.monotonic() - begin > 1.5
+            assert time.process_time() - spent < 0.2
+
+
+@distributed(world_size=2)
+def test_handles_tell_when_they_are_done():
+    with using("shared_memory") as comm:
+        tensor = torch.ones(200_000)
+        if comm.rank == 0:
+            pending = comm.all_reduce(tensor)
+            time.sleep(0.01)
+            assert not pending.is_completed()
+            torch_dist.barrier()
+        else:
+            torch_dist.barrier()
+            pending = comm.all_reduce(tensor)
+        while not pending.is_completed():
+            time.sleep(0.001)
+        assert tensor[-1] == 2
 
 
 def mappings() -> list[str]:
@@ -115,6 +200,9 @@ def test_forked_children_leave_the_channel_alone():
         assert tensor[0] == 2
 
 
+KINDS = "all_reduce reduce_scatter all_gather broadcast max reduce all_to_all barrier".split()
+
+
 def soak(rank: int, world_size: int, collectives: int, seed: int) -> None:
     """Random operations of random size, type and group, some late, some waited for later, all checked."""
     plan = random.Random(seed)
@@ -127,9 +215,9 @@ def soak(rank: int, world_size: int, collectives: int, seed: int) -> None:
     waiting = []
     for step in range(collectives):
         name = plan.choice(["world", "world", "pair"])
-        kind = plan.choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "max", "reduce"])
+        kind = plan.choice(KINDS)
         numel = int(10 ** plan.uniform(0, 4.8)) if plan.random() < 0.97 else plan.randrange(500_000)
-        dtype = plan.choice([torch.float32, torch.bfloat16, torch.float16, torch.int64])
+        dtype = plan.choice([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8])
         root, later, delay = plan.randrange(2), plan.random() < 0.3, plan.random() < 0.01
         comm = groups[name]
         if comm is None:
@@ -154,9 +242,18 @@ def soak(rank: int, world_size: int, collectives: int, seed: int) -> None:
             pending, result, expected = comm.broadcast(given, root), given, parts[root]
         elif kind == "max":
             pending, result, expected = comm.all_reduce_max(given), given, torch.stack(parts).amax(0)
-        else:
+        elif kind == "reduce":
             pending, result = comm.reduce(given, root), given
             expected = rank_order_sum(parts, dtype) if comm.rank == root else parts[comm.rank]
+        elif kind == "all_to_all":
+            counts = [[numel * ((r + s) % 3) // 2 for s in range(comm.size)] for r in range(comm.size)]
+            received = [counts[r][comm.rank] for r in range(comm.size)]
+            result = torch.empty(sum(received), dtype=dtype)
+            runs = [part[: sum(row)].split(row) for part, row in zip(parts, counts, strict=True)]
+            pending = comm.all_to_all(result, given[: sum(counts[comm.rank])], received, counts[comm.rank])
+            expected = torch.cat([row[comm.rank] for row in runs])
+        else:
+            pending, result, expected = comm.barrier(), given, parts[comm.rank]
         waiting.append((pending, result, expected, (step, kind, name, numel, dtype)))
         if not later:
             own.shuffle(waiting)
@@ -173,6 +270,23 @@ def soak(rank: int, world_size: int, collectives: int, seed: int) -> None:
 def test_soak(world_size):
     with using("shared_memory") as comm:
         soak(comm.rank, world_size, 150, seed=world_size)
+
+
+@pytest.mark.slow
+@distributed(world_size=2, timeout=300)
+def test_more_than_two_gigabytes():
+    """Counts beyond 32 bits; memory is the tensors and the segment."""
+    with using("shared_memory") as comm:
+        numel = (2 << 30) + 5
+        tensor = torch.zeros(numel, dtype=torch.uint8)
+        tensor[-3:] = comm.rank + 1
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        comm.all_reduce(tensor).wait()
+        assert tensor[-4:].tolist() == [0, 3, 3, 3]
+        tensor[-3:] += comm.rank
+        comm.broadcast(tensor, 1).wait()
+        assert tensor[-4:].tolist() == [0, 4, 4, 4]
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 @pytest.mark.slow
