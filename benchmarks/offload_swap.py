@@ -71,7 +71,9 @@ class Raw:
         self.sizes = sizes
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         example = torch.empty(0, dtype=torch.uint8)
-        self.buffers: list[Tensor] = [self.reader.new_cpu_locked_tensor(max(sizes), example) for _ in range(3)]
+        self.buffers: list[Tensor] = [
+            self.reader.new_cpu_locked_tensor(max(sizes), example) for _ in range(3)
+        ]
         for i in range(len(sizes)):
             self.writer.sync_pwrite(self._buffer(i), self.path, self.offsets[i])
 

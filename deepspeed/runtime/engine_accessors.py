@@ -76,17 +76,35 @@ _ACCESSORS: dict[str, str] = {
     "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
     "use_node_local_storage": "use_node_local_storage",
     "load_universal_checkpoint": "load_universal_checkpoint",
+    "checkpoint_serialization_enabled": "checkpoint_config.checkpoint_serialization",
     "elasticity_enabled": "elasticity_enabled",
     "tensor_parallel_config": "tensor_parallel_config",
     "autotp_size": "tensor_parallel_config.autotp_size",
     "activation_checkpointing_config": "activation_checkpointing_config",
     "graph_harvesting": "graph_harvesting",
+    # sections whose features come later: the values are there to be read
     "pld_enabled": "pld_enabled",
     "pld_params": "pld_params",
+    "pld_theta": "pld_config.theta",
+    "pld_gamma": "pld_config.gamma",
     "curriculum_enabled_legacy": "curriculum_enabled_legacy",
+    "curriculum_params_legacy": "curriculum_params_legacy",
     "data_efficiency_enabled": "data_efficiency_enabled",
     "data_efficiency_config": "data_efficiency_config",
+    "data_sampling_enabled": "data_efficiency_config.data_sampling.enabled",
+    "data_sampling_config": "data_efficiency_config.data_sampling",
+    "curriculum_learning_enabled": "data_efficiency_config.data_sampling.curriculum_learning.enabled",
+    "curriculum_learning_config": "data_efficiency_config.data_sampling.curriculum_learning",
+    "random_ltd_enabled": "data_efficiency_config.data_routing.random_ltd.enabled",
+    "random_ltd_config": "data_efficiency_config.data_routing.random_ltd",
     "eigenvalue_enabled": "eigenvalue_enabled",
+    "eigenvalue_verbose": "eigenvalue_config.verbose",
+    "eigenvalue_max_iter": "eigenvalue_config.max_iter",
+    "eigenvalue_tol": "eigenvalue_config.tol",
+    "eigenvalue_stability": "eigenvalue_config.stability",
+    "eigenvalue_gas_boundary_resolution": "eigenvalue_config.gas_boundary_resolution",
+    "eigenvalue_layer_name": "eigenvalue_config.layer_name",
+    "eigenvalue_layer_num": "eigenvalue_config.layer_num",
     "flops_profiler_enabled": "flops_profiler_config.enabled",
     "flops_profiler_profile_step": "flops_profiler_config.profile_step",
     "flops_profiler_module_depth": "flops_profiler_config.module_depth",
@@ -95,6 +113,18 @@ _ACCESSORS: dict[str, str] = {
     "flops_profiler_output_file": "flops_profiler_config.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler_config.recompute_fwd_factor",
     "autotuning_enabled": "autotuning_config.enabled",
+    "autotuning_start_profile_step": "autotuning_config.start_profile_step",
+    "autotuning_end_profile_step": "autotuning_config.end_profile_step",
+    "autotuning_metric": "autotuning_config.metric",
+    "autotuning_metric_path": "autotuning_config.metric_path",
+    "autotuning_model_info_path": "autotuning_config.model_info_path",
+    "autotuning_profile_model_info": "autotuning_config.model_info.profile",
+}
+
+_LATER = {
+    "set_custom_curriculum_learning_schedule": "curriculum learning",
+    "get_compile_time": "DeepCompile",
+    "register_compile_pass": "DeepCompile",
 }
 
 
@@ -102,6 +132,16 @@ class EngineAccessors:
     """Mixin with one method per row of the table, and the few getters that answer more than a config value."""
 
     _config: Any
+
+    # What later features put here; clients ask whether it is there.
+    monitor: Any = None
+    flops_profiler: Any = None
+    curriculum_scheduler_legacy: Any = None
+    random_ltd_scheduler: Any = None
+    progressive_layer_drop: Any = None
+    quantizer: Any = None
+    compression_scheduler: Any = None
+    torch_autocast_z0_gradscaler: Any = None
 
     def gradient_accumulation_steps(self) -> int:
         return self._config.gradient_accumulation_steps
@@ -119,6 +159,19 @@ class EngineAccessors:
     def zero_use_cpu_optimizer(self) -> bool:
         offload = self._config.zero_config.offload_optimizer
         return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
+
+    def super_offload(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and offload.super_offload
+
+    def swap_tensor_config(self) -> Any:
+        """The section that says where parameters are swapped to: ``offload_param``."""
+        return self._config.zero_config.offload_param
+
+    def is_elastic_model_parallel_supported(self) -> bool:
+        """Version 0.2 of the elasticity algorithm knows of model-parallel ranks."""
+        section = self._config.elasticity_config
+        return section is not None and section.enabled and section.version == 0.2
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
@@ -150,7 +203,7 @@ def _getter(name: str, path: str) -> Any:
     def getter(self: EngineAccessors) -> Any:
         value: Any = self._config
         for part in parts:
-            value = getattr(value, part, None)
+            value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
         return value
 
     getter.__name__ = getter.__qualname__ = name
@@ -158,5 +211,15 @@ def _getter(name: str, path: str) -> Any:
     return getter
 
 
+def _refusal(name: str, feature: str) -> Any:
+    def refuse(self: EngineAccessors, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"engine.{name}() belongs to {feature}, which is not in this release.")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
 for _name, _path in _ACCESSORS.items():
     setattr(EngineAccessors, _name, _getter(_name, _path))
+for _name, _feature in _LATER.items():
+    setattr(EngineAccessors, _name, _refusal(_name, _feature))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -413,41 +413,54 @@ def consolidated_16bit_state_dict(
     with _WholeWeights(engine, exclude_frozen_parameters) as source:
         if engine.global_rank != 0:
             return None
-        made = {name: next(iter(tensor.parts())).cpu() for name, tensor in source.tensors().items()}
+        made = {
+            name: part.to("cpu", copy=True)
+            for name, tensor in source.tensors().items()
+            for part in tensor.parts()
+        }
     aliases = shared_names(engine.module)
     return made | {alias: made[name] for alias, name in aliases.items() if name in made}
 
 
 class _WholeWeights:
     """The module's tensors, whole, one at a time and in one order on all ranks: rank 0 asks for each, and
-    the others help to gather them until the block ends, also after an error on rank 0."""
+    the others help to gather them until the block ends, also after an error on rank 0.
+
+    A tensor is whole only until the next one is asked for.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, exclude_frozen: bool) -> None:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         aliases = shared_names(engine.module)
         self.left = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in aliases}
-        self.rank = engine.global_rank
+        self._current: Generator[Tensor, None, None] | None = None
 
     def tensors(self) -> dict[str, LazyTensor]:
         return {
             name: LazyTensor(
                 tuple(getattr(value, "ds_shape", value.shape)),
                 value.dtype,
-                lambda name=name: [self._take(name)],
+                lambda name=name: self._take(name),
             )
             for name, value in self.left.items()
         }
 
-    def _take(self, name: str) -> Tensor:
+    def _take(self, name: str) -> Generator[Tensor, None, None]:
         assert next(iter(self.left)) == name, "tensors are asked for in order"
-        param = self.left.pop(name)
+        self._current = self._whole(self.left.pop(name))
+        return self._current
+
+    @staticmethod
+    def _whole(param: Tensor) -> Generator[Tensor, None, None]:
         with GatheredParameters(param):
-            whole = param.detach()
-            return whole.clone() if hasattr(param, "ds_home") else whole
+            yield param.detach()
 
     def __enter__(self) -> _WholeWeights:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._current is not None:
+            self._current.close()
         for name in list(self.left):
-            self._take(name)
+            for _ in self._take(name):
+                pass

@@ -130,7 +130,10 @@ def test_gradients_leave_the_device(tmp_path: Path) -> None:
         copies = buckets[0].host
         assert copies is not None
         assert copies.bytes == sum(2 * bucket.layout.shard_numel for bucket in buckets)
+        used = engine.core.reducer.used
+        updated = sum(o.fragment.numel for o in engine.core.store.fragments if used[o.param_index])
         engine.step()
+        assert engine.core.store.tier.bytes_to_device == 2 * updated
         for sub_group in engine.core.store.tier.sub_groups:
             staged = list(sub_group.views.values())
             assert sum(view.numel() for view in staged) in (

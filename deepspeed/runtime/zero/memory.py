@@ -3,16 +3,23 @@
 They count model states only (weights, gradients, masters, moments; Rajbhandari et al. 2020, section 3.1): mixed
 precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for their gradients, and 16 for fp32
 masters, gradients and two moments at the update. Activations, buffers and fragmentation come on top. With
-``offload`` states live in host memory, for which ``additional_buffer_factor`` is a margin. Offloading itself is
-another matter: these functions do arithmetic and allocate nothing.
+``offload`` states live in host memory, for which ``additional_buffer_factor`` is a margin.
+
+Their numbers are those of release 0.19.8, so that tables can be compared. What *this* package takes is less, and depends
+on the model's shape: the functions that get a model print it as well, from the planner (``deepspeed/memory_plan``), on
+standard error. Nothing is allocated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
+from deepspeed.memory_plan.ledger import Place
+from deepspeed.memory_plan.request import Request, answer
 from deepspeed.runtime.zero.params import full_numel
 
 _WEIGHT = 2
@@ -20,6 +27,8 @@ _GRADIENT = 2
 _OPTIMIZER = 16
 _FP32 = 4
 _GB = 2**30
+_STAGE_3_ROWS = ((True, True), (True, False), (False, False))
+"""Whether the optimizer and whether parameters are offloaded."""
 
 
 def model_sizes(model: nn.Module) -> tuple[int, int]:
@@ -88,11 +97,15 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the stage-2 table for ``model``, which may be on the meta device."""
+    """Print the stage-2 table for ``model``, which may be on the meta device, and what is planned for it here."""
     total, _ = model_sizes(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
     )
+    rows = [
+        (f"offload_optimizer={_device(offload)}", _section(2, offload), False) for offload in (True, False)
+    ]
+    _print_planned(model, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -112,11 +125,18 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the stage-3 table for ``model``, which may be partitioned or on the meta device."""
+    """Print the stage-3 table for ``model``, which may be partitioned or on the meta device, and what is planned for it
+    here."""
     total, largest = model_sizes(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
     )
+    rows = [
+        (_stage_3_options(optimizer, params, zero_init), _section(3, optimizer, params), zero_init)
+        for optimizer, params in _STAGE_3_ROWS
+        for zero_init in (True, False)
+    ]
+    _print_planned(model, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -134,7 +154,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         num_nodes,
     )
     rows = []
-    for optimizer, params in ((True, True), (True, False), (False, False)):
+    for optimizer, params in _STAGE_3_ROWS:
         for zero_init in (True, False):
             host, gpu, _ = estimate_zero3_model_states_mem_needs(
                 total_params,
@@ -146,12 +166,40 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 zero_init,
                 additional_buffer_factor,
             )
-            options = (
-                f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}, "
-                f"zero_init={int(zero_init)}"
-            )
-            rows.append((host, gpu, options))
+            rows.append((host, gpu, _stage_3_options(optimizer, params, zero_init)))
     _print_rows(rows)
+
+
+def _stage_3_options(optimizer: bool, params: bool, zero_init: bool) -> str:
+    return (
+        f"offload_param={_device(params)}, offload_optimizer={_device(optimizer)}, zero_init={int(zero_init)}"
+    )
+
+
+def _section(stage: int, optimizer: bool, params: bool = False) -> dict[str, Any]:
+    """``zero_optimization`` of one row."""
+    keys = [key for key, on in (("offload_optimizer", optimizer), ("offload_param", params)) if on]
+    return {"stage": stage, **{key: {"device": "cpu"} for key in keys}}
+
+
+def _print_planned(
+    model: nn.Module, gpus: int, nodes: int, rows: Sequence[tuple[str, dict[str, Any], bool]]
+) -> None:
+    """The same rows by the planner: bf16 with Adam, the worst moment of a step, without activations."""
+    print(
+        "Planned for this package (ds plan tells more):\n  per CPU  |  per GPU |   Options", file=sys.stderr
+    )
+    for options, section, zero_init in rows:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": section,
+        }
+        found = answer(
+            Request(module=model, config=config, ranks=gpus * nodes, nodes=nodes, zero_init=zero_init)
+        )
+        host, gpu = (found.need(place)[0] for place in (Place.HOST, Place.DEVICE))
+        _print_rows([(host, gpu, options)], sys.stderr)
 
 
 def _device(offload: bool) -> str:
@@ -171,6 +219,6 @@ def _print_header(model: str, gpus: int, nodes: int) -> None:
     )
 
 
-def _print_rows(rows: Iterable[tuple[int, int, str]]) -> None:
+def _print_rows(rows: Iterable[tuple[int, int, str]], file: Any = None) -> None:
     for host, gpu, options in rows:
-        print(f" {host / _GB:7.2f}GB | {gpu / _GB:6.2f}GB | {options}")
+        print(f" {host / _GB:7.2f}GB | {gpu / _GB:6.2f}GB | {options}", file=file)

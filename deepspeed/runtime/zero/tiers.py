@@ -193,6 +193,7 @@ class OffloadedTier(ResidentTier):
         self.sub_groups: list[SubGroup] = []
         memory = LockedMemory()
         self.slots = [Slot(memory) for _ in range(plan.slots)]
+        self.bytes_to_device = 0  # weights that went up the host link
         self._part_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
         self._state_of: StateOf = lambda _: {}
 
@@ -390,6 +391,7 @@ class OffloadedTier(ResidentTier):
                 slot.transfers.append((self.weights_swap, self.weights_swap.write(buffer, low)))
             else:
                 low.copy_(buffer, non_blocking=True)
+                self.bytes_to_device += buffer.numel() * buffer.element_size()
                 copied = True
         if copied:
             slot.copied = get_accelerator().Event()
