@@ -109,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             seconds["in the step"].append(swap_seconds(engine))
         moved = 2 * sum(sizes)
         report.table(
-            f"{arguments.millions}M parameters, {moved / 2**30:.2f} GiB read and written per step in {len(sizes)} pieces, "
-            f"{raw.reader.backend}",
+            f"{arguments.millions}M parameters, {moved / 2**30:.2f} GiB read and written per step in {len(sizes)} "
+            f"pieces, {raw.reader.backend}",
             ["", "GB/s", "of the raw handle, median [min .. max]", "goal"],
             [
                 [

@@ -4,8 +4,8 @@ NOT YET RUN: written where there was no GPU.
 
     python benchmarks/gpu/offload.py --model 7B --save h200
 
-Goals: 4 bytes per parameter and step over the host link (bf16: gradients down, weights up); device peak = 16-bit weights
-+ one gradient bucket + activations, within 3 %; a 7B model at >= 70 % of its speed in memory.
+Goals: 4 bytes per parameter and step over the host link (bf16: gradients down, weights up); device peak = 16-bit
+weights + one gradient bucket + activations, within 3 %; a 7B model at >= 70 % of its speed in memory.
 """
 
 from __future__ import annotations

@@ -75,6 +75,23 @@ def test_state_on_storage(world_size: int, stage: int, precision: str, tmp_path:
     assert not list(tmp_path.rglob("deepspeed_swap*"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, params", [(2, "none"), (3, "none"), (3, "cpu"), (3, "nvme")])
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@distributed(world_size=2, timeout=240)
+def test_a_hundred_steps(stage: int, optimizer: str, params: str, tmp_path: Path) -> None:
+    config = plain_config(stage)
+    sections: dict[str, Any] = {"offload_optimizer": {"device": optimizer}}
+    if params != "none":
+        sections["offload_param"] = {"device": params, "max_in_cpu": 0}
+    expected = engine_losses(make_zoo, config, 100)
+    assert_equal_runs(engine_losses(make_zoo, offloaded(config, tmp_path, **sections), 100), expected)
+    if optimizer == "cpu":
+        with pretend_device():
+            found = engine_losses(make_zoo, offloaded(config, tmp_path, **sections), 100)
+        assert_equal_runs(found, expected)
+
+
 @pytest.mark.parametrize("read", [True, False])
 @pytest.mark.parametrize("write", [True, False])
 @distributed(world_size=1)
