@@ -154,7 +154,14 @@ class Slot:
             self.buffer = self._memory.new(round_up(nbytes, 4096), torch.uint8)
 
     def settle(self) -> None:
-        """Wait for what reads from or writes to the buffer."""
+        """Wait for everything that reads from or writes to the buffer."""
+        self.finish_transfers()
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+
+    def finish_transfers(self) -> None:
+        """Wait for storage alone; copies to the device may go on into the next forward."""
         transfers, self.transfers = self.transfers, []
         failure: OSError | None = None
         for swap, transfer in transfers:
@@ -162,9 +169,6 @@ class Slot:
                 swap.finish(transfer)
             except OSError as error:
                 failure = failure or error
-        if self.copied is not None:
-            self.copied.synchronize()
-            self.copied = None
         if failure is not None:
             raise failure
 
@@ -329,7 +333,7 @@ class OffloadedTier(ResidentTier):
                     started += 1
                 self._one(number, part, apply)
             for slot in self.slots:
-                slot.settle()
+                slot.finish_transfers()
         finally:
             for number, _ in parts:  # after a failure: whatever was under way ends, tensors rest again
                 self._bind_resting(self.sub_groups[number])
@@ -404,7 +408,7 @@ class OffloadedTier(ResidentTier):
     def _settle_quietly(self) -> None:
         for slot in self.slots:
             try:
-                slot.settle()
+                slot.finish_transfers()
             except OSError:
                 continue  # the failure that led here is on its way to the user
 
@@ -480,7 +484,8 @@ def make_tier(
         swap = SwapFile(plan.folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
     elif not apart:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
-    resident = device_share(layouts, plan.ratio) if apart else frozenset[int]()
+    # A collective update (LAMB, Muon) takes everything at once, on the host.
+    resident = device_share(layouts, plan.ratio) if apart and elementwise else frozenset[int]()
     return OffloadedTier(plan, swap, weights_swap, cuts=elementwise, resident=resident)
 
 
