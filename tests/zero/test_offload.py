@@ -435,3 +435,32 @@ def test_a_failed_write_names_the_file(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EIO
     assert all(not swap.holds(s.buffer) for s in engine.core.store.tier.slots)
     assert all(swap.holds(owned.master) for owned in engine.core.store.fragments)
+
+
+@distributed(world_size=2)
+def test_weights_on_storage_can_be_edited_evaluated_and_exported(tmp_path: Path) -> None:
+    def run(config: dict[str, Any], out: Path) -> tuple[float, dict[str, Any]]:
+        engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+        engine.backward(engine(batch(0, 0, engine.global_rank)))
+        engine.step()
+        with deepspeed.zero.GatheredParameters(engine.module.twice.weight, modifier_rank=0):
+            if engine.global_rank == 0:
+                engine.module.twice.weight.data.fill_(0.25)
+        engine.eval()
+        with torch.inference_mode():
+            loss = engine(batch(1, 0, engine.global_rank)).item()
+        engine.train()
+        engine.backward(engine(batch(2, 0, engine.global_rank)))
+        engine.step()
+        engine.save_16bit_model(str(out), "model.bin")
+        engine.destroy()
+        return loss, torch.load(out / "model.bin", weights_only=True)
+
+    config = plain_config(3, "bf16")
+    nvme: dict[str, Any] = {"device": "nvme"}
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    swapped = offloaded(config, tmp_path, offload_optimizer=nvme, offload_param={**nvme, "max_in_cpu": 0})
+    expected = run(config, tmp_path / "plain")
+    found = run(swapped, tmp_path / "swapped")
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
