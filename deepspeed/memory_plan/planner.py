@@ -6,6 +6,7 @@ comes and goes within a step in ``rehearsal.py``, what passes through host memor
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -273,8 +274,16 @@ def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> N
     for phase, kinds in rehearsal.run().items():
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
-    largest = max((spec.numel * spec.dtype.itemsize for spec in setting.facts.specs), default=0)
-    ledger.add([Phase.BACKWARD], setting.near, Kind.ARRIVING, largest)
+    ledger.add([Phase.BACKWARD], setting.near, Kind.ARRIVING, _arriving(setting.facts))
+
+
+def _arriving(facts: ModelFacts) -> int:
+    """The largest gradient between autograd and its bucket. Of a tied weight there are three for a moment: what came
+    from one use, what came from the other, and their sum."""
+    uses = Counter(index for call in facts.calls for index in set(call))
+    trained = facts.specs[: facts.trained]
+    sizes = (spec.numel * spec.dtype.itemsize * (3 if uses[spec.index] > 1 else 1) for spec in trained)
+    return max(sizes, default=0)
 
 
 def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:

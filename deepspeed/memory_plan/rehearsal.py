@@ -29,6 +29,9 @@ from deepspeed.runtime.zero.sharded_bucket import Status
 
 META = torch.device("meta")
 
+STEPS = 3
+"""The first makes buffers, the second finds them and the order of gathers, after the third nothing changes any more."""
+
 
 class Meter:
     """Bytes in use by kind, and for each phase what they were when their sum was largest."""
@@ -156,7 +159,7 @@ class GatherRules:
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """Two optimizer steps; ``run`` returns by phase what was in use, beyond what rests, when it was most.
+    """A few optimizer steps; ``run`` returns by phase what was in use, beyond what rests, when it was most.
 
     Args:
         layouts: all buckets, ``persistent`` and ``trained`` say which are what.
@@ -192,7 +195,7 @@ class Rehearsal:
         firsts = _first_uses(self.calls, known)
         micro_batches = min(self.micro_batches, 2)  # one before the boundary shows what further ones do
         with torch.inference_mode(False), torch.enable_grad():
-            for step in range(2):
+            for step in range(STEPS):
                 for micro in range(micro_batches):
                     boundary[0] = micro == micro_batches - 1
                     self._enter(step, Phase.FORWARD)

@@ -5,7 +5,7 @@ precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for
 masters, gradients and two moments at the update. Activations, buffers and fragmentation come on top. With
 ``offload`` states live in host memory, for which ``additional_buffer_factor`` is a margin.
 
-Their numbers are those of release 0.19.8, so that tables can be compared. What *this* package takes is less, and depends
+Their numbers are those of release 0.19.8, so that tables can be compared. What this package takes is less and depends
 on the model's shape: the functions that get a model print it as well, from the planner (``deepspeed/memory_plan``), on
 standard error. Nothing is allocated.
 """
