@@ -87,12 +87,17 @@ def checksum(tensor: Tensor) -> int:
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of ``tensor`` in row-major order, a few MiB at a time, on the host."""
+    """The bytes of ``tensor`` in row-major order, a few at a time, on the host; each valid until the next.
+
+    Not through ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing gathered weights does.
+    """
     if not tensor.numel():
         return
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     for part in flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)):
-        yield part.cpu().contiguous().view(torch.uint8).numpy()
+        host = part.cpu().contiguous()
+        memory = (ctypes.c_ubyte * (host.numel() * host.element_size())).from_address(host.data_ptr())
+        yield np.frombuffer(memory, dtype=np.uint8)
 
 
 Sums = dict[int, list[int]]
@@ -295,14 +300,7 @@ def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, 
 
 def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> list[int]:
     sink.file.seek(offset)
-    sums: list[int] = []
-    for part in value.parts() if isinstance(value, LazyTensor) else (value,):
-        total = Checksum()
-        for chunk in byte_chunks(part):
-            total.add(chunk, part.dtype.itemsize)
-            sink.write(chunk)
-        sums.append(total.value)
-        del part  # before the next one is made
+    sums = sink.write_tensor(value)
     assert sink.file.tell() == offset + nbytes, (
         f"the parts of a tensor have {sink.file.tell() - offset} bytes, not {nbytes}"
     )
@@ -315,6 +313,22 @@ class Sink:
     def __init__(self, file: Any) -> None:
         self.file = file
         self._flushed = file.tell()
+
+    def write_tensor(self, value: Tensor | LazyTensor) -> list[int]:
+        """Returns the checksum of each part. No part is alive any more when the next one is made."""
+        parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
+        sums: list[int] = []
+        while (part := next(parts, None)) is not None:
+            sums.append(self._write_part(part))
+            del part
+        return sums
+
+    def _write_part(self, part: Tensor) -> int:
+        total = Checksum()
+        for chunk in byte_chunks(part):
+            total.add(chunk, part.dtype.itemsize)
+            self.write(chunk)
+        return total.value
 
     def write(self, chunk: np.ndarray) -> None:
         left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers

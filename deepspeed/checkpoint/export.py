@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import LazyTensor, Sink, byte_chunks, naming, write_archive
+from deepspeed.checkpoint.archive import LazyTensor, Sink, naming, write_archive
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -117,10 +117,7 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         file.write(len(text).to_bytes(8, "little") + text)
         sink = Sink(file)
         for tensor in weights.values():
-            for part in tensor.parts() if isinstance(tensor, LazyTensor) else (tensor,):
-                for chunk in byte_chunks(part):
-                    sink.write(chunk)
-                del part  # before the next one is made
+            sink.write_tensor(tensor)
         os.fsync(file.fileno())
 
 

@@ -395,13 +395,13 @@ class _Files:
         }
 
     def _sub_groups(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """Consecutive parameters, each sub-group closed as soon as its ranks' parts reach the size together."""
+        """Consecutive parameters, each sub-group closed as soon as a rank's parts reach the size."""
         limit = int((self.config.get("zero_optimization") or {}).get("sub_group_size", SUB_GROUP_NUMEL))
         members: list[str] = []
         numel = 0
         for name in group:
             members.append(name)
-            numel += _rounded(prod(self.shapes[name]), self.ranks)
+            numel += _rounded(prod(self.shapes[name]), self.ranks) // self.ranks
             if numel >= limit:
                 yield members
                 members, numel = [], 0

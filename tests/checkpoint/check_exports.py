@@ -23,8 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CASES = [f"{stage}-{precision}-2" for stage in range(4) for precision in ("fp32", "bf16", "fp16")]
 CASES += [f"{stage}-fp32-{world}" for stage in range(4) for world in (1, 3)]
-CASES += ["2-bf16-2-round_robin", "1-fp32-2-round_robin", "3-fp32-2-sub_groups"]
-OPTIONS = {"round_robin": {"round_robin_gradients": True}, "sub_groups": {"sub_group_size": 50}}
+CASES += [
+    "2-bf16-2-round_robin",
+    "1-fp32-2-round_robin",
+    "3-fp32-2-sub_groups",
+    "3-fp32-2-sub_groups_reached",
+]
+OPTIONS = {
+    "round_robin": {"round_robin_gradients": True},
+    "sub_groups": {"sub_group_size": 50},
+    "sub_groups_reached": {"sub_group_size": 51},
+}
 
 
 def in_that_release(folder: str, stage: int, precision: str, out: str, settings: dict[str, Any]) -> None:

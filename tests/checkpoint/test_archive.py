@@ -178,3 +178,11 @@ def test_checksums_add_up_however_a_tensor_is_cut():
         changed = tensor.clone()
         changed[700] += 1
         assert checksum(changed) != checksum(tensor)
+
+
+def test_written_storages_can_still_be_resized(tmp_path):
+    """Gathered weights are released by resizing their storage, which ``Tensor.numpy`` would forbid for good."""
+    tensor = torch.randn(500)
+    write_archive(tmp_path / "f.pt", {"t": tensor})
+    tensor.untyped_storage().resize_(0)
+    assert read_archive(tmp_path / "f.pt")["t"].numel() == 500
