@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -102,7 +103,8 @@ def launch(ranks: int, stage: int, plan: Plan, out: Path, *options: object) -> N
     given += [item for name, value in sizes.items() for item in (f"--{name}", value)]
     given += ["--text", out / "text", "--metrics", out / "metrics.csv"]
     arguments = ["--num_gpus", str(ranks), str(HERE / "train.py"), *map(str, given)]
-    print(f"\n$ deepspeed {shlex.join(arguments)}", flush=True)
+    shown = shlex.join(arguments).replace(f"{Path.cwd()}{os.sep}", "")  # paths as one would type them here
+    print(f"\n$ deepspeed {shown}", flush=True)
     code = subprocess.run([sys.executable, "-m", "deepspeed.launcher.runner", *arguments]).returncode
     if code != 0:
         sys.exit(code)
@@ -142,7 +144,7 @@ def plot(rows: list[dict[str, float]], plan: Plan, entropy: float, path: Path) -
         xlabel="optimizer step", ylabel="loss (nats per token)", title="GPT on the source of Python's library"
     )
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1.0, 0.9))
     figure.savefig(path)
 
 

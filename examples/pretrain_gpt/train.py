@@ -1,9 +1,8 @@
 """Trains the GPT of `model.py` on the text of `data.py`: one script for every ZeRO stage, precision and
 number of ranks.
 
-    deepspeed --num_gpus 2 train.py --deepspeed_config configs/zero2_bf16.json --steps 360 --save
-    out/checkpoint deepspeed --num_gpus 1 train.py --deepspeed_config configs/zero1_bf16.json --steps 300
-    --load out/checkpoint
+    deepspeed --num_gpus 2 train.py --deepspeed_config configs/zero2_bf16.json --steps 360 --save out/checkpoint
+    deepspeed --num_gpus 1 train.py --deepspeed_config configs/zero1_bf16.json --steps 600 --load out/checkpoint
 
 What the ranks do is in the JSON file; nothing here asks for a stage or a dtype. It also runs under `torchrun`
 and, as a single rank, under plain `python`.
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -97,7 +97,12 @@ class Run:
         if args.load is not None:
             self.record(None, self.validate())
         batches = self.batches.from_step(engine.global_steps)
-        with tqdm(total=args.steps, initial=engine.global_steps, disable=self.rank != 0, unit="step") as bar:
+        look = {
+            "disable": self.rank != 0,
+            "unit": "step",
+            "mininterval": 0.1 if sys.stderr.isatty() else 10.0,
+        }
+        with tqdm(total=args.steps, initial=engine.global_steps, **look) as bar:
             while engine.global_steps < args.steps:
                 start = time.perf_counter()
                 loss = self.step(batches)
@@ -105,9 +110,8 @@ class Run:
                 loss, memory_mb = self.gather(loss)
                 is_due = engine.global_steps % args.evaluate_every == 0 or engine.global_steps == args.steps
                 self.record(loss, self.validate() if is_due else None, speed, memory_mb)
-                bar.set_postfix_str(
-                    f"loss {loss:.3f}, {speed:,.0f} tokens/s, {'+'.join(map(str, memory_mb))} MB"
-                )
+                facts = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {'+'.join(map(str, memory_mb))} MB"
+                bar.set_postfix_str(facts, refresh=False)
                 bar.update()
 
     def step(self, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

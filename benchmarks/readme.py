@@ -1,0 +1,161 @@
+"""Fills the numbers of the README in from what the benchmarks saved.
+
+    python benchmarks/readme.py            writes them between the two NUMBERS markers of README.md
+    python benchmarks/readme.py --check    says whether they are up to date, with its exit code
+
+Nothing is measured or typed here: every cell is copied from a table in `results/*_cpu2.txt`, and what has no result has
+no row.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+README = FOLDER.parent / "README.md"
+BEGIN, END = "<!-- NUMBERS -->", "<!-- /NUMBERS -->"
+SETTINGS = ("10M GPT, fp32", "10M GPT, bf16", "50M GPT, fp32", "50M GPT, bf16")
+RATIO = "ratio to DDP, median [min .. max]"
+STEP_ROWS = ("0", "1", "2", "3", "2+cpu", "3+cpu", "3+nvme")
+Table = dict[str, dict[str, str]]  # row -> column -> cell
+
+
+def tables(text: str) -> Iterator[tuple[str, Table]]:
+    """(title, table) of each table in a saved report: the line of dashes under the header tells the columns."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        if number < 2 or not re.fullmatch(r"-+(  -+)+", line):
+            continue
+        spans = [match.span() for match in re.finditer(r"-+", line)]
+        header = [lines[number - 1][begin:end].strip() for begin, end in spans]
+        rows: Table = {}
+        for row in lines[number + 1 :]:
+            if not row:
+                break
+            cells = [row[begin:end].strip() for begin, end in spans]
+            rows[cells[0]] = dict(zip(header, cells, strict=True))
+        yield lines[number - 2], rows
+
+
+class Results:
+    """All reports of one machine, and which of them were used."""
+
+    def __init__(self, folder: Path, what: str = "cpu2") -> None:
+        paths = sorted(folder.glob(f"*_{what}.txt"))
+        self.texts = {path.stem.removesuffix(f"_{what}"): path.read_text() for path in paths}
+        self.used: list[str] = []
+
+    def find(self, name: str, title: str, row: str, column: str) -> str | None:
+        """The median in a cell, looked for in every report whose name begins with ``name``; None if there is none."""
+        for report, text in self.texts.items():
+            if report != name and not report.startswith(f"{name}_"):
+                continue
+            for found, table in tables(text):
+                if not found.startswith(title) or row not in table:
+                    continue
+                cell = next((value for key, value in table[row].items() if key.startswith(column)), "")
+                if cell:
+                    self.used += [report] if report not in self.used else []
+                    return cell.split(" [")[0]
+        return None
+
+    def sources(self) -> str:
+        """At which commit each used report was taken, and on which machine."""
+        by_commit: dict[str, list[str]] = {}
+        for report in self.used:
+            match = re.search(r"commit (\S+), (\S+)", self.texts[report])
+            by_commit.setdefault(
+                f"commit {match.group(1)}, {match.group(2)}" if match else "unknown", []
+            ).append(report)
+        machines = sorted({self.texts[report].splitlines()[1] for report in self.used})
+        said = "; ".join(f"{commit}: {', '.join(reports)}" for commit, reports in by_commit.items())
+        return f"Machine: {' / '.join(machines)}. Results: {said}."
+
+
+def step_times(results: Results) -> list[str]:
+    """Ours and the peer's step time over DDP's, a row per stage, a column per model and precision."""
+    lines = []
+    for kind in STEP_ROWS:
+        cells = []
+        for setting in SETTINGS:
+            pair = [
+                results.find("train_step", setting, f"{who}, stage {kind}", RATIO) for who in ("ours", "peer")
+            ]
+            cells.append(f"**{pair[0]}** ({pair[1]})" if pair[0] else "")
+        if any(cells):
+            what = kind.replace("+cpu", ", offload to host memory").replace("+nvme", ", offload to NVMe")
+            lines.append(f"| stage {what} | {' | '.join(cells)} |")
+    for name, what in (("FSDP2", "FSDP2 (torch)"), ("compute alone", "no communication at all")):
+        cells = [results.find("train_step", setting, name, RATIO) or "" for setting in SETTINGS]
+        if any(cells):
+            lines.append(f"| {what} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    columns = " | ".join(SETTINGS)
+    return [f"| step time / DDP: ours (peer) | {columns} |", "|---|---|---|---|---|", *lines, ""]
+
+
+def other_numbers(results: Results) -> list[str]:
+    """A line each: what, ours, the peer's, the script."""
+
+    def numbers(name: str, title: str, row: str, columns: dict[str, str]) -> str:
+        found = [(results.find(name, title, row, column), unit) for column, unit in columns.items()]
+        return ", ".join(f"{value} {unit}" for value, unit in found if value)
+
+    lines = []
+
+    def line(
+        what: str, name: str, title: str, row: str, columns: dict[str, str], peer_row: str | None = None
+    ) -> None:
+        ours = numbers(name, title, row, columns)
+        peer = numbers(name, title, peer_row or row.replace("ours", "peer"), columns)
+        if ours:
+            lines.append(f"| {what} | {ours} | {peer} | `benchmarks/{name}.py` |")
+
+    stages = [
+        stage for stage in range(4) if results.find("engine_cost", "MLP", f"ours, stage {stage}", "over")
+    ]
+    if stages:
+        ours, peer = (
+            " / ".join(
+                results.find("engine_cost", "MLP", f"{who}, stage {stage}", "over") or "" for stage in stages
+            )
+            for who in ("ours", "peer")
+        )
+        what = f"what an engine adds to a step of a small MLP, stages {', '.join(map(str, stages))}"
+        lines.append(f"| {what} | {ours} us | {peer} us | `benchmarks/engine_cost.py` |")
+    line("`import deepspeed` beyond `import torch`", "start", "import", "ours", {"median": "s"})
+    line("`initialize`, stage 2", "start", "start of a 10M", "ours, stage 2", {"initialize": "s"})
+    columns = {"save, s": "s to save", "load, s": "s to load", "MB on disk": "MB"}
+    line("checkpoint of a 50M GPT, stage 2", "checkpoint", "50M", "ours, stage 2", columns)
+    for title, what in (("fp32 only", "fp32"), ("with bf16 copy-out", "fp32 and a bf16 copy")):
+        name = f"AdamW on 100M parameters, one thread, {what}"
+        line(name, "adam", f"100M parameters, 1 thread, {title}", "ours", {"ms/step": "ms"})
+    if not lines:
+        return []
+    return ["| what | ours | peer | script |", "|---|---|---|---|", *lines, ""]
+
+
+def numbers_of(folder: Path) -> str:
+    """All that stands between the markers."""
+    results = Results(folder)
+    body = [*step_times(results), *other_numbers(results)]
+    return "\n".join([BEGIN, "", *body, f"{results.sources()}", "", END])
+
+
+def main() -> None:
+    before = README.read_text(encoding="utf-8")
+    begin, end = before.index(BEGIN), before.index(END) + len(END)
+    after = before[:begin] + numbers_of(FOLDER / "results") + before[end:]
+    if "--check" in sys.argv[1:]:
+        sys.exit(
+            0 if after == before else "README.md: not the numbers of benchmarks/results; run this script"
+        )
+    README.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the documents promise a newcomer: links that lead somewhere, commands that exist, code that runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launcher.programs import REPOSITORY
+from tests.pool import distributed
+
+DOCUMENTS = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/*/*.md")]
+DOCUMENTS.append(REPOSITORY / "benchmarks" / "README.md")
+
+
+def commands(document: Path) -> list[str]:
+    """Indented lines, and lines of sh blocks, as commands: without comments, with continued lines joined."""
+    text = re.sub(r"```(?!sh|bash|console).*?```", "", document.read_text(encoding="utf-8"), flags=re.S)
+    lines = re.findall(r"^    (\S.*)$", text.replace("\\\n", " "), flags=re.M)
+    return [line.split("  # ")[0].strip() for line in lines]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_links_lead_somewhere(document):
+    text = document.read_text(encoding="utf-8")
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link}
+    assert [link for link in sorted(links) if not (document.parent / link).exists()] == []
+
+
+def test_commands_exist():
+    """`make X` is a target, `python X` and scripts given to `deepspeed` and `torchrun` are files, the rest is ours."""
+    targets = re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), flags=re.M)
+    entry_points = re.findall(
+        r'^(\w+) = "deepspeed\.', (REPOSITORY / "pyproject.toml").read_text(), flags=re.M
+    )
+    generic = {"train.py", "my_script.py"}  # the reader's own
+    missing = []
+    for document in DOCUMENTS:
+        for command in commands(document):
+            words = command.split()
+            if words[0] == "make":
+                missing += [command for word in words[1:] if word not in targets and "=" not in word]
+            if words[0] in ("deepspeed", "torchrun", "python", "python3"):
+                scripts = [word for word in words[1:] if word.endswith(".py")][:1]
+                known = [folder / s for s in scripts for folder in (REPOSITORY, document.parent)]
+                if scripts and scripts[0] not in generic and not any(path.exists() for path in known):
+                    missing.append(command)
+            if words[0].startswith("ds_") or words[0] == "ds":
+                missing += [command] if words[0] not in entry_points else []
+    assert missing == []
+
+
+def test_installed_commands_are_functions():
+    text = (REPOSITORY / "pyproject.toml").read_text().split("[project.scripts]")[1].split("\n[")[0]
+    scripts = re.findall(r'^(\w+) = "([\w.]+):(\w+)"', text, flags=re.M)
+    assert {"deepspeed", "ds", "ds_report", "ds_check"} <= {name for name, *_ in scripts}
+    for _, module, function in scripts:
+        assert callable(getattr(importlib.import_module(module), function)), module
+
+
+class Regression(torch.nn.Module):
+    """A model as the README's example has it: called with a batch, it returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, inputs, targets):
+        return (self.linear(inputs.to(self.linear.weight.dtype)).float() - targets).pow(2).mean()
+
+
+@distributed(world_size=2)
+def test_the_code_of_the_readme_runs(tmp_path):
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), flags=re.S
+    )
+    torch.manual_seed(0)
+    dataset = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
+    scope = {"model": Regression(), "dataset": dataset}
+    exec(code.replace('"checkpoint"', repr(str(tmp_path / "checkpoint"))), scope)
+    engine = scope["engine"]
+    assert (engine.global_steps, engine.gradient_accumulation_steps()) == (4, 4)
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "global_step4"
+    engine.destroy()
+
+
+def test_numbers_come_from_saved_results(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    readme = importlib.import_module("readme")
+    (tmp_path / "train_step_cpu2.txt").write_text(
+        "train_step: commit abc1234, 2026-01-02 03:04 UTC\nsome machine\n\n10M GPT, fp32, 2 ranks\n"
+        "               ms/step  ratio to DDP, median [min .. max]     goal\n"
+        "-------------  -------  ---------------------------------  -------\n"
+        "DDP              223.6                1.00 [1.00 .. 1.00]\n"
+        "ours, stage 2    201.9                0.89 [0.83 .. 0.94]  <= 1.15\n"
+        "peer, stage 2    311.4                1.39 [1.22 .. 1.50]  <= 1.15\n"
+    )
+    lines = readme.numbers_of(tmp_path).splitlines()
+    assert "| stage 2 | **0.89** (1.39) |  |  |  |" in lines
+    assert lines[-3] == "Machine: some machine. Results: commit abc1234, 2026-01-02: train_step."
+    assert not any("stage 0" in line or "FSDP2" in line for line in lines)
