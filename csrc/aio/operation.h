@@ -29,14 +29,19 @@ class Operation {
     Operation(bool write, void *memory, int64_t bytes, int64_t offset)
         : write_(write), memory_(static_cast<char *>(memory)), begin_(offset), end_(offset + bytes), next_(offset) {}
 
-    // Opens the file and makes sure that it holds, or can take, the range. 0, or an errno.
-    int open(const char *path, int64_t page) {
+    // Opens the file and makes sure that it holds, or can take, the range. Blocks are of `block` bytes, or of `piece`
+    // where they have to pass through aligned buffers. 0, or an errno.
+    int open(const char *path, int64_t page, int64_t block, int64_t piece) {
         if (const int error = file_.open(path, write_)) return error;
         direct_begin_ = direct_end_ = end_;
+        block_ = block;
         if (file_.direct_fd() >= 0) {
             const int64_t step = std::max(page, file_.alignment());
             direct_begin_ = write_ ? std::min(round_up(begin_, step), end_) : begin_;
             direct_end_ = write_ ? std::max(round_down(end_, step), direct_begin_) : end_;
+            const auto shift = reinterpret_cast<uintptr_t>(memory_) - uintptr_t(begin_);
+            staged_ = direct_begin_ < direct_end_ && shift % uintptr_t(file_.memory_alignment()) != 0;
+            if (staged_) block_ = piece;
         }
         if (write_) return file_.reserve(begin_, end_);
         const int64_t size = file_.size();
@@ -45,11 +50,11 @@ class Operation {
 
     bool exhausted() const { return next_ >= end_ || error_ != 0; }
 
-    Block take(int64_t block_size) {
+    Block take() {
         const bool direct = next_ >= direct_begin_ && next_ < direct_end_;
         const int64_t limit = next_ < direct_begin_ ? direct_begin_ : direct ? direct_end_ : end_;
         const int64_t begin = next_;
-        next_ = std::min(limit, round_down(begin, file_.alignment()) + block_size);
+        next_ = std::min(limit, round_down(begin, file_.alignment()) + block_);
         ++under_way_;
         return {memory_ + (begin - begin_), begin, next_, direct};
     }
@@ -63,7 +68,9 @@ class Operation {
     }
 
     bool done() const { return exhausted() && under_way_ == 0; }
-    int64_t bytes() const { return end_ - begin_; }
+    int64_t blocks() const { return (end_ - begin_ + block_ - 1) / block_; }
+    // Whether its memory is not aligned: every byte is copied by a worker.
+    bool staged() const { return staged_; }
     bool write() const { return write_; }
     const File &file() const { return file_; }
     int error() const { return error_; }
@@ -75,6 +82,8 @@ class Operation {
     const int64_t begin_, end_;
     int64_t next_;  // file offset of the first byte that no worker has taken
     int64_t direct_begin_ = 0, direct_end_ = 0;
+    int64_t block_ = 1;
+    bool staged_ = false;
     int64_t under_way_ = 0;
     int error_ = 0;
     int64_t error_offset_ = 0;
