@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types architecture docs format clean
+.PHONY: help demo test clients lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow"
+	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
 	@echo "make lint | types | architecture | docs | format | clean"
 
 demo: $(VENV)/.installed-demo
@@ -17,6 +18,13 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow"
+
+# In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
+CLIENTS := $(VENV)/clients
+clients: $(VENV)/.created
+	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
+	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -m "not slow" \
+		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -89,10 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument("--output", type=Path, default=Path(tempfile.gettempdir(), "ds_accelerate_loop"))
     options = parser.parse_args()
     start()
-    for stage in range(4):
+    for stage in options.stages:
         losses, same = train(stage, options.output)
         if PartialState().is_main_process:
             print(

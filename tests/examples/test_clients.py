@@ -1,0 +1,87 @@
+"""The examples with client libraries, each in a short form: it runs, and what it prints is what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.programs import REPOSITORY, environment
+
+for client in ("transformers", "accelerate", "peft", "trl", "lightning"):
+    pytest.importorskip(client, reason="the clients extra is not installed")
+
+SECONDS = 180  # what a short form may take
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern!r} in:\n{text}"
+    return [float(group.replace(",", "")) for group in found.groups()]
+
+
+def trainer_shows(text: str, ranks: int) -> None:
+    reached, alone = numbers(r"evaluation loss (\S+) nats per byte; byte frequencies alone reach (\S+)", text)
+    assert reached < 1.2 * alone
+    straight, resumed = numbers(r"straight through (\S+), resumed half-way (\S+)", text)
+    assert straight == resumed
+    assert numbers(r"saved whole: (\S+) parameters", text)[0] > 500_000
+
+
+def loop_shows(text: str, ranks: int) -> None:
+    lines = re.findall(r"stage (\d): loss (\S+) -> (\S+); from the saved state: equal = (\w+)", text)
+    assert [line[0] for line in lines] == ["0", "3"] and all(line[3] == "True" for line in lines)
+    assert lines[0][1] == lines[1][1] and float(lines[0][2]) < 0.5 * float(lines[0][1])
+    assert abs(float(lines[0][2]) - float(lines[1][2])) < 1e-3
+
+
+def lora_shows(text: str, ranks: int) -> None:
+    first, last = numbers(r"loss (\S+) -> (\S+) in", text)
+    whole, trained, held = numbers(r"parameters: (\S+), trained (\S+); this rank's slices hold (\S+)", text)
+    assert last < first and trained < 0.1 * whole and held <= whole / ranks * 1.01
+    assert "base unchanged: True" in text
+
+
+def module_shows(text: str, ranks: int) -> None:
+    first, last = numbers(r"loss (\S+) -> (\S+) in", text)
+    (converted,) = numbers(r"converted to one file and loaded: loss (\S+)", text)
+    assert last < 0.5 * first and converted < 0.5 * first
+
+
+def preferences_show(text: str, ranks: int) -> None:
+    first, last = numbers(r"loss (\S+) \(ln 2 = 0.6931\) -> (\S+)", text)
+    begin, end = numbers(r"margin (\S+) -> (\S+)", text)
+    assert abs(first - 0.6931) < 1e-3 and last < first and end > begin
+
+
+EXAMPLES: dict[str, tuple[list[str], int, Callable[[str, int], None]]] = {
+    "hf_trainer": (["--steps", "40"], 1, trainer_shows),
+    "accelerate_loop": (["--stages", "0", "3"], 1, loop_shows),
+    "lora_zero3": (["--steps", "20"], 2, lora_shows),
+    "lightning_module": (["--epochs", "6"], 1, module_shows),
+    "dpo_trl": (["--steps", "20"], 1, preferences_show),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_short_form(name: str, tmp_path: Path) -> None:
+    arguments, ranks, check = EXAMPLES[name]
+    script = [str(REPOSITORY / "examples" / name / "train.py"), *arguments, "--output", str(tmp_path)]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    )
+    done = subprocess.run(
+        [sys.executable, *launcher, *script],
+        env=environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.search(r"deepspeed/\S+: FutureWarning", done.stderr)
+    check(done.stdout, ranks)
