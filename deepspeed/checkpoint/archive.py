@@ -96,7 +96,7 @@ def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     for part in flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)):
         host = part.cpu().contiguous()
-        memory = (ctypes.c_ubyte * (host.numel() * host.element_size())).from_address(host.data_ptr())
+        memory: Any = (ctypes.c_ubyte * (host.numel() * host.element_size())).from_address(host.data_ptr())
         yield np.frombuffer(memory, dtype=np.uint8)
 
 
