@@ -71,7 +71,7 @@ DS_API void ds_sgd(const ds_segment *segments, int64_t count, const ds_storage *
 
 /* LAMB (You et al., 2020) in two passes. The first updates the moments and writes, per segment, the sums of squares of
  * the parameter and of the update to sums[2 * i], sums[2 * i + 1] (fp64). The second applies the update, scaled by the
- * caller's trust_ratio[i]. State is fp32. */
+ * caller's trust_ratio[i]. Both form it from the moments as they are stored. */
 DS_API void ds_lamb_moments(const ds_segment *segments, int64_t count, const ds_storage *storage, double beta1,
                             double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
                             int32_t eps_inside_sqrt, double *sums, int32_t threads);

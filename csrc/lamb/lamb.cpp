@@ -50,14 +50,20 @@ DS_INLINE void lamb_update_block(const float *__restrict param, const float *__r
 DS_INLINE void lamb_first_body(const ds_segment &s, const ds_storage &type, const Lamb &constants, double *sums,
                                int64_t begin, int64_t end) {
     const Lamb c = constants;
-    alignas(64) float buffer[3][ds::kBlock];
+    alignas(64) float buffer[5][ds::kBlock];
     for (int64_t i = begin; i < end; i += ds::kBlock) {
         const int64_t n = end - i < ds::kBlock ? end - i : ds::kBlock;
         const float *param = ds::widen(ds::at<const void>(s.param, i, type.param), type.param, buffer[0], n);
         const float *grad = ds::widen(ds::at(s.grad, i, type.grad), type.grad, buffer[1], n);
-        float *exp_avg = static_cast<float *>(s.state1) + i, *exp_avg_sq = static_cast<float *>(s.state2) + i;
-        lamb_moments_block(grad, exp_avg, exp_avg_sq, c, n);
-        lamb_update_block(param, exp_avg, exp_avg_sq, buffer[2], c, n);
+        const ds::Operand exp_avg = ds::open(s.state1, i, type.state, buffer[3], n);
+        const ds::Operand exp_avg_sq = ds::open(s.state2, i, type.state, buffer[4], n);
+        lamb_moments_block(grad, exp_avg.values, exp_avg_sq.values, c, n);
+        ds::close(exp_avg, n);
+        ds::close(exp_avg_sq, n);
+        // The update comes from the moments as they are stored: the second pass sees nothing else.
+        const float *stored = ds::widen(exp_avg.memory, type.state, buffer[3], n);
+        const float *stored_sq = ds::widen(exp_avg_sq.memory, type.state, buffer[4], n);
+        lamb_update_block(param, stored, stored_sq, buffer[2], c, n);
         sums[2 * (i / ds::kBlock)] = ds::block_sum_of_squares(param, n);
         sums[2 * (i / ds::kBlock) + 1] = ds::block_sum_of_squares(buffer[2], n);
     }
@@ -66,13 +72,14 @@ DS_INLINE void lamb_first_body(const ds_segment &s, const ds_storage &type, cons
 DS_INLINE void lamb_second_body(const ds_segment &s, const ds_storage &type, const Lamb &constants, float rate,
                                 int64_t begin, int64_t end, bool stream) {
     const Lamb c = constants;
-    alignas(64) float buffer[2][ds::kBlock];
+    alignas(64) float buffer[4][ds::kBlock];
     const int64_t step = ds::block_numel(s);
     for (int64_t i = begin; i < end; i += step) {
         const int64_t n = end - i < step ? end - i : step;
         const ds::Operand param = ds::open(s.param, i, type.param, buffer[0], n);
-        lamb_update_block(param.values, static_cast<const float *>(s.state1) + i,
-                          static_cast<const float *>(s.state2) + i, buffer[1], c, n);
+        const float *exp_avg = ds::widen(ds::at(s.state1, i, type.state), type.state, buffer[2], n);
+        const float *exp_avg_sq = ds::widen(ds::at(s.state2, i, type.state), type.state, buffer[3], n);
+        lamb_update_block(param.values, exp_avg, exp_avg_sq, buffer[1], c, n);
         float *__restrict p = param.values;
         DS_IVDEP for (int64_t j = 0; j < n; ++j) p[j] = p[j] - rate * buffer[1][j];
         ds::close(param, n);

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import mmap
 import os
 import random
 import resource
@@ -111,6 +113,26 @@ def test_adjacent_parts_of_one_file_at_once(tmp_path: Path, backend: str) -> Non
         handles[i % 3].async_pwrite(whole[begin:end], str(path), begin)
     assert sum(handle.wait() for handle in handles) == len(cuts) - 1
     assert contents(path) == whole.numpy().tobytes()
+
+
+def test_adjacent_parts_of_a_file_that_is_in_the_page_cache(tmp_path: Path, backend: str) -> None:
+    """Somebody reads the file by other ways: its pages, large and small, are in the cache while neighbours are written
+    past it and through it."""
+    path, size = tmp_path / "file", 1 << 20
+    handles, draw = [op.aio_handle(65536, 8, False, True) for _ in range(3)], random.Random(5)
+    handles[0].sync_pwrite(random_bytes(size), str(path))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        for turn in range(12):
+            whole = random_bytes(size, seed=turn)
+            cuts = sorted({0, size, *(draw.randrange(size) for _ in range(16))})
+            for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                handles[i % 3].async_pwrite(whole[begin:end], str(path), begin)
+                mapped[draw.randrange(size)]
+            assert sum(handle.wait() for handle in handles) == len(cuts) - 1
+            target = torch.empty_like(whole)
+            handles[0].sync_pread(target, str(path))
+            assert torch.equal(target, whole)
+            assert contents(path) == mapped[:] == whole.numpy().tobytes()
 
 
 def test_a_descriptor_and_a_longer_file(tmp_path: Path) -> None:

@@ -51,6 +51,45 @@ def test_torch_path_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPa
         assert ours.state[p]["step"] == fallback.state[q]["step"] == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_narrow_parameters_and_states_agree_on_every_path(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16-bit parameters, gradients, states and copies: instruction sets, threads and PyTorch give the same bits."""
+    lib = native.library()
+    if lib is None:
+        pytest.skip("built without native kernels")
+    before = lib.ds_isa()
+    paths: list[tuple[Any, int, int]] = [(lib, isa, n) for isa in range(before + 1) for n in (1, 2)]
+    results = []
+    try:
+        for library, isa, threads in [*paths, (None, before, 1)]:
+            monkeypatch.setattr(native, "library", lambda library=library: library)
+            lib.ds_set_isa(isa)
+            torch.set_num_threads(threads)
+            params = [p.detach() for p in parameters(dtype, shapes=[*SHAPES, (70_001,)])]
+            copies = [torch.zeros_like(p, dtype=torch.float16) for p in params]
+            optimizer = case.ours(params)
+            group = optimizer.param_groups[0]
+            group["fp32_optimizer_states"] = False
+            for step in range(3):
+                grads = gradients(params, step, dtype)
+                optimizer.multi_tensor_step(group, params, grads, grad_scale=0.5, low_precision=copies)
+            states = [
+                optimizer.state[p][n]
+                for p in params
+                for n in optimizer.state_names
+                if n in optimizer.state[p]
+            ]
+            assert all(state.dtype is dtype for state in states)
+            results.append([*params, *states, *copies])
+    finally:
+        lib.ds_set_isa(before)
+    for other in results[1:]:
+        assert all(same_bits(p, q) for p, q in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_instruction_sets_and_threads_agree_bit_for_bit(case: Case) -> None:
     lib = native.library()

@@ -63,12 +63,6 @@ class FusedLamb(MultiTensorOptimizer):
         whole."""
         self._coefficients: list[float] = []
 
-    @staticmethod
-    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
-        return torch.promote_types(
-            param.dtype, torch.float32
-        )  # both passes read the moments: no rounding between
-
     def get_lamb_coeffs(self) -> list[float]:
         """Trust ratios of the last step, one per parameter that was updated."""
         return self._coefficients
@@ -185,6 +179,11 @@ class _TorchLamb:
         squares = torch._foreach_mul(grads, 1.0 - beta2)
         torch._foreach_mul_(squares, grads)
         torch._foreach_add_(exp_avg_sqs, squares)
+        # The update comes from the moments as they are stored, as in the kernel, whose second pass sees nothing else.
+        for values, states in zip((exp_avgs, exp_avg_sqs), self.batch.states, strict=True):
+            for value, state in zip(values, states, strict=True):
+                if state.dtype is not value.dtype:
+                    value.copy_(value.to(state.dtype))
         corrections1, corrections2 = (
             [
                 1.0 - math.pow(beta, step) if self.group["bias_correction"] else 1.0
