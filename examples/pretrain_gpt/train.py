@@ -192,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.train()
     if args.save is not None:
         engine.save_checkpoint(str(args.save))
-    if args.export is not None:
-        engine.save_16bit_model(str(args.export), "model.safetensors")
+    if args.export is not None and not engine.save_16bit_model(str(args.export), "model.safetensors"):
+        raise SystemExit(f"{args.export}/model.safetensors is not written")
     if args.sample:
         written = run.sample()
         if run.rank == 0:
