@@ -9,6 +9,7 @@ from __future__ import annotations
 # name inside it replaces the one we look up. Submodules follow: `deepspeed.zero.config` is
 # `deepspeed.runtime.zero.config`.
 MODULES = {
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator.select",
     "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.git_version_info": "deepspeed.version",
@@ -132,13 +133,15 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.runtime.dataloader",
         "is_initialized": "deepspeed.comm.comm",
+        "lazy_init_hp_params_optimizer_state": "deepspeed.utils.mixed_precision_linkage",
+        "link_hp_params": "deepspeed.utils.mixed_precision_linkage",
     },
 }
 
 # Packages of ours whose documented submodules clients reach by dotted access after `import deepspeed` alone.
 SUBMODULES = {
     "deepspeed.moe": ("layer", "utils"),
-    "deepspeed.ops": ("adagrad", "adam", "lamb", "lion", "op_builder"),
+    "deepspeed.ops": ("adagrad", "adam", "aio", "gds", "lamb", "lion", "op_builder"),
     "deepspeed.runtime": (
         "activation_checkpointing",
         "config",

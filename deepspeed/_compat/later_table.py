@@ -23,6 +23,7 @@ INSTEAD = {
     "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.runtime.zero": "Until then use plain ZeRO, stages 0 to 3.",
     "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
+    "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
     "deepspeed.ops.sparse_attention": "Until then use torch.nn.attention.flex_attention.",
     "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
 }
@@ -525,5 +526,10 @@ LATER: dict[str, tuple[str, ...]] = {
         "gather_idx=0, sp_stream=None): layer_sync forward",
         "def single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, async_op=False, "
         "handle=None, type=None)",
+    ),
+    "deepspeed.utils.mixed_precision_linkage": (
+        "def link_hp_params(lp_param_list, flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, "
+        "param_group_index, partition_start, partition_size, dp_group)",
+        "def lazy_init_hp_params_optimizer_state(lp_param_list, flat_hp_partition, optimizer_state)",
     ),
 }

@@ -35,6 +35,7 @@ from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.start_report import log_start
+from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.sharded_model import ShardedModel
@@ -356,6 +357,19 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
     @property
     def communication_data_type(self) -> torch.dtype:
         return self.plan.precision.reduce or self.plan.precision.param or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        if value != self.communication_data_type:
+            raise ValueError(
+                f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
+                f"{self.communication_data_type}: set the config key communication_data_type before initialize."
+            )
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip what is in ``param.grad`` now (stage 0). ``step`` clips by itself, at every stage."""
+        if self.gradient_clipping() > 0:
+            clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
 
     @property
     def state_access(self) -> Any:

@@ -123,7 +123,6 @@ _ACCESSORS: dict[str, str] = {
 
 _LATER = {
     "set_custom_curriculum_learning_schedule": "curriculum learning",
-    "get_compile_time": "DeepCompile",
     "register_compile_pass": "DeepCompile",
 }
 
@@ -132,16 +131,8 @@ class EngineAccessors:
     """Mixin with one method per row of the table, and the few getters that answer more than a config value."""
 
     _config: Any
-
-    # What later features put here; clients ask whether it is there.
-    monitor: Any = None
-    flops_profiler: Any = None
-    curriculum_scheduler_legacy: Any = None
-    random_ltd_scheduler: Any = None
-    progressive_layer_drop: Any = None
-    quantizer: Any = None
-    compression_scheduler: Any = None
-    torch_autocast_z0_gradscaler: Any = None
+    monitor: Any = None  # a later feature's
+    torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler serves autocast, too
 
     def gradient_accumulation_steps(self) -> int:
         return self._config.gradient_accumulation_steps
@@ -167,6 +158,10 @@ class EngineAccessors:
     def swap_tensor_config(self) -> Any:
         """The section that says where parameters are swapped to: ``offload_param``."""
         return self._config.zero_config.offload_param
+
+    def get_compile_time(self) -> list[Any]:
+        """What DeepCompile's passes took: nothing, it is not in this release (clients print the list)."""
+        return []
 
     def is_elastic_model_parallel_supported(self) -> bool:
         """Version 0.2 of the elasticity algorithm knows of model-parallel ranks."""

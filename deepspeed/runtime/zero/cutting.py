@@ -38,10 +38,12 @@ class TrainedParams:
     names: list[str]
     shared: list[tuple[str, ...]]
     units: list[int]
+    held: int
+    """How many the optimizer holds; these come first."""
 
     @classmethod
     def none(cls) -> TrainedParams:
-        return cls(params=[], names=[], shared=[], units=[])
+        return cls(params=[], names=[], shared=[], units=[], held=0)
 
 
 def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> TrainedParams:
@@ -62,6 +64,7 @@ def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> Train
         names=[aliases[id(p)][0] for p in order] + [f"outside_module.{i}" for i in range(len(outside))],
         shared=[tuple(aliases[id(p)][1:]) for p in order] + [()] * len(outside),
         units=[units[p] for p in order] + [after] * len(outside),
+        held=len(order) + len(outside),
     )
 
 
@@ -75,6 +78,7 @@ def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
         names=trained.names + [n for n, _ in others],
         shared=trained.shared + [()] * len(others),
         units=trained.units + [units[p] for _, p in others],
+        held=trained.held,
     )
 
 
@@ -95,7 +99,7 @@ def param_specs(
             dtype=dtype_of(param),
             unit=trained.units[i],
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
-            requires_grad=param.requires_grad,
+            requires_grad=i < trained.held,  # what no optimizer holds is not reduced, whatever its flag says
             alone=param in by_rows,
         )
         for i, param in enumerate(trained.params)
