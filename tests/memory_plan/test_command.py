@@ -1,0 +1,229 @@
+"""`ds plan` from the outside, and the advice it gives: every piece of advice is planned again by the test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.launcher import ds
+from deepspeed.memory_plan.activations import TransformerShape
+from deepspeed.memory_plan.advice import advise
+from deepspeed.memory_plan.command import main
+from deepspeed.memory_plan.ledger import Place
+from deepspeed.memory_plan.machine import Capacity
+from deepspeed.memory_plan.report import size
+from deepspeed.memory_plan.request import Request, answer
+from tests.memory_plan.models import Gpt, config_for
+
+MODEL = "tests.memory_plan.models:small"
+MIB = 2**20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config_for(2, bf16=True)))
+    return str(path)
+
+
+def test_table_and_verdict(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([config, "--model", MODEL, "--gpus", "2", "--device", "cpu", "--host-memory", "1G"])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "Gpt: 525,312 trained parameters" in out
+    assert "2 ranks, ZeRO stage 2, bf16, FusedAdam" in out
+    for kind in (
+        "parameters",
+        "master weights",
+        "optimizer state",
+        "gradient buckets in flight",
+        "(estimated)",
+    ):
+        assert kind in out
+    assert "host: fits" in out
+    assert "activations are not counted" in out
+
+
+def test_what_does_not_fit_names_the_change(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [config, "--model", MODEL, "--gpus", "4", "--host-memory", "1G"]
+    assert main([*arguments, "--device-memory", "4.5M"]) == 1
+    out = capsys.readouterr().out
+    assert "cuda: DOES NOT FIT" in out
+    assert "cheapest change that makes it fit" in out
+    assert "then: cuda" in out
+
+
+def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([config, "--model", MODEL, "--json", "--device", "cpu", "--set", "zero_optimization.stage=0"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 525_312
+    assert found["bytes_per_rank"]["host"]["update"]["optimizer state"] >= 8 * 525_312
+    assert found["fits"] is True
+    assert "activations" in found["estimated"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "tests.memory_plan.models:nothing"], "nothing"),
+        (["--model", "tests.memory_plan.models:MODELS.keys"], "expected a torch.nn.Module"),
+        (["--model", MODEL, "--set", "zero_optimization.stage=7"], "stage"),
+        (["--model", MODEL, "--set", "zero_optimization"], "KEY=VALUE"),
+    ],
+)
+def test_mistakes(config: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([config, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_batch_sizes_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "auto.json"
+    path.write_text(
+        json.dumps(
+            {
+                **config_for(3),
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": "auto",
+            }
+        )
+    )
+    assert main([str(path), "--model", MODEL, "--device", "cpu", "--micro-batch", "4"]) == 0
+    assert "micro-batch 4 x 1" in capsys.readouterr().out
+
+
+def test_ds_leads_to_plan_and_else_to_the_launcher(config: str) -> None:
+    arguments = [config, "--model", MODEL, "--device", "cpu", "--host-memory", "1G"]
+    assert ds.main(["plan", *arguments]) == 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "deepspeed.launcher.ds", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0
+    assert "ds plan" in shown.stdout
+    assert "--num_gpus" in shown.stdout
+
+
+def test_sizes_are_readable() -> None:
+    assert [size(n) for n in (3, 1536, 1536 * MIB, 3 << 40)] == ["3 B", "1.50 KiB", "1.50 GiB", "3.00 TiB"]
+
+
+def test_a_hugging_face_folder(tmp_path: Path, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    arguments = [
+        config,
+        "--model",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--micro-batch",
+        "2",
+        "--sequence",
+        "128",
+    ]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM" in out
+    assert "activations (estimated)" in out
+
+
+# Advice ------------------------------------------------------------------------------------------------------
+
+SHAPE = TransformerShape(
+    layers=6,
+    hidden=128,
+    heads=4,
+    kv_heads=4,
+    head_dim=32,
+    intermediate=256,
+    vocabulary=1000,
+    gated=False,
+    scores_kept=False,
+)
+
+
+CPU = {"device": "cpu"}
+SMALL = {"reduce_bucket_size": 50_000}
+OFFLOAD = 'zero_optimization.offload_{}: {{"device": "cpu"}}'
+
+
+def request(device: int, host: int = 10**9, disk: int | None = None, **changes: Any) -> Request:
+    zero = {"stage3_param_persistence_threshold": 1000, "stage": 0, **changes.pop("zero", {})}
+    config = {**config_for(0, bf16=True), "zero_optimization": zero}
+    with torch.device("meta"):
+        model = Gpt()
+    given: dict[str, Any] = {"module": model, "config": config, "ranks": 4, "device_type": "cuda", **changes}
+    return Request(**given, capacity=Capacity(device, host, disk))
+
+
+WITH_ACTIVATIONS: dict[str, Any] = {"shape": SHAPE, "sequence": 1024, "zero": {"stage": 3}, "zero_init": True}
+
+
+@pytest.mark.parametrize(
+    ("asked", "enough", "expected"),
+    [
+        ({"zero": {"stage": 0}}, {"zero": {"stage": 1}}, ["zero_optimization.stage: 1"]),
+        ({"zero": {**SMALL, "stage": 1}}, {"zero": {**SMALL, "stage": 2}}, ["zero_optimization.stage: 2"]),
+        (
+            {"zero": {"stage": 3}, "zero_init": True},
+            {"zero": {"stage": 3, "offload_optimizer": CPU}, "zero_init": True},
+            [OFFLOAD.format("optimizer")],
+        ),
+        (
+            {"zero": {"stage": 3}, "zero_init": True},
+            {"zero": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "zero_init": True},
+            [OFFLOAD.format("optimizer"), OFFLOAD.format("param")],
+        ),
+        (
+            {**WITH_ACTIVATIONS, "micro_batch": 8},
+            {**WITH_ACTIVATIONS, "micro_batch": 4},
+            ["train_micro_batch_size_per_gpu: 4"],
+        ),
+        (
+            {**WITH_ACTIVATIONS, "micro_batch": 1},
+            {**WITH_ACTIVATIONS, "micro_batch": 1, "checkpointing": True},
+            ["activation checkpointing (model.gradient_checkpointing_enable())"],
+        ),
+    ],
+)
+def test_the_cheapest_change_comes_first(
+    asked: dict[str, Any], enough: dict[str, Any], expected: list[str]
+) -> None:
+    """There is as much memory as the plan with the expected change needs, and not what the asked one needs."""
+    device = answer(request(0, **enough)).need(Place.DEVICE)[0]
+    current = answer(request(device, **asked))
+    assert current.lacking()
+    found = advise(current)
+    assert found.result is not None
+    assert not found.result.lacking()
+    assert found.changes == expected
+
+
+def test_more_ranks_where_no_change_is_enough() -> None:
+    found = advise(answer(request(1 * MIB, host=2 * MIB, zero={"stage": 3})))
+    assert found.result is None
+    assert found.ranks is None or found.ranks > 4
+
+
+def test_what_is_there_is_respected_everywhere() -> None:
+    current = answer(request(10**9, host=1 * MIB))
+    assert set(current.lacking()) == {Place.HOST}
