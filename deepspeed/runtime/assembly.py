@@ -19,14 +19,21 @@ from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
-from deepspeed.runtime.precision import wire_dtypes
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.coordinator import LiveBudget
-from deepspeed.runtime.zero.gather_rules import mark_leaves, persistence_threshold
+from deepspeed.runtime.zero.cutting import (
+    TrainedParams,
+    cut_sharded,
+    cut_whole,
+    param_specs,
+    rows_travel,
+    trained_params,
+    with_frozen,
+)
+from deepspeed.runtime.zero.gather_rules import mark_leaves
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.host_copies import HostCopies, off_host
-from deepspeed.runtime.zero.layout import CutPolicy, ParamSpec, cut
 from deepspeed.runtime.zero.mics import ReplicatedGradBucket
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
@@ -46,31 +53,10 @@ from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
 from deepspeed.runtime.zero.tiers import ResidentTier, make_tier
-from deepspeed.runtime.zero.units import assign_units
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
-
-MERGE_NUMEL = 4 * 1024 * 1024
-"""Stages 0 to 2: consecutive small blocks share a bucket up to this size. Fewer collectives, and still overlap."""
-
-UNIT_NUMEL = 2**31 - 1
-"""Stage 3: a gather unit is cut further only above this size, which 32-bit element counts can still address."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedParams:
-    """The parameters that the engine trains, each once, in registration order."""
-
-    params: list[nn.Parameter]
-    names: list[str]
-    shared: list[tuple[str, ...]]
-    units: list[int]
-
-    @classmethod
-    def none(cls) -> TrainedParams:
-        return cls(params=[], names=[], shared=[], units=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,27 +71,6 @@ class TrainingCore:
     executor: StepExecutor
     access: StateAccess
     optimizer: ZeroOptimizer | torch.optim.Optimizer
-
-
-def trained_params(module: nn.Module, optimizer: torch.optim.Optimizer) -> TrainedParams:
-    """Trainable parameters that the optimizer holds; those outside ``module`` come last."""
-    held = {id(p): p for group in optimizer.param_groups for p in group[PARAMS] if p.requires_grad}
-    units = assign_units(module)
-    aliases: dict[int, list[str]] = {}
-    order: list[nn.Parameter] = []
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in held:
-            if id(param) not in aliases:
-                order.append(param)
-            aliases.setdefault(id(param), []).append(name)
-    outside = [p for key, p in held.items() if key not in aliases]
-    after = max(units.values(), default=-1) + 1
-    return TrainedParams(
-        params=order + outside,
-        names=[aliases[id(p)][0] for p in order] + [f"outside_module.{i}" for i in range(len(outside))],
-        shared=[tuple(aliases[id(p)][1:]) for p in order] + [()] * len(outside),
-        units=[units[p] for p in order] + [after] * len(outside),
-    )
 
 
 def resolve_optimizer(
@@ -171,14 +136,11 @@ def build_core(
     sharded: ShardedModel | None = None,
 ) -> TrainingCore:
     """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them."""
-    trained = trained_params(module, optimizer)
+    trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")
     if sharded is None:
-        policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
-        layouts = cut(
-            _specs(module, trained, plan), policy, communicator.size if plan.zero.shard_state else 1
-        )
+        layouts = cut_whole(param_specs(module, trained, plan), plan, communicator.size)
         param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
         for bucket in param_buckets:
             bucket.flatten(flat=plan.state_offload is not None)
@@ -235,24 +197,6 @@ def build_core(
     )
 
 
-def _specs(module: nn.Module, trained: TrainedParams, plan: Plan) -> list[ParamSpec]:
-    special = wire_dtypes(module, plan.precision)
-    by_rows = sparse_parameters(module) if _sparse(plan) else set()
-    return [
-        ParamSpec(
-            index=i,
-            name=trained.names[i],
-            numel=full_numel(param),
-            dtype=param.dtype,
-            unit=trained.units[i],
-            wire_dtype=plan.precision.reduce or special.get(param, param.dtype),
-            requires_grad=param.requires_grad,
-            alone=param in by_rows,
-        )
-        for i, param in enumerate(trained.params)
-    ]
-
-
 def shard_module(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -262,22 +206,17 @@ def shard_module(
 ) -> ShardedModel:
     """Stage 3: cut every parameter of ``module`` and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
-    trained = trained_params(module, optimizer) if optimizer is not None else TrainedParams.none()
+    trained = (
+        trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
+    )
     everything = with_frozen(module, trained)
     zero = config.zero_config
     groups = ShardGroups.whole(mesh.communicator("dp", "sp"))
     if zero.mics_shard_size > 0:
         groups = ShardGroups.mics(groups.everyone, int(zero.mics_shard_size))
     mark_leaves(module, zero)
-    specs = _specs(module, everything, plan)
-    persist = persistence_threshold(
-        (spec.numel for spec in specs),
-        int(zero.param_persistence_threshold),
-        int(zero.model_persistence_threshold),
-    )
-    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist)
+    specs = param_specs(module, everything, plan)
     storage = ParamStorage(plan.param_offload)
-    layouts = cut(specs, policy, groups.shard.size)
     buckets = [
         ShardedBucket(
             layout,
@@ -287,8 +226,7 @@ def shard_module(
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
         )
-        for layout in layouts
-        for persistent in [all(slot.numel <= policy.persist_numel for slot in layout.slots)]
+        for layout, persistent in cut_sharded(specs, zero, groups.shard.size)
     ]
     known = {id(p) for p in held if p.requires_grad}
     return ShardedModel(
@@ -302,24 +240,6 @@ def shard_module(
     )
 
 
-def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
-    """The trained parameters, then the others of ``module`` (so that indices of the trained ones stay)."""
-    units = assign_units(module)
-    known = {id(p) for p in trained.params}
-    others = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
-    return TrainedParams(
-        params=trained.params + [p for _, p in others],
-        names=trained.names + [n for n, _ in others],
-        shared=trained.shared + [()] * len(others),
-        units=trained.units + [units[p] for _, p in others],
-    )
-
-
-def _sparse(plan: Plan) -> bool:
-    """Rows can travel alone only where gradients are kept whole; sharded stages sum densely."""
-    return plan.gradients.sparse and not plan.zero.shard_state
-
-
 def _grad_buckets(
     module: nn.Module,
     buckets: Sequence[ParamBucket],
@@ -327,7 +247,7 @@ def _grad_buckets(
     plan: Plan,
     tier: ResidentTier,
 ) -> list[GradBucket]:
-    by_rows = sparse_parameters(module) if _sparse(plan) else set()
+    by_rows = sparse_parameters(module) if rows_travel(plan) else set()
     pool = BufferPool()
     offload = plan.state_offload
     copies = (
