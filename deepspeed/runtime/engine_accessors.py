@@ -21,6 +21,7 @@ _ACCESSORS: dict[str, str] = {
     # optimizer, schedule, gradients
     "optimizer_name": "optimizer_name",
     "optimizer_params": "optimizer_params",
+    "optimizer_legacy_fusion": "optimizer_legacy_fusion",
     "scheduler_name": "scheduler_name",
     "scheduler_params": "scheduler_params",
     "gradient_clipping": "gradient_clipping",
@@ -97,7 +98,6 @@ _ACCESSORS: dict[str, str] = {
     "curriculum_learning_config": "data_efficiency_config.data_sampling.curriculum_learning",
     "random_ltd_enabled": "data_efficiency_config.data_routing.random_ltd.enabled",
     "random_ltd_config": "data_efficiency_config.data_routing.random_ltd",
-    "eigenvalue_enabled": "eigenvalue_enabled",
     "eigenvalue_verbose": "eigenvalue_config.verbose",
     "eigenvalue_max_iter": "eigenvalue_config.max_iter",
     "eigenvalue_tol": "eigenvalue_config.tol",
@@ -150,6 +150,10 @@ class EngineAccessors:
     def zero_use_cpu_optimizer(self) -> bool:
         offload = self._config.zero_config.offload_optimizer
         return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
+
+    def eigenvalue_enabled(self) -> bool:
+        section = self._config.eigenvalue_config
+        return section is not None and bool(section.enabled)
 
     def super_offload(self) -> bool:
         offload = self._config.zero_config.offload_optimizer
