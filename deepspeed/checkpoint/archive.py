@@ -118,8 +118,7 @@ def write_archive(
     OSError: the file system refused.
     """
     plan = _Plan(class_names or {})
-    with allowed_types(), skip_data():
-        torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
+    _write_structure(path, content, plan)
     refuse_unsafe(path, content)
     sums = {} if sums is None else sums
     with open(path, "r+b", buffering=0) as file:
@@ -180,11 +179,18 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror or error}{_space_left(path, error)}"
         ) from error
-    except RuntimeError as error:
-        # torch's C++ writer turns a full disk or a missing folder into a RuntimeError of its own.
-        raise CheckpointError(
-            f"cannot write {path}: {str(error).splitlines()[0]}{_space_left(path, error)}"
-        ) from error
+
+
+def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
+    """The file with room for its tensors. OSError, where torch's writer has a RuntimeError that does not say why."""
+    try:
+        with allowed_types(), skip_data():
+            torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
+    except RuntimeError:
+        with open(path, "ab", buffering=0) as file:  # fails again if the system is the reason
+            file.write(bytes(1 << 16))
+            file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
+        raise
 
 
 class _Plan:

@@ -129,12 +129,15 @@ def _write(
     path: Path, content: dict[str, Tensor | LazyTensor], aliases: dict[str, str], safetensors: bool
 ) -> None:
     aside = path.parent / f".{path.name}.tmp"
-    with naming(path):
-        if safetensors:
-            write_safetensors(aside, content, aliases)
-        else:
-            write_archive(aside, {**content, **{alias: content[name] for alias, name in aliases.items()}})
-        os.replace(aside, path)
+    try:
+        with naming(path):
+            if safetensors:
+                write_safetensors(aside, content, aliases)
+            else:
+                write_archive(aside, {**content, **{alias: content[name] for alias, name in aliases.items()}})
+            os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _cut(weights: Weights, limit: int | None) -> list[_Shard]:

@@ -1,6 +1,10 @@
 """Run as a script: fork a child that saves checkpoints, kill it at a random instant, load what is left;
 repeat.
 
+    python tests/checkpoint/crash_while_saving.py FOLDER same|new yes|no KILLS [ranks]
+
+``same`` saves under one tag again and again; ``no`` does without exchanging folders in one step. With ``ranks`` two
+children are the ranks of an engine at stage 2, and one or both are killed; the survivor does what it does for a moment.
 Every call of the operating system that matters takes a moment longer in the child, so that kills hit between
 any two of them.
 """
@@ -12,7 +16,10 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from deepspeed.checkpoint import archive, writers  # noqa: E402
 from deepspeed.checkpoint.consolidate import consolidate  # noqa: E402
 from deepspeed.checkpoint.ranks import Ranks  # noqa: E402
+from deepspeed.checkpoint.reader import open_checkpoint  # noqa: E402
 from deepspeed.checkpoint.save import Place, Training, save  # noqa: E402
 
 PLACE = Place(dp_rank=0, dp_size=1, mp_rank=0, mp_size=1, writes_model=True)
@@ -42,7 +50,7 @@ def slow(module: Any, name: str) -> None:
     setattr(module, name, delayed)
 
 
-def save_forever(folder: Path, tags: str, first: int) -> None:
+def slow_down() -> None:
     for module, name in (
         (os, "fsync"),
         (os, "rename"),
@@ -53,6 +61,19 @@ def save_forever(folder: Path, tags: str, first: int) -> None:
         (writers, "_exchange"),
     ):
         slow(module, name)
+
+
+def tag_of(tags: str, number: int) -> str:
+    return "same" if tags == "same" else f"global_step{number}"
+
+
+def forget_old(folder: Path) -> None:
+    for old in sorted(folder.glob("global_step*"), key=lambda p: p.stat().st_mtime)[:-3]:
+        shutil.rmtree(old)
+
+
+def save_forever(folder: Path, tags: str, first: int) -> None:
+    slow_down()
     number = first
     while True:
         number += 1
@@ -67,9 +88,39 @@ def save_forever(folder: Path, tags: str, first: int) -> None:
             ds_config={},
             header={"global_steps": number, "skipped_steps": 0, "global_samples": 0},
         )
-        save(training, folder, "same" if tags == "same" else f"global_step{number}", PLACE, Ranks())
-        for old in sorted(folder.glob("global_step*"), key=lambda p: p.stat().st_mtime)[:-3]:
-            shutil.rmtree(old)
+        save(training, folder, tag_of(tags, number), PLACE, Ranks())
+        forget_old(folder)
+
+
+def save_on_a_rank_forever(folder: Path, tags: str, first: int, rank: int, store: Path) -> None:
+    """All that the optimizer holds, on all ranks, is the number of the save."""
+    import deepspeed
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True},
+    }
+    engine, _, _, _ = deepspeed.initialize(model=nn.Linear(40, 40), config=config)
+    state = engine.state_access
+    state.ensure_state()
+    slow_down()
+    if rank == 0:
+        store.with_name("ready").touch()
+    number = first
+    while True:
+        number += 1
+        for _, tensors in state.shards():
+            for tensor in tensors.values():
+                tensor.fill_(number)
+        state.publish()
+        engine.global_steps = number
+        engine.save_checkpoint(folder, tag=tag_of(tags, number))
+        if rank == 0:
+            forget_old(folder)
 
 
 def check(folder: Path) -> int:
@@ -77,31 +128,62 @@ def check(folder: Path) -> int:
     tag = writers.read_latest(folder)
     assert tag is not None
     found = writers.find_folder(folder, tag)
-    tensors = consolidate(found).materialized()
-    values = {value for tensor in tensors.values() for value in tensor.unique().tolist()}
-    assert len(tensors) == 2 and len(values) == 1, values
-    return int(values.pop())
+    whole = list(consolidate(found).materialized().values())
+    assert len(whole) == 2
+    catalog = open_checkpoint(found)
+    for kinds in catalog.fragments.values():
+        assert {
+            kind: sum(s.index.numel for s in sources) for kind, sources in kinds.items()
+        } == dict.fromkeys(kinds, sum(source.index.numel for source in kinds["fp32"]))
+        whole += [source.data for sources in kinds.values() for source in sources]
+    values = {value for tensor in whole for value in tensor.unique().tolist()}
+    assert len(values) == 1, values
+    number = int(values.pop())
+    assert number == catalog.model_states["global_steps"]
+    return number
+
+
+def fork(run: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(1)
+    return child
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
 
 
 def main() -> None:
     folder, tags, exchange, kills = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    on_ranks = sys.argv[5:] == ["ranks"]
     if exchange == "no":
         writers._exchange = lambda one, other: False
     torch.set_num_threads(1)
     number, in_between, saved = 0, 0, 0
-    for _ in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_forever(folder, tags, number)
-            finally:
-                os._exit(1)
-        while number == 0 and not (folder / "latest").exists():  # the first one is allowed to arrive
-            time.sleep(0.005)
-        time.sleep(random.random() * 0.12)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, "the child failed by itself"
+    for attempt in range(kills):
+        if on_ranks:
+            with tempfile.TemporaryDirectory() as scratch:
+                children = [
+                    fork(partial(save_on_a_rank_forever, folder, tags, number, rank, Path(scratch, "store")))
+                    for rank in range(2)
+                ]
+                wait_for(Path(scratch, "ready") if number else folder / "latest")  # the first one may arrive
+                time.sleep(random.random() * 0.3)
+                kill(children[attempt % 2])
+                time.sleep(random.choice((0, 0, 0.03, 0.1)))
+                kill(children[1 - attempt % 2])
+                reap(children, by_signal=children[attempt % 2])
+        else:
+            child = fork(partial(save_forever, folder, tags, number))
+            while number == 0 and not (folder / "latest").exists():  # the first one is allowed to arrive
+                time.sleep(0.005)
+            time.sleep(random.random() * 0.12)
+            kill(child)
+            reap([child], by_signal=child)
         in_between += any(p.name.startswith(".") for p in folder.iterdir())
         found = check(folder)
         assert found >= number, f"went back from {number} to {found}"
@@ -109,6 +191,20 @@ def main() -> None:
         number = found
     print(f"{kills} kills, {in_between} in the middle of a save, {saved} with a newer checkpoint")
     assert in_between and saved
+
+
+def wait_for(file: Path) -> None:
+    begin = time.monotonic()
+    while not file.exists():
+        assert time.monotonic() - begin < 60, "the ranks do not start"
+        time.sleep(0.002)
+
+
+def reap(children: list[int], *, by_signal: int) -> None:
+    for child in children:
+        _, status = os.waitpid(child, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        assert killed or child != by_signal, "the child failed by itself"
 
 
 if __name__ == "__main__":

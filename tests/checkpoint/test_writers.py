@@ -147,16 +147,34 @@ def test_a_file_where_a_folder_should_be(tmp_path):
         read_latest(tmp_path / "run")
 
 
+def crash(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(CRASHES), str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("tags", ["same", "new"])
 @pytest.mark.parametrize("exchange", ["yes", "no"])
 def test_killed_at_random_instants(tmp_path, tags, exchange):
     """A child saves again and again and is killed with SIGKILL; what is left must load each time."""
-    done = subprocess.run(
-        [sys.executable, str(CRASHES), str(tmp_path), tags, exchange, "25"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "25 kills" in done.stdout, done.stdout
+    assert "15 kills" in crash(tmp_path, tags, exchange, "15")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tags", ["same", "new"])
+@pytest.mark.parametrize("exchange", ["yes", "no"])
+@pytest.mark.parametrize("where", ["one process", "two ranks"])
+def test_killed_at_fifty_random_instants(tmp_path, tags, exchange, where):
+    """On two ranks one dies first and the other a moment later; their files must be of one save."""
+    assert "50 kills" in crash(tmp_path, tags, exchange, "50", *(["ranks"] if where == "two ranks" else []))
+
+
+@pytest.mark.parametrize("tags", ["same", "new"])
+def test_one_of_two_ranks_is_killed(tmp_path, tags):
+    assert "6 kills" in crash(tmp_path, tags, "yes", "6", "ranks")
