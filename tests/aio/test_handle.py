@@ -186,6 +186,26 @@ def test_errors_name_number_file_and_offset(tmp_path: Path, backend: str) -> Non
     assert handle.wait() == 0 and handle.sync_pwrite(tensor, missing) == 1
 
 
+def test_what_vanished_or_shrank_between_calls(tmp_path: Path, backend: str) -> None:
+    folder = tmp_path / "swap"
+    folder.mkdir()
+    handle, tensor, path = op.aio_handle(), random_bytes(100_000), str(folder / "file")
+    handle.sync_pwrite(tensor, path)
+    os.truncate(path, 50_000)
+    with pytest.raises(OSError, match="has 50000 bytes, too few.*60000 bytes at offset 40000") as caught:
+        handle.sync_pread(tensor[:60_000], path, 40_000)
+    assert (caught.value.errno, caught.value.filename, caught.value.offset) == (errno.ENODATA, path, 40_000)
+    os.unlink(path)
+    with pytest.raises(FileNotFoundError) as caught:
+        handle.sync_pread(tensor, path)
+    assert caught.value.filename == path
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        handle.async_pwrite(tensor, path, 4096)
+    assert (caught.value.filename, caught.value.offset) == (path, 4096)
+    assert handle.wait() == 0
+
+
 def test_arguments_are_checked(tmp_path: Path) -> None:
     handle = op.aio_handle()
     with pytest.raises(ValueError, match="not contiguous"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,18 @@ def test_an_op_loads_exactly_if_it_is_compatible(
         assert made.NAME in capsys.readouterr().out and made.path() == ""
         with pytest.raises(NotImplementedError, match=f"{made.NAME}.*(until then|without it)"):
             made.load()
+
+
+def test_loading_starts_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **_: object) -> None:
+        raise AssertionError(f"a process was started: {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(os, "system", refuse)
+    monkeypatch.setenv("DS_BUILD_OPS", "1")
+    for builder in ALL_OPS.values():
+        if builder().is_compatible():
+            builder().load(verbose=True)
 
 
 def test_optimizers_are_what_their_op_loads() -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -179,6 +180,32 @@ def test_environment_chooses_the_instruction_set(name: str) -> None:
     )
     expected = min(native.ISA_NAMES.index(name), native.ISA_NAMES.index(best or "plain"))
     assert out.stdout.strip() == native.ISA_NAMES[expected], out.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_a_step_uses_as_many_threads_as_torch_may() -> None:
+    if native.library() is None:
+        pytest.skip("built without native kernels")
+    code = """
+        import os, torch
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        def threads(): return len(os.listdir("/proc/self/task"))
+        allowed = torch.get_num_threads()
+        torch.set_num_threads(1)
+        param = torch.zeros(1 << 20)
+        param.grad = torch.zeros(1 << 20)
+        optimizer = DeepSpeedCPUAdam([param])
+        optimizer.step()
+        before = threads()
+        torch.set_num_threads(allowed)
+        optimizer.step()
+        print(allowed, threads() - before)
+    """
+    for allowed in (1, 2):
+        environment = {**os.environ, "OMP_NUM_THREADS": str(allowed)}
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert out.stdout.split() == [str(allowed), str(allowed - 1)], out.stderr
 
 
 def test_table_of_a_step_is_reused() -> None:
