@@ -34,7 +34,7 @@ from deepspeed.launcher.shim import ERROR_FILE
 
 logger = logging.getLogger("deepspeed.launcher")
 
-MESSAGE_LENGTH = 200
+MESSAGE_LENGTH = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 LOWEST_OPEN_PORT = 1024
+HIGHEST = 65535
 CANDIDATES = 4096
 
 

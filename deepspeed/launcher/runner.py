@@ -178,7 +178,9 @@ def refuse_what_is_not_there(args: argparse.Namespace) -> None:
 
 
 def choose_port(args: argparse.Namespace, address: str) -> int:
-    """The port asked for (LaunchError if it is in use); if none was, the usual one or else a free one."""
+    """The port asked for (LaunchError if it is none, or in use); if none was, the usual one or else a free one."""
+    if not 1 <= args.master_port <= ports.HIGHEST:
+        raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.HIGHEST}")
     if ports.is_free(address, args.master_port):
         return args.master_port
     if args.master_port_given:
@@ -283,6 +285,8 @@ def prepare(args: argparse.Namespace) -> list[str]:
         raise LaunchError(
             f"there is no script {args.user_script!r} in {os.getcwd()} (a module? then add --module)"
         )
+    if args.bind_core_list and not args.bind_cores_to_rank:
+        logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
     active = choose_devices(args)
     address = args.master_addr or "127.0.0.1"
     return launch_command(args, active, address, choose_port(args, address))

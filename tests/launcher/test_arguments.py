@@ -65,6 +65,9 @@ def test_all_after_the_script_is_the_scripts():
         ("--no_ssh --node_rank 0 train.py", "--no_ssh"),
         ("--autotuning run train.py", "--autotuning"),
         ("--elastic_training train.py", "--elastic_training"),
+        ("--master_port 99999 train.py", "--master_port=99999"),
+        ("--master_port 0 train.py", "--master_port=0"),
+        ("--num_gpus -2 train.py", "--num_gpus=-2"),
     ],
 )
 def test_refusals_name_the_option(script, arguments, named):

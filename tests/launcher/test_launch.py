@@ -85,7 +85,9 @@ def test_program_that_is_not_python(folder):
 
 
 def test_threads_that_the_user_set_stay(folder):
-    result = deepspeed("--num_gpus", 2, "show.py", cwd=folder, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="active")
+    options = ("--num_gpus", 2, "--bind_core_list", 0)
+    result = deepspeed(*options, "show.py", cwd=folder, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="active")
+    assert "--bind_core_list=0 has no effect without --bind_cores_to_rank" in result.stderr
     assert [(rank["OMP_NUM_THREADS"], rank["GOMP_SPINCOUNT"]) for rank in shown(result.stdout)] == [
         ("3", None)
     ] * 2
