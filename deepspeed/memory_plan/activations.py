@@ -18,7 +18,8 @@ class TransformerShape:
     intermediate: int
     """Width of the MLP; of a mixture of experts, of all that one token visits."""
     vocabulary: int
-    gated: bool
+    mlp_tensors: int
+    """How many tensors as wide as the MLP are kept."""
     scores_kept: bool
     """Whether attention keeps its [heads, sequence, sequence] scores ("eager")."""
 
@@ -42,9 +43,17 @@ def shape_of(config: Any) -> TransformerShape | None:
         head_dim=_first(text, "head_dim") or hidden // heads,
         intermediate=width * experts,
         vocabulary=_first(text, "vocab_size") or 0,
-        gated="silu" in activation or "swi" in activation or "glu" in activation,
+        mlp_tensors=_mlp_tensors(activation),
         scores_kept=getattr(text, "_attn_implementation", None) == "eager",
     )
+
+
+def _mlp_tensors(activation: str) -> int:
+    """A gate, its activation, the other half and their product; a GELU that is written out in Python keeps every step
+    of it; a fused one its input and its output."""
+    if "silu" in activation or "swi" in activation or "glu" in activation:
+        return 4
+    return 8 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -62,11 +71,11 @@ def activation_bytes(
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
     output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
-    gradient). With checkpointing: the input of each layer, and one layer in full.
+    gradient). With checkpointing: the input of each layer, and one layer in full. Dropout and its masks are left out.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    kept = 4 * shape.hidden + 3 * queries + 4 * keys + (4 if shape.gated else 2) * shape.intermediate
+    kept = 4 * shape.hidden + 3 * queries + 4 * keys + shape.mlp_tensors * shape.intermediate
     layer = tokens * (itemsize * kept + 2 * 4 * shape.hidden)
     if shape.scores_kept:
         layer += 2 * itemsize * micro_batch * shape.heads * sequence * sequence

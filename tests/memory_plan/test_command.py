@@ -156,7 +156,7 @@ SHAPE = TransformerShape(
     head_dim=32,
     intermediate=256,
     vocabulary=1000,
-    gated=False,
+    mlp_tensors=2,
     scores_kept=False,
 )
 

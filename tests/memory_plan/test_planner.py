@@ -174,7 +174,7 @@ SHAPE = TransformerShape(
     head_dim=128,
     intermediate=16384,
     vocabulary=0,
-    gated=False,
+    mlp_tensors=2,
     scores_kept=False,
 )
 
@@ -200,6 +200,6 @@ def test_the_shape_is_read_from_configs() -> None:
 
     llama, gpt2 = shape_of(Llama()), shape_of(Gpt2())
     assert llama is not None and gpt2 is not None
-    assert (llama.kv_heads, llama.head_dim, llama.gated) == (2, 8, True)
-    assert (gpt2.layers, gpt2.intermediate, gpt2.gated) == (2, 128, False)
+    assert (llama.kv_heads, llama.head_dim, llama.mlp_tensors) == (2, 8, 4)
+    assert (gpt2.layers, gpt2.intermediate, gpt2.mlp_tensors) == (2, 128, 8)
     assert shape_of(object()) is None
