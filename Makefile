@@ -24,7 +24,8 @@ CLIENTS := $(VENV)/clients
 clients: $(VENV)/.created
 	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -m "not slow" \
-		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py
+		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/memory_plan/test_command.py \
+		tests/zero/test_init_peak.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
