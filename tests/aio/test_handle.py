@@ -22,7 +22,6 @@ from torch import Tensor
 
 from deepspeed.ops.aio import AsyncIOBuilder
 from deepspeed.ops.aio.engine import BACKEND_VARIABLE, PYTHON, TRANSPORTS, library
-from deepspeed.ops.gds import GDSBuilder
 
 op = AsyncIOBuilder().load()
 needs_library = pytest.mark.skipif(library() is None, reason="built without the native library")
@@ -335,12 +334,3 @@ def test_functions_of_the_module(tmp_path: Path) -> None:
     copied = torch.empty(500, dtype=torch.float64)
     op.deepspeed_memcpy(copied, tensor)
     assert torch.equal(copied.view(torch.float32), tensor)
-
-
-def test_gds_is_refused_with_what_to_use_instead() -> None:
-    builder = GDSBuilder()
-    assert not builder.is_compatible() and "aio_handle" in builder.why_not()
-    from deepspeed.ops.gds.gds import gds_handle
-
-    with pytest.raises(NotImplementedError, match="gds_handle.*Use aio_handle"):
-        gds_handle()

@@ -37,12 +37,13 @@ class Options:
 
 
 class Failure(Exception):
-    """What went wrong at which byte of the file; the handle knows the rest."""
+    """What went wrong at which byte of the file; the handle knows the rest. `detail`: what errno cannot say."""
 
-    def __init__(self, errno: int, offset: int) -> None:
-        super().__init__(errno, offset)
+    def __init__(self, errno: int, offset: int, detail: str = "") -> None:
+        super().__init__(errno, offset, detail)
         self.errno = errno
         self.offset = offset
+        self.detail = detail
 
 
 class Engine(Protocol):

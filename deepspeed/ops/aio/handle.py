@@ -185,11 +185,14 @@ class aio_handle:  # documented name
     def _engine(self) -> Engine:
         """The threads of this process; started at the first use, and anew after a fork, which does not keep them."""
         if self._running is None or self._running[0] != os.getpid():
-            engine = make_engine(self._options)
+            engine = self._new_engine()
             weakref.finalize(self, _close, engine, os.getpid())
             self._pending = []
             self._running = os.getpid(), engine
         return self._running[1]
+
+    def _new_engine(self) -> Engine:
+        return make_engine(self._options)
 
     # ---- memory --------------------------------------------------------------------------------------------
 
@@ -249,6 +252,8 @@ def _os_error(failure: Failure, write: bool, filename: str, offset: int, nbytes:
     if failure.errno == errno.ENODATA and not write:
         size = os.path.getsize(filename) if os.path.exists(filename) else 0
         text = f"the file has {size} bytes, too few"
+    if failure.detail:
+        text = f"{text}: {failure.detail}"
     action = "writing" if write else "reading"
     error = OSError(failure.errno, f"{text} ({action} {nbytes} bytes at offset {offset})", filename)
     error.offset = failure.offset  # type: ignore[attr-defined]
@@ -262,7 +267,7 @@ def _validate(operation: Pending) -> None:
     with open(operation.filename, "rb") as file:
         file.seek(operation.offset)
         for begin in range(0, memory.numel(), step):
-            part = memory[begin : begin + step]
+            part = memory[begin : begin + step].cpu()
             data = bytearray(file.read(part.numel()))
             if len(data) != part.numel() or not torch.equal(torch.frombuffer(data, dtype=torch.uint8), part):
                 raise _os_error(

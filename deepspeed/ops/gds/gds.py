@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from typing import NoReturn
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from deepspeed.ops.aio.handle import aio_handle
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.aio.engine import Engine
+from deepspeed.ops.aio.handle import Pending, aio_handle
+from deepspeed.ops.gds import cufile
 
 
 @functools.cache
@@ -16,11 +19,9 @@ def why_not() -> str:
     """Why GPUDirect Storage cannot be used here."""
     if not torch.cuda.is_available():
         return "gds_handle needs an NVIDIA GPU, and torch sees none."
-    try:
-        ctypes.CDLL("libcufile.so.0")
-    except OSError:
-        return "gds_handle needs cuFile (NVIDIA GPUDirect Storage), and libcufile.so.0 is not installed."
-    return "gds_handle: transfers by cuFile are not implemented in this release."
+    if cufile.library() is None:
+        return f"gds_handle needs cuFile (NVIDIA GPUDirect Storage), and {cufile.NAME} is not installed."
+    return ""
 
 
 def is_available() -> bool:
@@ -29,8 +30,11 @@ def is_available() -> bool:
 
 
 class gds_handle(aio_handle):  # documented name
-    """The interface of `aio_handle` for CUDA tensors. Refused with NotImplementedError: `aio_handle` takes CUDA tensors
-    too, by way of pinned memory on the host."""
+    """The interface of `aio_handle` for CUDA tensors, whose bytes do not pass through the host.
+
+    Refused with NotImplementedError where there is no GPU or no cuFile, and OSError where cuFile does not start:
+    `aio_handle` takes CUDA tensors too, by way of pinned memory on the host.
+    """
 
     def __init__(
         self,
@@ -41,12 +45,65 @@ class gds_handle(aio_handle):  # documented name
         intra_op_parallelism: int = 1,
     ) -> None:
         super().__init__(block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
-        self._refuse()
+        if why_not():
+            raise NotImplementedError(f"{why_not()} Use aio_handle, which takes CUDA tensors too.")
+        self._cufile: Any = cufile.library()
+        self._registered: dict[int, int] = {}  # address -> bytes
+        cufile.open_driver(self._cufile)
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise NotImplementedError(f"{why_not()} Use aio_handle, which takes CUDA tensors too.")
+    # ---- memory --------------------------------------------------------------------------------------------
 
-    new_pinned_device_tensor = _refuse
-    free_pinned_device_tensor = _refuse
-    pin_device_tensor = _refuse
-    unpin_device_tensor = _refuse
+    def new_pinned_device_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """A 1-D tensor of the example's dtype on the current device, pinned."""
+        device = get_accelerator().current_device_name()
+        tensor = torch.empty(num_elem, dtype=example_tensor.dtype, device=device)
+        self.pin_device_tensor(tensor)
+        return tensor
+
+    def free_pinned_device_tensor(self, tensor: Tensor) -> bool:
+        """Unpins a tensor; its memory goes with the last view of it. False if it was not pinned by this handle."""
+        return self.unpin_device_tensor(tensor)
+
+    def pin_device_tensor(self, tensor: Tensor) -> bool:
+        """Registers the memory of a contiguous tensor; to be undone before that memory is freed."""
+        _check_device(tensor)
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes and tensor.data_ptr() not in self._registered:
+            cufile.register(self._cufile, tensor.data_ptr(), nbytes)
+            self._registered[tensor.data_ptr()] = nbytes
+        return True
+
+    def unpin_device_tensor(self, tensor: Tensor) -> bool:
+        """False if the tensor was not pinned by this handle."""
+        if self._registered.pop(tensor.data_ptr(), None) is None:
+            return False
+        cufile.deregister(self._cufile, tensor.data_ptr())
+        return True
+
+    def is_pinned(self, buffer: Tensor) -> bool:
+        return buffer.data_ptr() in self._registered or super().is_pinned(buffer)
+
+    # ---- transfers -----------------------------------------------------------------------------------------
+
+    def _new_engine(self) -> Engine:
+        return cufile.CuFileEngine(self._cufile, self._options)
+
+    def _start(
+        self, write: bool, buffer: Tensor, filename: str | int, offset: int, validate: bool
+    ) -> Pending:
+        _check_device(buffer)
+        if buffer.device.type != "cuda":
+            return super()._start(write, buffer, filename, offset, validate)
+        with torch.cuda.device(buffer.device):
+            return super()._start(write, buffer, filename, offset, validate)
+
+    def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
+        """The tensor itself, when the work on it that was queued before has been done."""
+        get_accelerator().synchronize()
+        return buffer
+
+
+def _check_device(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or not get_accelerator().on_accelerator(tensor):
+        where = tensor.device if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"gds_handle takes tensors on the GPU, not on {where}: use aio_handle for those")

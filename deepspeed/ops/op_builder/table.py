@@ -89,7 +89,7 @@ OPS: tuple[Op, ...] = (
         absolute_name="deepspeed.ops.gds.gds_op",
         module="deepspeed.ops.gds.gds",
         fallback=False,
-        needs="GPUDirect Storage, which this release does not drive",
+        needs="an NVIDIA GPU and cuFile (GPUDirect Storage)",
         instead="use aio_handle, which takes GPU tensors too",
     ),
     _later(
