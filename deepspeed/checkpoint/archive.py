@@ -157,17 +157,39 @@ def refuse_unsafe(path: Path, content: Any) -> None:
 def read_archive(path: Path) -> Any:
     """The content of a file; its tensors are mapped from it and cost nothing until they are read.
 
-    CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes.
+    CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes. Its
+    structure is verified here, by the archive's own checksum; tensors have checksums of their own.
     """
     try:
+        _verify_structure(path)
         with allowed_types():
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path} does not exist") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unreadable(path, error)) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, AttributeError) as error:
+    except _DAMAGE as error:
         raise CheckpointError(_damaged(path, error)) from error
+
+
+_DAMAGE = (
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    zipfile.BadZipFile,
+)
+"""What reading a file that is not as it was written may end in."""
+
+
+def _verify_structure(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith("/data.pkl"):
+                archive.read(info)
 
 
 @contextmanager
@@ -396,7 +418,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 def _damaged(path: Path, error: Exception) -> str:
     size = path.stat().st_size if path.exists() else 0
-    if not zipfile.is_zipfile(path):
+    if isinstance(error, zipfile.BadZipFile) and "CRC" not in str(error):
         return f"{path} ({size} bytes) is truncated or not a checkpoint file"
     detail = (str(error) or type(error).__name__).splitlines()[0][:200]
     return f"{path} ({size} bytes) is damaged: {detail}"

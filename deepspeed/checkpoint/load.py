@@ -81,13 +81,13 @@ class Reader:
             into.as_strided(piece.shape, piece.target_strides, offset).copy_(data)
         self.bytes_read += data.numel() * data.element_size()
 
-    def verify(self, ranks: Ranks | None = None) -> None:
+    def verify(self, ranks: Ranks | None = None, only: Iterable[str] | None = None) -> None:
         """Add up over all ranks what they read of each tensor and compare with what was saved. Collective; without
-        ``ranks``, what this process read alone.
+        ``ranks``, what this process read alone. ``only`` names entries of ``Catalog.totals``.
 
         A tensor of which not every element was read the same number of times is left out.
         """
-        totals = sorted(self.catalog.totals)
+        totals = sorted(self.catalog.totals.keys() if only is None else self.catalog.totals.keys() & set(only))
         found = [self._found.get(name, (0, 0)) for name in totals]
         sums, counts = [value for value, _ in found], [count for _, count in found]
         if ranks is not None:

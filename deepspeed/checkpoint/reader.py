@@ -37,6 +37,24 @@ def open_checkpoint(
     """
     models, optims = _files(folder)
     first = _read_dict(models[0])
+    try:
+        return _open(folder, models, optims, first, optimizer, partial, order)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}, written by release {first.get(DS_VERSION)}, is not laid out as its files say "
+            f"({type(error).__name__}: {error}); load_module_only=True may still load the weights"
+        ) from error
+
+
+def _open(
+    folder: Path,
+    models: list[Path],
+    optims: list[Path],
+    first: dict[str, Any],
+    optimizer: bool,
+    partial: bool,
+    order: upstream_format.Order | None,
+) -> Catalog:
     if INDEX in first:
         return _open_own(folder, models, optims, first, optimizer, partial)
     if "module" not in first or DS_VERSION not in first:
