@@ -65,7 +65,7 @@ class GradReducer:
         self._expected = [1] * len(self.params)
         self._recorded = communicator.size == 1
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._exposed = False
+        self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether somebody else calls flush() at the end of the running backward
         self._begin()
@@ -102,12 +102,11 @@ class GradReducer:
         self.managed = managed
         if not self._exposed:
             return
-        exposed = [param for param, used in zip(self.params, self.used, strict=True) if used]
-        if exposed and all(param.grad is None for param in exposed):
+        if all(param.grad is None for param in self._exposed):
             self.clear()  # the caller zeroed them through his own optimizer
-        for param in exposed:
+        for param in self._exposed:
             param.grad = None
-        self._exposed = False
+        self._exposed = []
 
     def ready(self, index: int, param: Tensor) -> None:
         """Take the gradient that autograd has just left in ``param.grad``."""
@@ -115,7 +114,7 @@ class GradReducer:
         if grad is None:
             return
         b, position = self._place[index]
-        in_place = self._exposed and self._added_in_place(self.buckets[b], position, grad)
+        in_place = bool(self._exposed) and self._added_in_place(self.buckets[b], position, grad)
         param.grad = None
         self.used[index] = True
         if self._sync is None:
@@ -209,12 +208,13 @@ class GradReducer:
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def _expose(self) -> None:
+        self._exposed = []
         for index, param in enumerate(self.params):
             if self.used[index]:
                 b, position = self._place[index]
                 if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
                     param.grad = self.buckets[b].views[position].view(param.shape)
-        self._exposed = True
+                    self._exposed.append(param)
 
     # The step -----------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class GradReducer:
             bucket.clear()
         for param in self.params:
             param.grad = None
-        self._exposed = False
+        self._exposed = []
         self._late.clear()
         self.used = [False] * len(self.params)
 
