@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.client_config import read_any, read_client
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Request, answer
-from deepspeed.runtime.config import load_source
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.runtime.config_reader import UnreadableConfig
 from deepspeed.runtime.plan import make_plan
 
 EPILOG = """\
@@ -51,7 +52,10 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("config", help="DeepSpeed config: JSON or HJSON file, or urlsafe-base64 JSON text")
+    made.add_argument(
+        "config",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, or a file of Accelerate or TrainingArguments",
+    )
     made.add_argument(
         "--model", required=True, help="Hugging Face folder, config.json or name, or module:function"
     )
@@ -106,7 +110,7 @@ class ModelError(ValueError):
 
 
 def make_request(args: argparse.Namespace) -> Request:
-    config = dict(load_source(args.config).data)
+    config = read_config(args.config, args.gpus * args.nodes)
     for text in args.set:
         _set(config, text)
     module = build_model(args.model, _DTYPES[args.dtype])
@@ -131,6 +135,20 @@ def make_request(args: argparse.Namespace) -> Request:
     )
     values = {name: getattr(request, name) for name in request.__dataclass_fields__}
     return Request(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+
+
+def read_config(given: str, ranks: int) -> dict[str, Any]:
+    """The config in a file of its own, or in one of Accelerate or TrainingArguments."""
+    try:
+        source = read_any(given)
+    except UnreadableConfig as error:
+        raise DeepSpeedConfigError(str(error)) from None
+    client = read_client(source, ranks)
+    if client is None:
+        return dict(source.data)
+    if client.errors:
+        raise DeepSpeedConfigError.of(client.errors, source.name)
+    return dict(client.source.data)
 
 
 def _device_type(args: argparse.Namespace) -> str:

@@ -95,7 +95,7 @@ def _lacking(planned: Answer, near: int) -> bool:
 
 def _neighbours() -> int:
     """Ranks on this host, as far as a launcher tells; with too few, less is refused."""
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:
             return int(text)

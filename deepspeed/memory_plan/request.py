@@ -25,6 +25,9 @@ from deepspeed.utils.logging import logger
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
+_NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
+"""Sections whose values make no difference here."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -110,8 +113,22 @@ def answer(request: Request) -> Answer:
     )
     ledger = plan_memory(setting)
     ledger.notes += note
+    auto = [key for key in _auto_keys(request.config) if not key.startswith((*BATCH, *_NO_MEMORY))]
+    if auto:
+        ledger.notes.append(
+            f'"auto" stands for the default of {", ".join(auto)}; --set key=value fills it in'
+        )
     _activations(ledger, request, setting, config)
     return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+
+
+def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys whose value is left to a client."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + str(key)
 
 
 def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def test_batch_sizes_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureF
         json.dumps(
             {
                 **config_for(3),
+                "bf16": {"enabled": "auto"},
+                "gradient_clipping": "auto",
                 "train_batch_size": "auto",
                 "train_micro_batch_size_per_gpu": "auto",
                 "gradient_accumulation_steps": "auto",
@@ -98,7 +100,20 @@ def test_batch_sizes_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureF
         )
     )
     assert main([str(path), "--model", MODEL, "--device", "cpu", "--micro-batch", "4"]) == 0
-    assert "micro-batch 4 x 1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "micro-batch 4 x 1" in out
+    assert '"auto" stands for the default of bf16.enabled;' in out
+
+
+def test_a_file_of_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "accelerate.json"
+    section = {"zero_stage": 2, "gradient_accumulation_steps": 4}
+    data = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": section}
+    path.write_text(json.dumps(data))
+    assert main([str(path), "--model", MODEL, "--device", "cpu", "--gpus", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "ZeRO stage 2, bf16" in out
+    assert "the config names no optimizer" in out
 
 
 def test_ds_leads_to_plan_and_else_to_the_launcher(config: str) -> None:
