@@ -150,6 +150,7 @@ def universal(python: str, folder: Path) -> dict[str, Any]:
         command += ["--input_folder", str(folder), "--output_folder", str(out)]
         command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
         env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env.pop("PYTHONPATH", None)
         done = subprocess.run(command, cwd=scratch, env=env, capture_output=True, text=True, timeout=120)
         assert (out / "zero").is_dir(), done.stderr[-3000:]
         found: dict[str, Any] = {}
