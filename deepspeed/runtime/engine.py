@@ -31,6 +31,7 @@ from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.observers import attach_observers
+from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
@@ -111,6 +112,8 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         self.client_optimizer = client_optimizer
         self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, model)
         require_optimizer(self.plan, self.basic_optimizer is not None)
+        if optimizer is None and self.basic_optimizer is not None:
+            set_state_dtype(self.basic_optimizer, self.plan.precision.state)
         self.sharded: ShardedModel | None = None
         if self.plan.zero.shard_params:
             self.sharded = shard_module(model, self.basic_optimizer, self.plan, self._config, self.mesh)

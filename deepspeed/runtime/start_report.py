@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed import version
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.runtime.precision import precision_table
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.runtime.zero.tiers import OffloadedTier
@@ -34,8 +35,16 @@ def precision_rows(engine: DeepSpeedEngine) -> list[tuple[str, set[torch.dtype]]
         ("master weights", masters),
         ("gradients", {bucket.dtype for bucket in core.reducer.buckets}),
         ("reduction (wire)", {bucket.layout.wire_dtype for bucket in core.reducer.buckets}),
-        ("optimizer state", states or {engine.plan.precision.state or dtype for dtype in masters}),
+        ("optimizer state", states or _coming_states(core.store.optimizer, masters)),
     ]
+
+
+def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) -> set[torch.dtype]:
+    """torch's optimizers keep state in the dtype of what they update, ours in fp32 unless a group says otherwise."""
+    wide = isinstance(optimizer, MultiTensorOptimizer) and all(
+        group.get("fp32_optimizer_states", True) for group in optimizer.param_groups
+    )
+    return {torch.float32 if wide and dtype.itemsize < 4 else dtype for dtype in masters}
 
 
 def log_start(engine: DeepSpeedEngine) -> None:

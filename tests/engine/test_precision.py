@@ -47,6 +47,9 @@ MODES = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16, fp32 accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "bf16 master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16 master and state": {
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    },
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "fp16 static": {"fp16": {"enabled": True, "loss_scale": 128}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -63,12 +66,14 @@ MODES = {
 def test_stages_agree_bit_for_bit(mode: str) -> None:
     """One micro-batch per step: the stage changes where things are kept, not one bit of the result."""
     runs = {}
-    stages = (1, 2) if mode == "bf16 master" else (0, 1, 2)  # stage 0 refuses to do without fp32 masters
+    stages = (
+        (1, 2, 3) if "bf16 master" in mode else (0, 1, 2, 3)
+    )  # stage 0 refuses to do without fp32 masters
     for stage in stages:
         engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
         losses = train(engine, steps=4)
+        engine.destroy()  # at stage 3 the parameters become whole
         runs[stage] = (losses, [p.detach().clone() for p in engine.module.parameters()])
-        engine.destroy()
     first = runs[stages[0]]
     for stage in stages[1:]:
         assert runs[stage][0] == first[0]
@@ -76,7 +81,7 @@ def test_stages_agree_bit_for_bit(mode: str) -> None:
     assert first[0][-1] != first[0][0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
@@ -85,10 +90,16 @@ def test_stages_agree_bit_for_bit(mode: str) -> None:
         ("bf16, fp32 accumulation", ("bfloat16", "float32", "float32", "bfloat16", "float32")),
         ("fp16", ("float16", "float32", "float16", "float16", "float32")),
         ("fp32, bf16 wire", ("float32", "float32", "float32", "bfloat16", "float32")),
+        ("bf16 master", ("bfloat16", "bfloat16", "bfloat16", "bfloat16", "float32")),
+        ("bf16 master and state", ("bfloat16", "bfloat16", "bfloat16", "bfloat16", "bfloat16")),
     ],
 )
 @distributed(world_size=2)
 def test_table_equals_tensors(stage: int, mode: str, expected: tuple[str, ...]) -> None:
+    if stage == 0 and "bf16 master" in mode:
+        with pytest.raises(ValueError, match="bf16_master_weights_and_grads"):
+            build({**MODES[mode], "zero_optimization": {"stage": 0}})
+        return
     engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
     before = precision_rows(engine)
     train(engine, steps=1)
@@ -194,3 +205,104 @@ def test_consecutive_hysteresis_refills_after_a_good_step() -> None:
         scaler.update(overflow=True)
         scaler.update(overflow=False)
     assert scaler.scale == 16.0
+
+
+class Noted(nn.Module):
+    """Keeps the dtypes that reach its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, *, extra: torch.Tensor, nested: dict[str, Any]) -> torch.Tensor:
+        self.seen = [x.dtype, extra.dtype, nested["deep"][0].dtype, nested["ids"].dtype]
+        return self.inner(x.to(self.inner.weight.dtype) + self.offset).float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("section", "positional", "keyword"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"bf16": {"enabled": True}}, torch.bfloat16, torch.bfloat16),
+        ({"fp16": {"enabled": True}}, torch.float16, torch.float32),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, torch.float16, torch.float16),
+        ({"data_types": {"param_dtype": "bf16"}}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+@distributed(world_size=1)
+def test_inputs_and_buffers_are_cast(
+    section: dict[str, Any], positional: torch.dtype, keyword: torch.dtype
+) -> None:
+    """Floating inputs follow the parameters; by keyword under fp16 only with `auto_cast`. Integers stay."""
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **section}
+    engine, *_ = deepspeed.initialize(model=Noted(), config=config)
+    ids = torch.ones(2, dtype=torch.int64)
+    x = torch.ones(1, WIDTH)
+    engine(x, extra=torch.ones(2), nested={"deep": [torch.ones(1)], "ids": ids})
+    assert engine.module.seen == [positional, keyword, keyword, torch.int64]
+    assert engine.module.offset.dtype is positional and engine.module.count.dtype is torch.int64
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_buffers_may_have_a_dtype_of_their_own() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": True},
+        "data_types": {"buffer_dtype": "fp32"},
+    }
+    engine, *_ = deepspeed.initialize(model=Noted(), config=config)
+    assert engine.module.offset.dtype is torch.float32
+    assert engine.module.inner.weight.dtype is torch.bfloat16
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_bf16_may_go_on_after_a_step_that_is_not_finite(stage: int) -> None:
+    """`check_grad_overflow: false`: nobody looks, and the weights become what the arithmetic says."""
+    engine = build(
+        {
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.0,
+        }
+    )
+    engine.backward(engine(torch.ones(4, WIDTH)).float().sum() * float("nan"))
+    engine.step()
+    assert engine.was_step_applied() and engine.skipped_steps == 0
+    module = engine.module
+    engine.destroy()
+    assert all(torch.isnan(p).all() for p in module.parameters())
+
+
+@distributed(world_size=2)
+def test_gradients_of_safe_modules_travel_in_the_autocast_dtype() -> None:
+    """By default those of linear and convolution layers; `lower_precision_safe_modules` names others."""
+    for safe, expected in (
+        (None, [torch.bfloat16, torch.float32]),
+        (["torch.nn.LayerNorm"], [torch.float32, torch.bfloat16]),
+        ([], [torch.float32, torch.float32]),
+    ):
+        section: dict[str, Any] = {"enabled": True, "dtype": "bfloat16"}
+        if safe is not None:
+            section["lower_precision_safe_modules"] = safe
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW"},
+            "torch_autocast": section,
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        wire = {
+            engine.core.trained.names[slot.param]: bucket.layout.wire_dtype
+            for bucket in engine.core.reducer.buckets
+            for slot in bucket.layout.slots
+        }
+        assert [wire["0.weight"], wire["1.weight"]] == expected
+        train(engine, steps=1)
+        engine.destroy()

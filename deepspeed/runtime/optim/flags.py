@@ -1,4 +1,4 @@
-"""Marks on parameters that an optimizer chosen by name reads."""
+"""Marks on parameters and groups that an optimizer chosen by name reads."""
 
 from __future__ import annotations
 
@@ -17,3 +17,12 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
     for name, param in model.named_parameters():
         shape = getattr(param, "ds_shape", param.shape)  # under zero.Init the parameter itself is empty
         param.use_muon = len(shape) >= 2 and not any(part in name.lower() for part in _NOT_MATRICES)  # type: ignore[attr-defined]
+
+
+def set_state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
+    """Have one of our optimizers keep its state in the dtype of the master weights, where the plan says a low one."""
+    if dtype in (None, torch.float32):
+        return
+    optimizer.defaults["fp32_optimizer_states"] = False
+    for group in optimizer.param_groups:
+        group["fp32_optimizer_states"] = False
