@@ -56,8 +56,9 @@ def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, to
     safe = set(plan.autocast_modules)
     result: dict[nn.Parameter, torch.dtype] = {}
     for owner in module.modules():
-        names = {f"{c.__module__}.{c.__qualname__}" for c in type(owner).__mro__}
-        names |= {name.replace(".modules.linear", "").replace(".modules.conv", "") for name in names}
+        kinds = type(owner).__mro__
+        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+        names |= {f"torch.nn.{kind.__name__}" for kind in kinds if getattr(nn, kind.__name__, None) is kind}
         if names & safe:
             for param in owner.parameters(recurse=False):
                 result[param] = plan.autocast
