@@ -93,10 +93,12 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         """In place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
-        if self.size == 1 or tensor.numel() == 0:
+        size = self.size
+        if size == 1 or tensor.numel() == 0:
             return _single(tensor, tensor, scale)
         operation, flat = self._transport(tensor).all_reduce, _flat(tensor)
-        self._count("all_reduce", 2 * flat.nbytes * (self.size - 1) // self.size)
+        self.collectives["all_reduce"] += 1
+        self.bytes_sent += 2 * flat.nbytes * (size - 1) // size
         if recording("all_reduce"):
             return measured("all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
         return operation(flat, scale=scale)
@@ -188,6 +190,10 @@ class Communicator:
         """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or native."""
         return self._transport_for(device_type).name
 
+    def is_faster_than_its_group(self) -> bool:
+        """Whether CPU tensors are moved by something else than the process group's own operations."""
+        return (self._cpu_transport or self._transport_for("cpu")).name != "native"
+
     def prepare(self) -> Communicator:
         """Choose the transport now. Otherwise the first collective does, also an asynchronous one, and waits
         for the other ranks to come to it."""
@@ -250,9 +256,13 @@ _shared_memory_wanted = True
 
 
 def use_shared_memory(wanted: bool) -> None:
-    """Config `comm.shared_memory`: whether groups that see their first collective from now on may communicate
-    through shared memory where all their ranks share a host. The environment's DS_SHM=0 always forbids it."""
+    """Config `comm.shared_memory`: whether groups may communicate through shared memory where their ranks share
+    hosts. All ranks call this at the same point, with nothing under way: groups choose again if it changes.
+    The environment's DS_SHM=0 always forbids it."""
     global _shared_memory_wanted
+    if wanted != _shared_memory_wanted:
+        for known in _communicators.values():
+            known.close()
     _shared_memory_wanted = wanted
 
 

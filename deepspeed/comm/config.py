@@ -1,4 +1,4 @@
-"""The `comms_logger` section."""
+"""The sections `comm` and `comms_logger`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 from pydantic import Field
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+
+class CommConfig(DeepSpeedConfigModel):
+    """How ranks communicate."""
+
+    shared_memory: bool = Field(
+        default=True,
+        description="CPU tensors move through shared memory among ranks of one host (else through gloo).",
+    )
 
 
 class CommsLoggerConfig(DeepSpeedConfigModel):

@@ -16,6 +16,8 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeo
 from deepspeed.utils.logging import logger
 
 from . import environment
+from .collectives import use_shared_memory
+from .config import CommConfig
 from .environment import Identity
 from .logging import configure
 from .pending import CommunicationError
@@ -49,6 +51,7 @@ def init_distributed(
     """
     if config is not None:
         configure(config)
+        _choose_transports(config)
     if dist.is_initialized():
         return
     if dist_init_required is False:
@@ -67,6 +70,13 @@ def init_distributed(
     if verbose and rank <= 0:
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
     _make_default_group(backend, timeout, init_method, rank, world_size)
+
+
+def _choose_transports(config: DeepSpeedConfig) -> None:
+    """Follow the section `comm` where it says something; what an earlier config said holds otherwise."""
+    section: CommConfig | None = getattr(config, "comm_config", None)
+    if section is not None and "shared_memory" in section.model_fields_set:
+        use_shared_memory(section.shared_memory)
 
 
 def _identify(schedulers: bool, port: int) -> Identity:

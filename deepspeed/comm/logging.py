@@ -141,29 +141,27 @@ def timed_op(
 
     @functools.wraps(func)
     def operation(*args: Any, **kwargs: Any) -> Any:
-        if len(args) <= positional and unusual.isdisjoint(kwargs):
-            return call(args, kwargs, {})
-        options = {name: kwargs.pop(name) for name in extra if name in kwargs}
-        if len(args) > positional:
-            options.update(zip(extra, args[positional:], strict=False))
-            args = args[:positional]
-        for public, own in public_to_own.items():
-            if public in kwargs:
-                kwargs[own] = kwargs.pop(public)
-        return call(args, kwargs, options)
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
         try:
-            if _paused or not (options.get("prof") or recording(op_name)):
+            if not comms_logger.enabled and len(args) <= positional and unusual.isdisjoint(kwargs):
                 return func(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs).arguments
-            caller = options.get("debug") or get_caller_func(frame=3)
-            return _record(func, op_name, bound, message, options.get("log_name", op_name), caller)
+            return with_options(args, kwargs)
         except RuntimeError as error:
             if isinstance(error, CommunicationError) or not is_peer_failure(error):
                 raise
-            group = signature.bind(*args, **kwargs).arguments.get("group")
+            group = public_signature.bind(*args, **kwargs).arguments.get("group")
             raise CommunicationError.of(op_name, dist.get_process_group_ranks(group), error) from error
+
+    def with_options(args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        options = {name: value for name, value in given.items() if name in extra}
+        kwargs = {public_to_own.get(name, name): value for name, value in given.items() if name not in extra}
+        if len(args) > positional:
+            options.update(zip(extra, args[positional:], strict=False))
+            args = args[:positional]
+        if _paused or not (options.get("prof") or recording(op_name)):
+            return func(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs).arguments
+        caller = options.get("debug") or get_caller_func(frame=3)
+        return _record(func, op_name, bound, message, options.get("log_name", op_name), caller)
 
     own_to_public = renamed or {}
     parameters = [
@@ -173,7 +171,8 @@ def timed_op(
             for name, value in extra.items()
         ),
     ]
-    operation.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    public_signature = signature.replace(parameters=parameters)
+    operation.__signature__ = public_signature  # type: ignore[attr-defined]
     return operation
 
 

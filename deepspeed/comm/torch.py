@@ -24,6 +24,9 @@ from .native import all_gather_single, reduce_scatter_single
 from .pending import Pending
 from .reduce_op import ReduceOp, to_torch
 
+_SUM = ReduceOp.SUM
+_UNSUMMED = frozenset((torch.bool, torch.complex32, torch.complex64, torch.complex128))  # left to gloo
+
 
 class TorchBackend(Backend):
     """torch.distributed with the documented argument names. Reductions take our ReduceOp or torch's."""
@@ -115,6 +118,8 @@ class TorchBackend(Backend):
         ours = _communicator_for(group, async_op, tensor)
         scale = None if ours is None else _scale(op, tensor, ours)
         if ours is not None and scale is not None:
+            if tensor.is_contiguous():
+                return _result(ours.all_reduce(tensor, scale=scale), async_op)
             return _in_place(tensor, lambda flat: ours.all_reduce(flat, scale=scale), async_op)
         kind = to_torch(op)
         if ours is not None and kind == dist.ReduceOp.MAX:
@@ -360,15 +365,15 @@ def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tens
     if found.size > 1:
         if async_op and not found.works_in_background("cpu"):
             return None
-        if found.transport_name("cpu") == "native":
+        if not found.is_faster_than_its_group():
             return None
     return found
 
 
 def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
     """The factor that makes a sum out of this reduction (ours or torch's); None if it is another kind."""
-    if op is ReduceOp.SUM or op == dist.ReduceOp.SUM:
-        return 1.0 if tensor.dtype != torch.bool and not tensor.is_complex() else None
+    if op is _SUM or op == dist.ReduceOp.SUM:
+        return 1.0 if tensor.dtype not in _UNSUMMED else None
     if to_torch(op) == dist.ReduceOp.AVG and tensor.is_floating_point():
         return 1.0 / ours.size
     return None

@@ -8,6 +8,7 @@ import random
 import resource
 import stat
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import torch.distributed as torch_dist
 
 from deepspeed.comm import shared_memory
 from deepspeed.comm.collectives import communicator, forget_communicators, use_shared_memory
+from deepspeed.comm.config import CommConfig
 from deepspeed.comm.groups import new_group
+from deepspeed.comm.init import init_distributed
 from deepspeed.utils.logging import logger
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, using, values
 from tests.pool import distributed
@@ -48,6 +51,21 @@ def test_environment_turns_it_off():
     finally:
         forget_communicators()
         os.environ.pop("DS_SHM") if before is None else os.environ.update(DS_SHM=before)
+
+
+@distributed(world_size=2)
+def test_config_turns_it_off_and_on():
+    def configure(section):
+        init_distributed(config=types.SimpleNamespace(comms_config=None, comm_config=section))
+        tensor = torch.ones(3)
+        comm.all_reduce(tensor).wait()
+        assert tensor[0] == 2
+        return comm.transport_name("cpu")
+
+    with using("shared_memory") as comm:
+        assert configure(CommConfig(shared_memory=False)) == "gloo"
+        assert configure(CommConfig()) == "gloo"  # says nothing
+        assert configure(CommConfig(shared_memory=True)) == "shared_memory"
 
 
 @distributed(world_size=2)
