@@ -17,13 +17,14 @@ from deepspeed.utils.logging import logger
 
 from . import environment
 from .collectives import use_shared_memory
-from .config import CommConfig
 from .environment import Identity
 from .logging import configure
 from .pending import CommunicationError
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
+
+    from .config import CommConfig
 
 
 class NotInitializedError(ValueError, AssertionError):
