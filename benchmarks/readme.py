@@ -20,6 +20,28 @@ BEGIN, END = "<!-- NUMBERS -->", "<!-- /NUMBERS -->"
 SETTINGS = ("10M GPT, fp32", "10M GPT, bf16", "50M GPT, fp32", "50M GPT, bf16")
 RATIO = "ratio to DDP, median [min .. max]"
 STEP_ROWS = ("0", "1", "2", "3", "2+cpu", "3+cpu", "3+nvme")
+CHECKPOINT = {"save, s": "s to save", "load, s": "s to load", "MB on disk": "MB"}
+# What it is, script, beginning of the table's title, our row, columns with units.
+OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
+    *(
+        (f"what an engine adds to a step of a small MLP, stage {s}", "engine_cost", "MLP",
+         f"ours, stage {s}", {"over": "us"})
+        for s in range(4)
+    ),
+    ("`import deepspeed` beyond `import torch`", "start", "import", "ours", {"median": "s"}),
+    ("`initialize`, 10M GPT, stage 2", "start", "start of a 10M", "ours, stage 2", {"initialize": "s"}),
+    ("checkpoint of a 50M GPT, stage 2", "checkpoint", "50M", "ours, stage 2", CHECKPOINT),
+    *(
+        (f"AdamW on 100M parameters, one thread, {what}", "adam", f"100M parameters, 1 thread, {what}",
+         "ours", {"ms": "ms"})
+        for what in ("fp32 only", "with bf16 copy-out")
+    ),
+    *(
+        (f"step of Transformers' Trainer, tiny Llama, fp32, stage {s}", "trainer_step", "tiny Llama (1.9M), fp32",
+         f"ours, stage {s}", {"ms/step": "ms"})
+        for s in (2, 3)
+    ),
+]  # fmt: skip
 Table = dict[str, dict[str, str]]  # row -> column -> cell
 
 
@@ -106,37 +128,18 @@ def other_numbers(results: Results) -> list[str]:
         return ", ".join(f"{value} {unit}" for value, unit in found if value)
 
     lines = []
-
-    def line(
-        what: str, name: str, title: str, row: str, columns: dict[str, str], peer_row: str | None = None
-    ) -> None:
-        ours = numbers(name, title, row, columns)
-        peer = numbers(name, title, peer_row or row.replace("ours", "peer"), columns)
-        if ours:
+    for what, name, title, row, columns in OTHER_ROWS:
+        if ours := numbers(name, title, row, columns):
+            peer = numbers(name, title, row.replace("ours", "peer"), columns)
             lines.append(f"| {what} | {ours} | {peer} | `benchmarks/{name}.py` |")
-
-    stages = [
-        stage for stage in range(4) if results.find("engine_cost", "MLP", f"ours, stage {stage}", "over")
-    ]
-    if stages:
-        ours, peer = (
-            " / ".join(
-                results.find("engine_cost", "MLP", f"{who}, stage {stage}", "over") or "" for stage in stages
-            )
-            for who in ("ours", "peer")
-        )
-        what = f"what an engine adds to a step of a small MLP, stages {', '.join(map(str, stages))}"
-        lines.append(f"| {what} | {ours} us | {peer} us | `benchmarks/engine_cost.py` |")
-    line("`import deepspeed` beyond `import torch`", "start", "import", "ours", {"median": "s"})
-    line("`initialize`, stage 2", "start", "start of a 10M", "ours, stage 2", {"initialize": "s"})
-    columns = {"save, s": "s to save", "load, s": "s to load", "MB on disk": "MB"}
-    line("checkpoint of a 50M GPT, stage 2", "checkpoint", "50M", "ours, stage 2", columns)
-    for title, what in (("fp32 only", "fp32"), ("with bf16 copy-out", "fp32 and a bf16 copy")):
-        name = f"AdamW on 100M parameters, one thread, {what}"
-        line(name, "adam", f"100M parameters, 1 thread, {title}", "ours", {"ms/step": "ms"})
-    if not lines:
-        return []
-    return ["| what | ours | peer | script |", "|---|---|---|---|", *lines, ""]
+    shared, peer, gloo = (
+        results.find("comm_shared_memory", "all_reduce, 2 ranks", "32,768 KiB", f"{who} us")
+        for who in ("shared memory", "peer", "gloo")
+    )
+    if shared:
+        what = f"all_reduce of 32 MiB, 2 ranks on one host (gloo: {gloo} us)"
+        lines.append(f"| {what} | {shared} us | {peer} us | `benchmarks/comm_shared_memory.py` |")
+    return ["| what | ours | peer | script |", "|---|---|---|---|", *lines, ""] if lines else []
 
 
 def numbers_of(folder: Path) -> str:
