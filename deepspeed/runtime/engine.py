@@ -505,8 +505,25 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
             self, destination, prefix, keep_vars, exclude_frozen_parameters
         )
 
-    def load_module_state_dict(self, checkpoint: dict[str, Any], strict: bool = True, **options: Any) -> None:
-        engine_checkpoint.load_module_state_dict(self, checkpoint, strict, **options)
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
+        engine_checkpoint.load_module_state_dict(
+            self,
+            checkpoint,
+            strict,
+            custom_load_fn,
+            fetch_z3_params,
+            z3_params_to_fetch,
+            allowed_missing_keys,
+        )
 
     # Compilation and the end --------------------------------------------------------------------------------
 

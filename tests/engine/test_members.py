@@ -300,3 +300,21 @@ def test_scale_wrt_gas() -> None:
         reference.step()
     assert same(weights(engine), weights(reference))
     engine.destroy(), reference.destroy()
+
+
+@distributed(world_size=2)
+def test_whole_tensors_through_the_optimizer_of_stage_3() -> None:
+    engine = start(3)
+    weight = engine.module[0].weight
+    engine.backward(engine(data(0, dist.get_rank())).square().mean())
+    model = make_model()
+    sum(model(data(0, rank)).square().mean() for rank in range(2)).div(2).backward()
+    expected = model[0].weight.grad
+    torch.testing.assert_close(
+        engine.optimizer.get_fp32_grad_for_param(weight), expected, rtol=1e-5, atol=1e-7
+    )
+    assert torch.equal(engine.optimizer.get_full_hp_param(weight), model[0].weight)
+    engine.step()
+    moment = engine.optimizer.get_full_hp_param(weight, "exp_avg")
+    torch.testing.assert_close(moment, 0.1 * expected, rtol=1e-5, atol=1e-7)
+    engine.destroy()

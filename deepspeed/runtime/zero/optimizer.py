@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import StateAccess
@@ -229,6 +229,16 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         raise AttributeError(
             "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
         )
+
+    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
+        """The whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""
+        if optim_state_key is None:
+            return self.access.full_master(param)
+        return self.access.full_state(param, optim_state_key)
+
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """The whole reduced gradient in fp32; None where there is none yet. Collective."""
+        return self.access.full_gradient(param)
 
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use."""
