@@ -267,6 +267,7 @@ def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> N
         calls=setting.facts.calls,
         plan=plan,
         ranks=setting.shards,
+        everyone=setting.ranks,
         micro_batches=setting.micro_batches,
         apart=setting.apart,
         gathers=gathers,

@@ -118,6 +118,14 @@ class PaperCommunicator:
         return Pending()
 
 
+class _Reducer(GradReducer):
+    """The real reducer; its messages to other ranks have to be readable."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
 class PaperBucket:
     """A bucket of parameters that is gathered and released without memory."""
 
@@ -164,7 +172,7 @@ class Rehearsal:
     Args:
         layouts: all buckets, ``persistent`` and ``trained`` say which are what.
         calls: parameters (numbers of slots) by call of forward.
-        ranks: that share one copy.
+        ranks: that share one copy; ``everyone``: those with its replicas.
         apart: whether the device has memory of its own.
     """
 
@@ -174,6 +182,7 @@ class Rehearsal:
     calls: Sequence[Sequence[int]]
     plan: Plan
     ranks: int
+    everyone: int
     micro_batches: int
     apart: bool
     gathers: GatherRules | None
@@ -259,11 +268,11 @@ class Rehearsal:
         cadence = plan.zero.cadence
         if coordinator is not None:
             cadence = Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-        alone: Any = PaperCommunicator(1, self.meter, native=False)  # nobody to agree with on the order
-        reducer = GradReducer(
+        everyone: Any = PaperCommunicator(self.everyone, self.meter, native=False)
+        reducer = _Reducer(
             params,
             buckets,
-            alone,
+            everyone,
             gradients=plan.gradients,
             cadence=cadence,
             overlap=plan.zero.overlap,

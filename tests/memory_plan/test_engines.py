@@ -36,6 +36,22 @@ PAIRS: dict[str, tuple[str, int, dict[str, Any]]] = {  # model, ranks, config
         1,
         config_for(3, **{**NOTHING_KEPT, "stage3_max_live_parameters": 250_000}),
     ),
+    "stage 1, autocast, 2 ranks": (
+        "gpt",
+        2,
+        config_for(1) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
+    "stage 2, bf16 summed in fp32": (
+        "gpt",
+        2,
+        config_for(2, bf16=True, gas=2, overlap_comm=False) | {"data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    "stage 3, fp16, two replicas": (
+        "gpt",
+        2,
+        config_for(3, mics_shard_size=1, **NOTHING_KEPT)
+        | {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    ),
     "stage 3, adapters": ("adapted", 2, config_for(3, bf16=True, **NOTHING_KEPT)),
     "stage 1, bf16, state on storage": ("gpt", 1, config_for(1, bf16=True, offload_optimizer=NVME)),
     "stage 2, fp32, state on storage": ("gpt", 2, config_for(2, gas=2, offload_optimizer=NVME)),
