@@ -15,6 +15,7 @@ from tests.launcher.programs import REPOSITORY, environment
 for client in ("transformers", "accelerate", "peft", "trl", "lightning"):
     pytest.importorskip(client, reason="the clients extra is not installed")
 
+OUR_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [^]]*\] \[[A-Z]+\] ", re.MULTILINE)  # of the logger "DeepSpeed"
 SECONDS = 180  # what a short form may take
 
 
@@ -84,4 +85,7 @@ def test_short_form(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.search(r"deepspeed/\S+: FutureWarning", done.stderr)
+    assert not OUR_LINE.search(done.stdout + done.stderr), (
+        "the Trainer's and Accelerate's default level shows none"
+    )
     check(done.stdout, ranks)
