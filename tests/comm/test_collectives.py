@@ -12,7 +12,8 @@ from deepspeed.comm.groups import new_group
 from tests.comm.transports import TRANSPORTS, rank_order_sum, same_bits, using, values
 from tests.pool import distributed
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, *INTEGERS]
 SIZES = [1, 7, 1000, 100_003]
 LARGE = 1_500_007  # several pieces and slots on either transport
 
