@@ -87,7 +87,9 @@ class Reader:
 
         A tensor of which not every element was read the same number of times is left out.
         """
-        totals = sorted(self.catalog.totals.keys() if only is None else self.catalog.totals.keys() & set(only))
+        totals = sorted(
+            self.catalog.totals.keys() if only is None else self.catalog.totals.keys() & set(only)
+        )
         found = [self._found.get(name, (0, 0)) for name in totals]
         sums, counts = [value for value, _ in found], [count for _, count in found]
         if ranks is not None:
