@@ -341,6 +341,4 @@ MEMBERS: dict[str, Callable[[Live], Any]] = {
 @pytest.mark.parametrize("name", MEMBERS)
 @distributed(world_size=1)
 def test_member(tmp_path: Path, name: str) -> None:
-    if MEMBERS[name] is moves_states and not hasattr(deepspeed.DeepSpeedEngine, "offload_states"):
-        pytest.skip("comes with offload")
     assert MEMBERS[name](Live(tmp_path))
