@@ -210,6 +210,8 @@ def test_consecutive_hysteresis_refills_after_a_good_step() -> None:
 class Noted(nn.Module):
     """Keeps the dtypes that reach its forward."""
 
+    offset: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)

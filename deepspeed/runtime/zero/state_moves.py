@@ -32,7 +32,7 @@ class StateMover:
         self.device: torch.device | None = None
 
     def offload(
-        self, include: Container[Kind] | None, device: OffloadDeviceEnum, pin: bool, non_blocking: bool
+        self, include: Container[Any] | None, device: OffloadDeviceEnum, pin: bool, non_blocking: bool
     ) -> None:
         if OffloadDeviceEnum(device) is not OffloadDeviceEnum.cpu:
             raise ValueError(f"offload_states(device={device!r}): states can be moved to 'cpu' only")
@@ -104,7 +104,9 @@ def by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def move_storage(tensors: list[Tensor], target: Tensor, non_blocking: bool) -> None:
     """Copy the storage that ``tensors`` share to ``target`` [nbytes] and make them views of it."""
     source = tensors[0].untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(source, 0, (source.nbytes(),))
+    raw = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(
+        source, 0, (source.nbytes(),), (1,)
+    )
     target.copy_(raw, non_blocking=non_blocking)
     for tensor in tensors:
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
