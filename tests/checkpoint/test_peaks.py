@@ -60,6 +60,26 @@ def test_saving_and_loading_copy_nothing(tmp_path, stage):
     assert saving.peak < SMALL and loading.peak < kept + SMALL
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_state_in_swap_files_is_not_brought_to_memory(tmp_path, stage):
+    """ZeRO-Infinity: several intervals per parameter, each mapped from the swap file while it is written or read."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    zero = {**(NOTHING_KEPT if stage == 3 else {}), "offload_optimizer": nvme, "sub_group_size": 50_000}
+    engine = engine_of(stage, "bf16", **zero)
+    engine.save_checkpoint(tmp_path / "c")
+    with counted(tmp_path) as saving:
+        engine.save_checkpoint(tmp_path / "c")
+    state = sum(4 * 3 * index.numel for index, _ in engine.state_access.shards())
+    names = [index.name for index, _ in engine.state_access.shards()]
+    assert len(names) > len(set(names)) and state > 10 * SMALL
+    dist.barrier()
+    with counted(tmp_path) as loading:
+        engine.load_checkpoint(tmp_path / "c")
+    kept = LARGEST // 2 if stage == 3 else 0
+    assert saving.peak < SMALL and loading.peak < kept + SMALL
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @distributed(world_size=2)
 def test_a_sharded_model_is_saved_with_one_tensor_in_memory(tmp_path, name):

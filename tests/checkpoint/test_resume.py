@@ -189,8 +189,9 @@ def _save_linear(folder: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_each_rank_reads_its_part_only(tmp_path, world):
+def test_each_rank_reads_its_part_only(tmp_path, stage, world):
     numel = run(_save_linear, 2, folder=str(tmp_path))[0]
-    for read in run(_bytes_read, world, folder=str(tmp_path), stage=2):
+    for read in run(_bytes_read, world, folder=str(tmp_path), stage=stage):
         assert read <= 1.05 * 12 * numel / world
