@@ -310,3 +310,35 @@ def test_from_config_under_zero_init(tmp_path: Path) -> None:
         run = trainer(args, model)
         run.train()
         assert losses(run)[-1] < losses(run)[0] + 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=1)
+def test_gradients_are_seen_before_the_step_only(tmp_path: Path, stage: int) -> None:
+    """Accelerate's `backward` takes the step as well: what runs after it, as the Trainer's callbacks, sees none."""
+    from transformers import TrainerCallback
+
+    from deepspeed.utils import safe_get_full_grad
+
+    class Look(TrainerCallback):
+        before: list[Any] = []
+        after: list[Any] = []
+
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            engine = run.model_wrapped
+            step = engine.step
+
+            def looked_at(*args: Any, **options: Any) -> None:
+                self.before += [safe_get_full_grad(param) for param in model.parameters()]
+                step(*args, **options)
+
+            engine.step = looked_at
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            self.after += [safe_get_full_grad(param) for param in model.parameters()]
+
+    with clean_clients():
+        run = trainer(arguments(tmp_path, auto_config(stage), max_steps=1), callbacks=[look := Look()])
+        run.train()
+    assert look.before and all(grad is not None and grad.abs().sum() > 0 for grad in look.before)
+    assert look.after and all(grad is None for grad in look.after)
