@@ -125,6 +125,7 @@ class Restorer:
         """What the model and the checkpoint do not have in common: an error if strict."""
         own = self.module.state_dict()
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
+        saved |= self.catalog.module_dtypes.keys()  # of some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         missing = [name for name in own if name not in saved]
         unexpected = sorted(

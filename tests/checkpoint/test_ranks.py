@@ -1,0 +1,77 @@
+"""Ranks that do not agree, and nodes with folders of their own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.save import check_signatures
+from tests.checkpoint.models import assert_restored, config, full_state, make_engine, train
+from tests.pool import distributed
+
+
+def test_ranks_that_train_different_models():
+    check_signatures([(3, 100), (3, 90), None][:2])  # parts of one model may differ in size
+    with pytest.raises(CheckpointError, match="rank 0 trains 3 parameters, rank 2 trains 4"):
+        check_signatures([(3, 100), (3, 100), (4, 110)])
+
+
+@distributed(world_size=2)
+def test_ranks_that_load_different_checkpoints(tmp_path):
+    engine = make_engine(config(1))
+    engine.save_checkpoint(tmp_path, tag="a")
+    engine.save_checkpoint(tmp_path, tag="b")
+    with pytest.raises(
+        CheckpointError, match=r"ranks load different checkpoints from .*: 'a', 'b'; give all of them"
+    ):
+        engine.load_checkpoint(tmp_path, tag="ab"[dist.get_rank()])
+    folder = tmp_path if dist.get_rank() == 0 else tmp_path / "elsewhere"
+    with pytest.raises(CheckpointError, match="elsewhere does not exist|failed on rank 1.*elsewhere"):
+        engine.load_checkpoint(folder, tag="a")
+    assert engine.load_checkpoint(tmp_path, tag="a")[0]
+
+
+@distributed(world_size=2)
+def test_an_error_on_one_rank_is_raised_on_all():
+    ranks = Ranks()
+    with pytest.raises((KeyError, CheckpointError)) as caught, ranks.together("testing"):
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+    expected = "testing failed on rank 1: KeyError: 'mine'" if dist.get_rank() == 0 else "'mine'"
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_each_node_keeps_its_own_folder(tmp_path, stage):
+    """Two ranks as two nodes: nothing is shared, and each node's folder has its files and its own ``latest``."""
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
+        _save_and_resume_on_nodes(tmp_path, stage)
+
+
+def _save_and_resume_on_nodes(tmp_path: Path, stage: int) -> None:
+    ds_config = config(stage, checkpoint={"use_node_local_storage": True})
+    folder = tmp_path / f"node{dist.get_rank()}"
+    engine = make_engine(ds_config)
+    train(engine, 0, 2)
+    for _ in range(2):
+        engine.save_checkpoint(folder, tag="t")
+    saved, expected = full_state(engine), train(engine, 2, 4)
+    names = {path.name for path in (folder / "t").iterdir()}
+    assert (folder / "latest").read_text() == "t" and (folder / "zero_to_fp32.py").exists()
+    rank = dist.get_rank()
+    optims = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"} if stage else set()
+    model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    assert names == {model} | optims
+    resumed = make_engine(ds_config, seed=9)
+    resumed.load_checkpoint(folder)
+    assert_restored(full_state(resumed), saved)
+    assert train(resumed, 2, 4) == expected
+    with pytest.raises(CheckpointNotFoundError, match="nowhere does not exist"):
+        resumed.load_checkpoint(tmp_path / "nowhere", tag="t")
