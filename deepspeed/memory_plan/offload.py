@@ -73,6 +73,8 @@ class Offload:
     optimizer: OptimizerFacts
     apart: bool
     tier: ResidentTier = field(default_factory=ResidentTier)
+    storing: int = 0
+    """Host bytes through which masters come to storage."""
 
     def takes(self, layout: BucketLayout) -> bool:
         return self.tier.takes(layout)
@@ -113,7 +115,9 @@ class Offload:
                 fragment=piece,
                 numel=piece.numel,
                 separate=separate,
-                master_size=dtype.itemsize,
+                storage=layout.index if bucket.flat else (layout.index, piece.param),
+                start=(piece.shard_offset if bucket.flat else piece.param_offset) * dtype.itemsize,
+                master_bytes=piece.numel * dtype.itemsize,
                 staged=separate and own_master,
                 low_size=layout.dtype.itemsize,
                 state=self.optimizer.groups[group_of[piece.param]],
@@ -129,13 +133,13 @@ class Offload:
 
     def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
         numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]
+        offload = self.plan.state_offload
         for numel in numels:
-            if taken and self._swaps:
+            if taken and offload is not None and self._swaps:
                 self.paper.file("optimizer", numel * size)
-            elif taken and self.plan.state_offload is not None:
-                self.paper.host(
-                    self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=self.plan.state_offload.pin
-                )
+                self.storing = max(self.storing, min(numel, offload.sub_group_numel) * size)
+            elif taken and offload is not None:
+                self.paper.host(self.ledger, FROM_READY, Kind.MASTERS, numel * size, pin=offload.pin)
             else:
                 self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
 
@@ -148,9 +152,6 @@ class Offload:
             groups.insert(0, [])  # what stays on the device is updated first
         self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.per_tensor for one in owned))
         staged = [_together(one.numel * one.low_size for one in group if one.staged) for group in groups]
-        masters = [
-            _together(one.numel * one.master_size for one in group if one.separate) for group in groups
-        ]
         states = [
             _together(one.numel * n for one in group for n in one.state.per_element) for group in groups
         ]
@@ -159,14 +160,14 @@ class Offload:
             self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
             self._slots(TRAINING, staged)
             return
-        for phases, records in (([Phase.INITIALIZE, Phase.READY], masters), (TRAINING, states)):
-            for nbytes in filter(None, records):
-                self.paper.file("optimizer", nbytes)
-            self.ledger.add(phases, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        masters = [_spans(group) for group in groups]
+        self.ledger.add([Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
+        for nbytes in filter(None, states):
+            self.paper.file("optimizer", nbytes)
+        self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
         self._slots([Phase.FIRST_UPDATE], [sum(sizes) for sizes in zip(masters, staged, strict=True)])
         self._slots(STEADY, [sum(sizes) for sizes in zip(masters, states, staged, strict=True)])
-        # Masters, and in the first update the state, are made in ordinary memory and copied from there.
-        self.ledger.add([Phase.INITIALIZE], Place.HOST, Kind.STAGING, max(masters))
+        # The first update makes state in ordinary memory and copies it into the file, one sub-group at a time.
         self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
 
     def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
@@ -175,6 +176,17 @@ class Offload:
         for slot in range(count):
             nbytes = round_up(max(sub_groups[slot::count], default=0), swap_file.PAGE)
             self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
+
+
+def _spans(group: Sequence[Any]) -> int:
+    """Bytes of a sub-group's masters in the file: those of one bucket lie together, with the gaps between them."""
+    spans: dict[Any, tuple[int, int]] = {}
+    for one in group:
+        if one.separate:
+            stop = one.start + one.master_bytes
+            low, high = spans.get(one.storage, (one.start, stop))
+            spans[one.storage] = min(low, one.start), max(high, stop)
+    return sum(high - low for low, high in spans.values())
 
 
 def _together(sizes: Iterable[int]) -> int:

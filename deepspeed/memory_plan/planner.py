@@ -75,6 +75,7 @@ def plan_memory(setting: Setting) -> Ledger:
     _gradients(ledger, setting, buckets, offload)
     _moving(ledger, setting, buckets)
     _update(ledger, setting, buckets, offload)
+    _masters_come_last(ledger, offload)
     ledger.notes += setting.facts.notes
     return ledger
 
@@ -83,8 +84,11 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
     facts, plan = setting.facts, setting.plan
     if not plan.zero.shard_params:
         layouts = cut_whole(facts.specs[: facts.trained], plan, setting.ranks)
-        near = setting.near
-        return [BucketUse(layout, near, flat=layout.num_shards > 1, trained=True) for layout in layouts]
+        flat = plan.state_offload is not None
+        return [
+            BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
+            for layout in layouts
+        ]
     storage = _Resting(plan.param_offload, setting)
     return [
         BucketUse(
@@ -129,15 +133,13 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
     if setting.zero_init:
         parts = [-(-spec.numel // setting.shards) * spec.dtype.itemsize for spec, _ in sizes]
         place = _init_place(setting)
-        _built_in_slices(ledger, setting, parts, max(whole, default=0), place)
-        remaining = sum(parts) if place is near else 0
-        peak = remaining
+        _built_in_slices(ledger, setting, parts, whole, place)
+        peak = remaining = sum(parts) if place is near else 0
     else:
         parts = [spec.numel * spec.dtype.itemsize for spec, _ in sizes]
         place, remaining = near, sum(parts)
         ledger.add([Phase.BUILD], Place.HOST, Kind.PARAMETERS, sum(whole))
-        casting = max(whole, default=0) if sum(whole) != remaining else 0
-        peak = max(sum(whole) + casting, remaining + _broadcast(setting))
+        peak = max(_casting(whole, parts), remaining + _broadcast(setting))
     rested = 0
     for bucket in buckets:
         if not bucket.flat:
@@ -146,10 +148,22 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
         own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
         kept = kept if bucket.place is near else 0
-        peak = max(peak, remaining + rested + flat, remaining - own + rested + flat + kept)
+        # Parameters give their memory back as they are copied, slices of zero.Init when all of the bucket is cut.
+        left = remaining if setting.zero_init else remaining - own
+        peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own
         rested += kept + (flat if bucket.persistent else 0)
     ledger.add([Phase.INITIALIZE], near, Kind.PARAMETERS, max(peak, remaining + rested))
+
+
+def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
+    """The most while parameters of ``whole`` bytes become such of ``parts`` bytes one after the other."""
+    now = peak = sum(whole)
+    for before, after in zip(whole, parts, strict=True):
+        if before != after:
+            peak = max(peak, now + after)
+            now += after - before
+    return peak
 
 
 def _init_place(setting: Setting) -> Place:
@@ -160,22 +174,27 @@ def _init_place(setting: Setting) -> Place:
     return Place.DISK if offload.folder is not None else Place.HOST
 
 
-def _built_in_slices(ledger: Ledger, setting: Setting, parts: list[int], largest: int, place: Place) -> None:
-    """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device."""
+def _built_in_slices(
+    ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
+) -> None:
+    """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device.
+    Each is cast, then cut: two copies of it at a time."""
     building = setting.near if place is setting.near else Place.HOST
-    ledger.add([Phase.BUILD], building, Kind.GATHERED, largest)
-    if place is not Place.DISK:
-        ledger.add(
-            [Phase.BUILD, *([] if place is setting.near else [Phase.INITIALIZE])],
-            place,
-            Kind.PARAMETERS,
-            sum(parts),
-        )
-        return
-    paper = Paper(setting.device_type)
-    for nbytes in parts:
-        paper.file("init", nbytes)
-    ledger.add([Phase.BUILD, Phase.INITIALIZE], Place.DISK, Kind.SWAP, paper.grown("init"))
+    held = 0
+    peaks: list[int] = []
+    for spec, before, part in zip(setting.facts.specs, whole, parts, strict=True):
+        after = spec.numel * spec.dtype.itemsize
+        peaks.append(held + max(before + (after if after != before else 0), after + part))
+        held += part if place is building else 0
+    ledger.add([Phase.BUILD], building, Kind.PARAMETERS, held)
+    ledger.add([Phase.BUILD], building, Kind.GATHERED, max(0, max(peaks, default=0) - held))
+    if place is Place.HOST and setting.apart:
+        ledger.add([Phase.INITIALIZE], place, Kind.PARAMETERS, sum(parts))
+    elif place is Place.DISK:
+        paper = Paper(setting.device_type)
+        for nbytes in parts:
+            paper.file("init", nbytes)
+        ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, paper.grown("init"))
 
 
 def _cast_bytes(facts: ModelFacts) -> int:
@@ -192,6 +211,16 @@ def _broadcast(setting: Setting) -> int:
         held = nbytes if held and held + nbytes > BROADCAST_NUMEL * spec.dtype.itemsize else held + nbytes
         largest = max(largest, held)
     return largest
+
+
+def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
+    """The end of ``initialize`` may be its worst moment: masters are there, and what brings them to storage."""
+    for place in Place:
+        storing = offload.storing if place is Place.HOST else 0
+        if ledger.total(Phase.READY, place) + storing > ledger.total(Phase.INITIALIZE, place):
+            for kind in Kind:
+                ledger.entries[Phase.INITIALIZE, place, kind] = ledger.entries[Phase.READY, place, kind]
+            ledger.add([Phase.INITIALIZE], place, Kind.STAGING, storing)
 
 
 # What rests --------------------------------------------------------------------------------------------------

@@ -123,4 +123,5 @@ class Allocations:
             taken[0][1]["Total Allocated"] - taken[0][1]["Bytes"]
         )  # the sum runs on over profiles of a process
         sums = [(ts, memory["Total Allocated"] - before) for ts, memory in taken]
-        return max(total for ts, total in sums if any(low <= ts <= high for low, high in inside))
+        at_entry = [total for ts, total in sums if ts < inside[0][0]][-1:]
+        return max(at_entry + [total for ts, total in sums if any(low <= ts <= high for low, high in inside)])
