@@ -140,17 +140,17 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout(tmp_path, transpo
         transport,
         """
         if rank == 1:
-            time.sleep(5)
+            time.sleep(12)
             os._exit(0)
         start = time.monotonic()
         try:
             comm.all_reduce(tensor).wait()
         except dist.CommunicationError as error:
-            assert 0.9 < time.monotonic() - start < 4
+            assert 3.9 < time.monotonic() - start < 9
             print(error)
             os._exit(4)
         """,
-        timeout_s=1,
+        timeout_s=4,
     )
     code, output, _ = results[0]
     assert code == 4 and "waiting for rank 1" in output, output
