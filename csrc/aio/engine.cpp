@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -20,6 +19,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "buffers.h"
 #include "operation.h"
 #include "transport.h"
 
@@ -33,20 +33,16 @@ namespace {
 // from aligned memory), many for a busy machine, where the worker sleeps while the disk runs dry.
 constexpr int64_t kBufferBytes = int64_t(16) << 20;  // aligned buffers of one worker, at most
 constexpr int64_t kPieceBytes = int64_t(512) << 10;  // what passes through one of them at once
+constexpr int64_t kHugeBudget = int64_t(2) << 20;    // bytes under way from which on buffers are cut from huge pages
 constexpr int kThreadsPerQueue = 8;                  // without asynchronous requests: threads in the place of a queue
 constexpr int kMaxDepth = 4096;
-
-struct Free {
-    void operator()(void *memory) const { std::free(memory); }
-};
-using Buffer = std::unique_ptr<char, Free>;
 
 // A place in a worker's queue: the request under way in it and, where memory has to be aligned for it, the buffer.
 struct Slot {
     Request request = {};
     Operation *operation = nullptr;
     Block block = {};
-    Buffer buffer;
+    char *buffer = nullptr;
     int64_t charge = 0;  // bytes that it counts for: pieces their own, anything else a whole request
 };
 
@@ -83,7 +79,7 @@ class Worker {
   public:
     Worker(ds_aio_engine &engine, std::unique_ptr<Transport> transport)
         : engine_(engine), transport_(std::move(transport)), slots_(size_t(slot_count(engine))),
-          complete_(slots_.size()) {
+          complete_(slots_.size()), buffers_(piece_size(engine), budget(engine) >= kHugeBudget) {
         for (auto &slot : slots_) idle_.push_back(&slot);
     }
 
@@ -143,10 +139,10 @@ class Worker {
             return;
         }
         const int64_t begin = round_down(block.begin, file.alignment());
-        slot.request.memory = slot.buffer.get();
+        slot.request.memory = slot.buffer;
         slot.request.offset = begin;
         slot.request.bytes = round_up(block.end, file.alignment()) - begin;
-        if (slot.operation->write()) std::memcpy(slot.buffer.get(), block.memory, size_t(block.end - block.begin));
+        if (slot.operation->write()) std::memcpy(slot.buffer, block.memory, size_t(block.end - block.begin));
     }
 
     static bool is_aligned(const Request &request, const File &file) {
@@ -155,18 +151,9 @@ class Worker {
     }
 
     bool give_buffer(Slot &slot) {
-        if (spare_.empty()) {
-            void *memory = nullptr;
-            const size_t bytes = size_t(engine_.block_size + 2 * engine_.page);
-            if (posix_memalign(&memory, size_t(engine_.page), bytes)) return false;
-            madvise(memory, bytes - bytes % size_t(engine_.page), MADV_NOHUGEPAGE);  // see ops/aio/memory.py
-            slot.buffer.reset(static_cast<char *>(memory));
-        } else {
-            slot.buffer = std::move(spare_.back());
-            spare_.pop_back();
-        }
-        buffer_bytes_ += slot.charge;
-        return true;
+        slot.buffer = buffers_.take();
+        if (slot.buffer) buffer_bytes_ += slot.charge;
+        return slot.buffer != nullptr;
     }
 
     void release(Slot &slot) {
@@ -176,7 +163,8 @@ class Worker {
         --under_way_;
         bytes_under_way_ -= slot.charge;
         if (!slot.buffer) return;
-        spare_.push_back(std::move(slot.buffer));  // the next one to be used: it is in the cache
+        buffers_.give(slot.buffer);
+        slot.buffer = nullptr;
         buffer_bytes_ -= slot.charge;
     }
 
@@ -229,7 +217,7 @@ class Worker {
     std::vector<Slot> slots_;
     std::vector<Slot *> idle_;
     std::vector<Request *> batch_, complete_;
-    std::vector<Buffer> spare_;
+    Buffers buffers_;
     Share share_;
     int under_way_ = 0;
     int64_t bytes_under_way_ = 0, buffer_bytes_ = 0;  // as charged

@@ -20,10 +20,10 @@ struct Block {
     bool direct;
 };
 
-// [Note: direct and buffered parts of a write]
-// Direct access takes whole aligned blocks. What is left of a write at either end is written through the page cache.
-// The cut is at pages, so that no page is written both ways: a cached page that overlapped a direct write could later
-// be written back over it. Reads need no cut: they read the aligned range around what is wanted.
+// [Note: direct and buffered parts]
+// Direct access takes whole aligned blocks. What is left of a write at either end goes through the page cache; the cut is
+// at pages, so that no page is written both ways: a cached page that overlapped a direct write could later be written
+// back over it. Reads are direct throughout: around their ends more is read than wanted, into an aligned buffer.
 class Operation {
   public:
     Operation(bool write, void *memory, int64_t bytes, int64_t offset)
@@ -33,14 +33,14 @@ class Operation {
     // where they have to pass through aligned buffers. 0, or an errno.
     int open(const char *path, int64_t page, int64_t block, int64_t piece) {
         if (const int error = file_.open(path, write_)) return error;
-        direct_begin_ = direct_end_ = end_;
         block_ = block;
+        middle_begin_ = middle_end_ = end_;
         if (file_.direct_fd() >= 0) {
-            const int64_t step = std::max(page, file_.alignment());
-            direct_begin_ = write_ ? std::min(round_up(begin_, step), end_) : begin_;
-            direct_end_ = write_ ? std::max(round_down(end_, step), direct_begin_) : end_;
+            const int64_t step = write_ ? std::max(page, file_.alignment()) : file_.alignment();
+            middle_begin_ = std::min(round_up(begin_, step), end_);
+            middle_end_ = std::max(round_down(end_, step), middle_begin_);
             const auto shift = reinterpret_cast<uintptr_t>(memory_) - uintptr_t(begin_);
-            staged_ = direct_begin_ < direct_end_ && shift % uintptr_t(file_.memory_alignment()) != 0;
+            staged_ = middle_begin_ < middle_end_ && shift % uintptr_t(file_.memory_alignment()) != 0;
             if (staged_) block_ = piece;
         }
         if (write_) return file_.reserve(begin_, end_);
@@ -51,12 +51,12 @@ class Operation {
     bool exhausted() const { return next_ >= end_ || error_ != 0; }
 
     Block take() {
-        const bool direct = next_ >= direct_begin_ && next_ < direct_end_;
-        const int64_t limit = next_ < direct_begin_ ? direct_begin_ : direct ? direct_end_ : end_;
+        const bool middle = next_ >= middle_begin_ && next_ < middle_end_;
+        const int64_t limit = next_ < middle_begin_ ? middle_begin_ : middle ? middle_end_ : end_;
         const int64_t begin = next_;
         next_ = std::min(limit, round_down(begin, file_.alignment()) + block_);
         ++under_way_;
-        return {memory_ + (begin - begin_), begin, next_, direct};
+        return {memory_ + (begin - begin_), begin, next_, middle || (!write_ && file_.direct_fd() >= 0)};
     }
 
     void complete(int error, int64_t offset) {
@@ -81,7 +81,7 @@ class Operation {
     char *const memory_;
     const int64_t begin_, end_;
     int64_t next_;  // file offset of the first byte that no worker has taken
-    int64_t direct_begin_ = 0, direct_end_ = 0;
+    int64_t middle_begin_ = 0, middle_end_ = 0;  // whole aligned blocks
     int64_t block_ = 1;
     bool staged_ = false;
     int64_t under_way_ = 0;
