@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_accessors import EngineAccessors
+from deepspeed.runtime.engine_state import EngineState
 from deepspeed.runtime.events import Events
+from deepspeed.runtime.module_checks import check_module, lay_out_contiguously
 from deepspeed.runtime.observers import attach_observers
 from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.plan import Plan, make_plan
@@ -37,8 +39,6 @@ from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_modu
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.start_report import log_start
 from deepspeed.runtime.utils import clip_grad_norm_
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
 
@@ -50,7 +50,7 @@ ROUTE_EVAL = "eval"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineAccessors, nn.Module):
+class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
@@ -100,10 +100,12 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
         client_optimizer = optimizer
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
+        check_module(model)
         check_fits(model, self.plan, self._config, optimizer, self.mesh)
         if not dont_change_device:
             model.to(self.device)
         cast_module(model, self.plan.precision)
+        lay_out_contiguously(model)
         self.module = model
         communicator = self.mesh.communicator("dp", "sp")
         check_ranks_agree(model, communicator)
@@ -430,101 +432,6 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
 
-    # Checkpoints --------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write everything needed to resume, under ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
-        done = engine_checkpoint.save_checkpoint(
-            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
-        self.events.emit("on_save", save_dir=save_dir, tag=tag)
-        return done
-
-    store_checkpoint = save_checkpoint
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
-        result = engine_checkpoint.load_checkpoint(
-            self,
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        self.events.emit("on_load", load_dir=load_dir, tag=tag)
-        return result
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the model's weights in their own dtype, from rank 0."""
-        return engine_checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        return self.save_16bit_model(save_dir, save_filename)
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """Stage 3: the whole model on rank 0, None on the others. Collective."""
-        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
-
-    def _consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The same at any stage."""
-        return engine_checkpoint.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
-
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        return engine_checkpoint.module_state_dict(
-            self, destination, prefix, keep_vars, exclude_frozen_parameters
-        )
-
-    def load_module_state_dict(
-        self,
-        checkpoint: dict[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-        z3_params_to_fetch: Any = None,
-        allowed_missing_keys: Any = None,
-    ) -> None:
-        """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
-        engine_checkpoint.load_module_state_dict(
-            self,
-            checkpoint,
-            strict,
-            custom_load_fn,
-            fetch_z3_params,
-            z3_params_to_fetch,
-            allowed_missing_keys,
-        )
-
     # Compilation and the end --------------------------------------------------------------------------------
 
     def compile(
@@ -557,48 +464,6 @@ class DeepSpeedEngine(EngineAccessors, nn.Module):
 
     def is_deepcompile_active(self) -> bool:
         return False
-
-    def offload_states(
-        self,
-        include: Container[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move training state to host memory until ``reload_states``, so that something else can use the device.
-
-        Args:
-            include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
-            device: "cpu".
-            pin_memory: use page-locked memory, from which reloading is quicker.
-            non_blocking: return before the copies are done; synchronize the device before relying on its memory.
-
-        Raises:
-            AssertionError: parameters are offloaded already (``offload_param``), or there is no optimizer that holds
-                state for the engine.
-        """
-        optimizer = self._movable_states()
-        optimizer.offload_states(include, device, pin_memory, non_blocking)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` moved."""
-        self._movable_states().reload_states(non_blocking)
-
-    def _movable_states(self) -> ZeroOptimizer:
-        if self.plan.param_offload is not None:
-            raise AssertionError(
-                "offload_states() does not go with zero_optimization.offload_param: they are offloaded"
-            )
-        if not isinstance(self.optimizer, ZeroOptimizer):
-            raise AssertionError(
-                f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: use "
-                "ZeRO stage 1, 2 or 3"
-            )
-        if not self._guards_states:
-            self._guards_states = True
-            for event in ("before_forward", "before_step"):
-                self.events.on(event, self.optimizer.mover.refuse_while_away)
-        return self.optimizer
 
     def empty_partition_cache(self) -> None:
         """Stage 3: release every parameter that is gathered and not in use."""

@@ -1,0 +1,163 @@
+"""What a client does with the state of an engine between steps: save, load, export, move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from deepspeed.runtime import engine_checkpoint
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class EngineState:
+    """Part of ``DeepSpeedEngine``."""
+
+    @property
+    def _engine(self) -> DeepSpeedEngine:
+        return cast("DeepSpeedEngine", self)
+
+    # Checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything needed to resume, under ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
+        done = engine_checkpoint.save_checkpoint(
+            self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+        self._engine.events.emit("on_save", save_dir=save_dir, tag=tag)
+        return done
+
+    store_checkpoint = save_checkpoint
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
+        result = engine_checkpoint.load_checkpoint(
+            self._engine,
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
+        return result
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the model's weights in their own dtype, from rank 0."""
+        return engine_checkpoint.save_16bit_model(
+            self._engine, save_dir, save_filename, exclude_frozen_parameters
+        )
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """Stage 3: the whole model on rank 0, None on the others. Collective."""
+        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The same at any stage."""
+        return engine_checkpoint.consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        return engine_checkpoint.module_state_dict(
+            self._engine, destination, prefix, keep_vars, exclude_frozen_parameters
+        )
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:
+        """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
+        engine_checkpoint.load_module_state_dict(
+            self._engine,
+            checkpoint,
+            strict,
+            custom_load_fn,
+            fetch_z3_params,
+            z3_params_to_fetch,
+            allowed_missing_keys,
+        )
+
+    # Lending the device's memory ----------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory until ``reload_states``, so that something else can use the device.
+
+        Args:
+            include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
+            device: "cpu".
+            pin_memory: use page-locked memory, from which reloading is quicker.
+            non_blocking: return before the copies are done; synchronize the device before relying on its memory.
+
+        Raises:
+            AssertionError: parameters are offloaded already (``offload_param``), or there is no optimizer that holds
+                state for the engine.
+        """
+        optimizer = self._movable_states()
+        optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` moved."""
+        self._movable_states().reload_states(non_blocking)
+
+    def _movable_states(self) -> ZeroOptimizer:
+        engine = self._engine
+        if engine.plan.param_offload is not None:
+            raise AssertionError("offload_states() does not go with zero_optimization.offload_param")
+        if not isinstance(engine.optimizer, ZeroOptimizer):
+            raise AssertionError(
+                f"offload_states() moves state that the engine holds, but its optimizer is {engine.optimizer!r:.60}: "
+                "use ZeRO stage 1, 2 or 3"
+            )
+        if not engine._guards_states:
+            engine._guards_states = True
+            for event in ("before_forward", "before_step"):
+                engine.events.on(event, engine.optimizer.mover.refuse_while_away)
+        return engine.optimizer
