@@ -184,6 +184,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if "torch._dynamo" not in sys.modules:
             method = getattr(method, "__wrapped__", method)
         method(self, param_group)
+        if any(param.is_complex() for param in param_group["params"]):
+            del self.param_groups[-1]
+            raise ValueError(
+                f"{type(self).__name__} does not take complex parameters: give it torch.view_as_real of them, or use "
+                "torch.optim"
+            )
 
     # ---- what a subclass gives -----------------------------------------------------------------------------
 

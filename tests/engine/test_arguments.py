@@ -269,3 +269,81 @@ def test_a_model_without_parameters_runs_at_stage_0() -> None:
     engine, optimizer, *_ = deepspeed.initialize(model=nn.Tanh(), config=config)
     assert optimizer is None and torch.equal(engine(torch.zeros(2)), torch.zeros(2))
     engine.destroy()
+
+
+def _odd_model(kind: str) -> nn.Module:
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    if kind == "lazy":
+        model[1] = nn.LazyLinear(2)
+    elif kind == "meta":
+        model[1] = nn.Linear(WIDTH, 2, device="meta")
+    elif kind == "complex":
+        model[1].weight = nn.Parameter(torch.zeros(2, WIDTH, dtype=torch.complex64))
+    elif kind == "sparse":
+        model[1].weight = nn.Parameter(torch.eye(2, WIDTH).to_sparse())
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, WIDTH), mesh))
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["lazy", "meta", "complex", "sparse", "DTensor"])
+@distributed(world_size=1)
+def test_parameters_that_cannot_be_trained_are_named(kind: str, stage: int) -> None:
+    with pytest.raises(
+        (ValueError, NotImplementedError), match=rf"parameters 1\.weight.* {kind}|no shape yet"
+    ):
+        deepspeed.initialize(model=_odd_model(kind), config=make_config(stage))
+
+
+@distributed(world_size=1)
+def test_a_model_must_be_a_module() -> None:
+    with pytest.raises(TypeError, match="torch.nn.Module, not function"):
+        deepspeed.initialize(model=lambda x: x, config=make_config(0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_parameters_that_are_views_of_other_memory(stage: int) -> None:
+    """Transposed, expanded and channels-last parameters train like plain ones."""
+
+    def build(views: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(4, 4))
+        nn.init.zeros_(model[2].bias)
+        if views:
+            model[0].to(memory_format=torch.channels_last)
+            model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+            model[2].bias = nn.Parameter(torch.zeros(1).expand(4))
+        return model
+
+    results = []
+    for views in (False, True):
+        engine, *_ = deepspeed.initialize(model=build(views), config=make_config(stage))
+        for step in range(2):
+            x = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        module = engine.module
+        engine.destroy()
+        results.append([p.detach().clone() for p in module.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=1)
+def test_a_frozen_model_only_runs_forward(stage: int) -> None:
+    model = make_model().requires_grad_(False)
+    if stage in (1, 2):
+        with pytest.raises(DeepSpeedConfigError, match="stage"):
+            deepspeed.initialize(model=model, config=make_config(stage))
+        return
+    engine, *_ = deepspeed.initialize(model=model, config=make_config(stage))
+    with pytest.raises(RuntimeError, match="trainable parameters"):
+        engine.backward(engine(data(0)).sum())
+    engine.destroy()

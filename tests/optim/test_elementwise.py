@@ -92,3 +92,10 @@ def test_muon_flags() -> None:
     assert not any(hasattr(p, "use_muon") for p in model.parameters())
     set_optimizer_flags(SimpleNamespace(optimizer_name="Muon"), model)
     assert [n for n, p in model.named_parameters() if vars(p)["use_muon"]] == ["up.weight"]
+
+
+def test_our_own_refuse_complex_parameters() -> None:
+    optimizer = FusedAdam(_params())
+    with pytest.raises(ValueError, match="FusedAdam does not take complex parameters"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 1
