@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ class Failure:
     exit_code: int  # negative: minus the signal that ended it
     message: str  # the exception in one line; empty if it left none
     traceback: str
+    first: bool  # of the ranks that an exception ended, by their own account
     on_screen: bool  # the rank printed its traceback itself
 
     @classmethod
@@ -171,6 +173,7 @@ class Failure:
             exit_code=exit_code,
             message=_in_one_line(str(inner.get("message", ""))),
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
+            first=report.get("first", False),
             on_screen=report.get("on_screen", False),
         )
 
@@ -186,6 +189,18 @@ class Failure:
             return f"{self.message} ({code})" if self.message else code
         hint = ", perhaps for want of memory" if self.exit_code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """By time; but of two exceptions in the same millisecond that one is earlier whose rank printed its traceback."""
+    failures = list(failures)
+    printed = [failure.at for failure in failures if failure.first]
+
+    def moment(failure: Failure) -> tuple[float, bool]:
+        has_report = bool(failure.traceback) and bool(printed)
+        return (max(failure.at, *printed) if has_report else failure.at), not failure.first
+
+    return sorted(failures, key=moment)
 
 
 def _in_one_line(message: str) -> str:
@@ -230,7 +245,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
         Failure.of(rank, process, ended_at.get(process.local_rank))
         for rank, process in result.failures.items()
     ]
-    first, *others = sorted(failures, key=lambda failure: failure.at)
+    first, *others = in_order(failures)
     lines = [f"rank {first.rank} of {job.script} failed first: {first.how}"]
     ends: dict[str, list[int]] = {}
     for failure in others:

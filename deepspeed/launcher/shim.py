@@ -123,6 +123,7 @@ def report(error: BaseException, own_log: bool) -> None:
     """Writes the error down for the launcher; prints it if no rank of this machine has failed before."""
     import traceback
 
+    now = time.time()
     trace = _without_shim_frames(error.__traceback__)
     error.__traceback__ = trace
     first = _is_first_failure()
@@ -138,9 +139,10 @@ def report(error: BaseException, own_log: bool) -> None:
         # torch's layout: ProcessFailure reads message, call stack and time from here.
         "message": {
             "message": message,
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
         },
-        "time": time.time(),
+        "time": now,
+        "first": first,
         "on_screen": first and not own_log,
     }
     with open(path, "w", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import cores, ports
+from deepspeed.launcher import agent, cores, ports
 from deepspeed.launcher.runner import encode_world_info
 from tests.launcher.programs import CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
 
@@ -151,6 +151,45 @@ def test_first_traceback_then_a_summary(folder):
     report = result.stderr.splitlines()[-2:]
     assert report[0] == "[deepspeed] rank 1 of fail.py failed first: ValueError: boom (exit code 1)"
     assert report[1] == "  ranks 0, 2: stopped by the launcher"
+
+
+def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> agent.Failure:
+    """One that an exception ended, or a signal if ``code`` is negative."""
+    said = "" if code < 0 else "Traceback ..."
+    return agent.Failure(
+        rank=rank, at=at, exit_code=code, message="", traceback=said, first=printed, on_screen=printed
+    )
+
+
+@pytest.mark.parametrize(
+    "failures, order",
+    [
+        ([failure(0, 5.0), failure(1, 4.0, printed=True)], [1, 0]),
+        (
+            [failure(0, 4.0), failure(1, 4.001, printed=True)],
+            [1, 0],
+        ),  # both at once: whose traceback is on the screen
+        ([failure(0, 4.0, printed=True), failure(1, 3.0, code=-9)], [1, 0]),
+        ([failure(0, 4.0), failure(1, 4.001, printed=True), failure(2, 4.0005, code=-15)], [2, 1, 0]),
+        ([failure(2, 3.0, code=-6), failure(0, 2.0, code=-11)], [0, 2]),
+    ],
+)
+def test_who_failed_first(failures, order):
+    assert [each.rank for each in agent.in_order(failures)] == order
+
+
+def test_ranks_that_fail_at_once_print_one_traceback(folder):
+    (folder / "fail.py").write_text(
+        "import os, pathlib\n"
+        "rank = os.environ['RANK']\n"
+        "pathlib.Path('here' + rank).touch()\n"
+        "while not all(pathlib.Path(f'here{r}').exists() for r in range(4)): pass\n"
+        "raise ValueError('boom of ' + rank)\n"
+    )
+    result = deepspeed("--num_gpus", 4, "fail.py", cwd=folder)
+    assert result.returncode == 1 and result.stderr.count("Traceback") == 1
+    (printed,) = re.findall(r"^ValueError: boom of (\d)$", result.stderr, flags=re.M)
+    assert f"rank {printed} of fail.py failed first: ValueError: boom of {printed}" in result.stderr
 
 
 def test_a_rank_that_fails_because_of_another_is_summarised(folder):
