@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,12 @@ class MemoryPlanError(ValueError):
 
 
 def check_fits(
-    module: nn.Module, plan: Plan, config: DeepSpeedConfig, optimizer: Any, mesh: ProcessMesh
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    optimizer: Any,
+    mesh: ProcessMesh,
+    model_parameters: Sequence[Any] | None = None,
 ) -> None:
     """Raise MemoryPlanError if the model states cannot fit, whatever else the run does. Local; allocates nothing.
 
@@ -45,7 +51,9 @@ def check_fits(
     the others have looked.
 
     Args:
-        optimizer: the client's optimizer; with None or a callable what the config names is planned.
+        optimizer: the client's optimizer, or None for what the config names. What a callable will make, and with
+            neither, what is trained, is not known: then only weights count.
+        model_parameters: what the config's optimizer is to train; default: whatever requires a gradient.
     """
     device_type = get_accelerator().device_name().partition(":")[0]
     near = _neighbours()
@@ -63,6 +71,7 @@ def check_fits(
         nodes=max(1, ranks // near),
         device_type=device_type,
         optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
+        trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
         zero_init=any(is_zero_param(param) for param in module.parameters()),
         shape=shape_of(getattr(module, "config", None)),
         micro_batch=config.train_micro_batch_size_per_gpu,

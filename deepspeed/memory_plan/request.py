@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,8 @@ _NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """``config`` as written. ``optimizer``: the client's, where there is one already; else the config's is made on
-    the module's parameters, which may be on the meta device."""
+    """``config`` as written. ``optimizer``: the client's, where there is one already; else the config's is made, on
+    ``trained`` (parameters and group dicts; default: whatever requires a gradient; they may be on the meta device)."""
 
     module: nn.Module
     config: Mapping[str, Any]
@@ -40,6 +40,7 @@ class Request:
     nodes: int = 1
     device_type: str = "cuda"
     optimizer: torch.optim.Optimizer | None = None
+    trained: Sequence[Any] | None = None
     zero_init: bool = False
     shape: TransformerShape | None = None
     micro_batch: int | None = None
@@ -150,12 +151,14 @@ def _optimizer(
     request: Request, config: DeepSpeedConfig, plan: Plan
 ) -> tuple[OptimizerFacts, list[dict[str, Any]] | None, list[str]]:
     made = request.optimizer
-    if made is None and config.optimizer_name is not None:
-        trainable = [p for p in request.module.parameters() if p.requires_grad]
+    given = list(request.module.parameters()) if request.trained is None else request.trained
+    groups = [dict(entry) if isinstance(entry, dict) else entry for entry in given]
+    trainable = [entry for entry in groups if isinstance(entry, dict) or entry.requires_grad]
+    if made is None and config.optimizer_name is not None and trainable:
         set_optimizer_flags(config, request.module)
-        made = (
-            build_optimizer(config.optimizer_name, config.optimizer_params, trainable) if trainable else None
-        )
+        made = build_optimizer(config.optimizer_name, config.optimizer_params, trainable)
+    if made is None and request.trained is not None and not trainable:
+        return ADAM, [], ["no optimizer is known: only weights are counted"]
     if made is None:
         return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
     notes = []

@@ -125,10 +125,29 @@ def test_the_clients_optimizer_is_planned(room: Any) -> None:
     check(config, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(MemoryPlanError):
         check(config, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_what_is_not_known_is_not_refused(room: Any) -> None:
+    """Weights alone count for an optimizer that a callable will make, and for a module that is only evaluated."""
+    config = {key: value for key, value in config_for(0).items() if key != "optimizer"}
+    room(16 * MIB)
+    check(config, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    check(config)
+    room(12 * MIB)
     with pytest.raises(MemoryPlanError):
-        check(
-            config, model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
-        )  # not known yet: Adam
+        check(config)
+
+
+def test_only_what_is_trained_has_states(room: Any) -> None:
+    room(30 * MIB)
+    with torch.device("meta"):
+        model = Gpt(blocks=12, width=256)
+    few = [{"params": list(model.norm.parameters())}, model.blocks[0].up.weight]
+    parsed = DeepSpeedConfig(config_for(1))
+    check_fits(model, make_plan(parsed), parsed, None, Mesh(), few)  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError):
+        check_fits(model, make_plan(parsed), parsed, None, Mesh())  # type: ignore[arg-type]
+    assert list(few[0]) == ["params"]  # nothing was added to the client's dict
 
 
 def test_it_costs_nothing() -> None:
