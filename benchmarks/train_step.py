@@ -36,9 +36,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--over-gloo", action="store_true", help="also rows of ours without shared memory")
     parser.add_argument(
-        "--offload", nargs="*", default=[], choices=list(OFFLOAD_GOALS), help="rows with offload, such as 3+nvme"
+        "--offload",
+        nargs="*",
+        default=[],
+        choices=list(OFFLOAD_GOALS),
+        help="rows with offload, such as 3+nvme",
     )
-    parser.add_argument("--folder", default=None, help="where NVMe offload swaps to; default: temporary files")
+    parser.add_argument(
+        "--folder", default=None, help="where NVMe offload swaps to; default: temporary files"
+    )
     parser.add_argument("--without", nargs="*", default=[], help="rows to leave out (fsdp2, compute)")
     parser.add_argument("--memory-gib", type=float, default=20.0, help="contenders held in memory at once")
     arguments = parser.parse_args(argv)
@@ -75,11 +81,16 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
         if arguments.peer:
             rows.append(row(f"peer, stage {stage}", "engine", stage=stage, python=arguments.peer))
     for kind in arguments.offload:
-        stage, config = int(kind[0]), {"zero_optimization": offloading(kind, arguments.folder or gettempdir())}
+        stage, config = (
+            int(kind[0]),
+            {"zero_optimization": offloading(kind, arguments.folder or gettempdir())},
+        )
         goal = OFFLOAD_GOALS[kind]
         rows.append(row(f"ours, stage {kind}", "engine", stage=stage, config=config, goal=goal))
         if arguments.peer:
-            rows.append(row(f"peer, stage {kind}", "engine", stage=stage, config=config, python=arguments.peer))
+            rows.append(
+                row(f"peer, stage {kind}", "engine", stage=stage, config=config, python=arguments.peer)
+            )
     return rows
 
 

@@ -79,7 +79,9 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_AIO",
         absolute_name="deepspeed.ops.aio.async_io_op",
         module="deepspeed.ops.aio.async_io",
-        sources=tuple(f"csrc/aio/{name}.cpp" for name in ("engine", "buffers", "file", "transport", "io_uring")),
+        sources=tuple(
+            f"csrc/aio/{name}.cpp" for name in ("engine", "buffers", "file", "transport", "io_uring")
+        ),
         runs_on=("native",),
     ),
     Op(
