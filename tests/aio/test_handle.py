@@ -150,10 +150,24 @@ def test_locked_memory() -> None:
         tensor = handle.new_cpu_locked_tensor(numel, example)
         assert tensor.shape == (numel,) and tensor.dtype == torch.float16 and handle.is_pinned(tensor)
         assert numel == 0 or tensor.data_ptr() % handle.get_alignment() == 0
+        assert tensor.untyped_storage().nbytes() == 2 * numel and not tensor.any()
         assert handle.free_cpu_locked_tensor(tensor) and not handle.free_cpu_locked_tensor(tensor)
     assert not handle.is_pinned(example)
     with pytest.raises(ValueError, match="num_elem = -1"):
         handle.new_cpu_locked_tensor(-1, example)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages in /proc")
+def test_locked_memory_is_resident_and_no_more_than_asked_for() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    handle, nbytes = op.aio_handle(), (37 << 20) + 4096 * 3
+    before = resident()
+    tensor = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+    assert nbytes <= resident() - before < nbytes + (1 << 20)
+    tensor.fill_(1)
+    assert resident() - before < nbytes + (1 << 20)
 
 
 @pytest.mark.gpu
