@@ -103,6 +103,8 @@ class _Files:
         self.reader = Reader(catalog)
         self.config = _config(catalog, stage)
         self.bf16, self.fp16 = (bool((self.config.get(k) or {}).get("enabled")) for k in ("bf16", "fp16"))
+        types = self.config.get("data_types") or {}
+        self.bf16_optimizer = stage == 1 and self.bf16 and types.get("grad_accum_dtype") == "fp32"
         self.groups = _ordered_groups(catalog)
         self.trained = [name for group in self.groups for name in group]
         self.shapes = {name: catalog.masters(name)[0].index.global_shape for name in self.trained}
@@ -302,7 +304,10 @@ class _Files:
         return list(group)
 
     def _partition(self, rank: int) -> dict[str, Any]:
-        """One rank's part of every group. Masters are without, moments with the padding at the end."""
+        """One rank's part of every group. Moments are with the padding at the end, masters without; but that release's
+        own bf16 optimizer, which it takes where gradients accumulate in fp32, keeps them with it and says less (it does
+        not say the stage either, for which its own zero_to_fp32 refuses the files: here it is said).
+        """
         state: dict[int, dict[str, Any]] = {}
         masters: list[LazyTensor] = []
         paddings: list[int] = []
@@ -314,7 +319,7 @@ class _Files:
             start = rank * per_rank
             stop = min(start + per_rank, total)
             paddings.append(per_rank - max(0, stop - start))
-            masters.append(self._flat(MASTER, order, start, stop, 0))
+            masters.append(self._flat(MASTER, order, start, stop, paddings[-1] if self.bf16_optimizer else 0))
             state[number] = self._values(group) | {
                 kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self._kinds(group)
             }
@@ -326,14 +331,15 @@ class _Files:
             )
         numbers = [[number] for number in range(len(self.groups))]
         stepped = {number: entries for number, entries in state.items() if entries}
+        general = not self.bf16_optimizer
         return {
-            **self._scaler_entries(),
+            **(self._scaler_entries() if general else {}),
             "clip_grad": float(self.config.get("gradient_clipping") or 0.0),
             "base_optimizer_state": {"state": stepped, "param_groups": self._param_groups(numbers)},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": self.stage,
             "group_paddings": paddings,
-            "param_alignment_paddings": [[0] * len(group) for group in self.groups],
+            **({"param_alignment_paddings": [[0] * len(group) for group in self.groups]} if general else {}),
             "partition_count": [self.ranks] * len(self.groups),
             names.DS_VERSION: LAYOUT,
             "param_slice_mappings": slices,

@@ -12,6 +12,7 @@ one more training step, and the result of its ``zero_to_fp32``. All must equal w
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,10 +30,12 @@ CASES += [
     "3-fp32-2-sub_groups",
     "3-fp32-2-sub_groups_reached",
 ]
+CASES += ["1-bf16-2-fp32_accumulation", "1-bf16-3-fp32_accumulation", "2-bf16-2-fp32_accumulation"]
 OPTIONS = {
-    "round_robin": {"round_robin_gradients": True},
-    "sub_groups": {"sub_group_size": 50},
-    "sub_groups_reached": {"sub_group_size": 51},
+    "round_robin": {"zero_optimization": {"round_robin_gradients": True}},
+    "sub_groups": {"zero_optimization": {"sub_group_size": 50}},
+    "sub_groups_reached": {"zero_optimization": {"sub_group_size": 51}},
+    "fp32_accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
 }
 
 
@@ -50,7 +53,8 @@ def in_that_release(folder: str, stage: int, precision: str, out: str, settings:
     torch.manual_seed(5)
     net = model()
     ds_config = config(stage, precision)
-    ds_config.setdefault("zero_optimization", {}).update(settings)
+    for section, entries in settings.items():
+        ds_config.setdefault(section, {}).update(entries)
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=groups(net), config=ds_config)
     path, client = engine.load_checkpoint(folder)
     assert path is not None, "nothing was loaded"
@@ -100,10 +104,14 @@ def from_partitions(engine: Any, net: Any, stage: int, settings: dict[str, Any])
     optimizer, known = engine.optimizer, {id(p): name for name, p in net.named_parameters()}
     state: dict[str, Any] = {}
     for number, group in enumerate(groups(net)):
-        own = optimizer.single_partition_of_fp32_groups[number]
+        masters = (
+            getattr(optimizer, "single_partition_of_fp32_groups", None)
+            or optimizer.fp32_groups_flat_partition
+        )
+        own = masters[number]
         inner = optimizer.optimizer.state[optimizer.optimizer.param_groups[number]["params"][0]]
         params = group["params"]
-        if stage == 2 and settings.get("round_robin_gradients"):
+        if stage == 2 and "round_robin_gradients" in settings.get("zero_optimization", {}):
             world = engine.world_size
             params = [p for first in range(world) for p in params[first::world]]
         for kind in ("fp32", "exp_avg", "exp_avg_sq"):
@@ -150,7 +158,16 @@ def check(python: str, case: str) -> str:
         made = run(save_as_fixtures_were, 2, folder=str(own), **options_)[0]
         folder = export_checkpoint(own, out, zero_stage=stage, world_size=int(world))
         loaded_file = str(Path(scratch, "loaded.pt"))
-        launch(python, int(world), str(out), number, precision, loaded_file, repr(settings), script=__file__)
+        launch(
+            python,
+            int(world),
+            str(out),
+            number,
+            precision,
+            loaded_file,
+            json.dumps(settings),
+            script=__file__,
+        )
         loaded = torch.load(loaded_file)
         assert (loaded["client"]["epoch"], loaded["client"]["note"], loaded["steps"]) == (3, "hello", 3)
         assert loaded["schedule"] == made["schedule"], loaded["schedule"]
@@ -207,6 +224,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "rank":
         sys.path = [entry for entry in sys.path if entry != str(Path(__file__).resolve().parents[2])]
         _, _, folder_, stage_, precision_, out_, settings_ = sys.argv
-        in_that_release(folder_, int(stage_), precision_, out_, eval(settings_))
+        in_that_release(folder_, int(stage_), precision_, out_, json.loads(settings_))
     else:
         main()

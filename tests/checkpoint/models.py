@@ -142,7 +142,8 @@ def save_as_fixtures_were(
     torch.manual_seed(0)
     net = upstream.model()
     ds_config = upstream.config(stage, precision)
-    ds_config.setdefault("zero_optimization", {}).update(settings or {})
+    for section, entries in (settings or {}).items():
+        ds_config.setdefault(section, {}).update(entries)
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=upstream.groups(net), config=ds_config)
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())

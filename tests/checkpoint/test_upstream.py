@@ -26,11 +26,16 @@ def fixture(stage: int, precision: str) -> Path:
     return FIXTURES / f"stage{stage}_{precision}"
 
 
+def converted(folder: Path) -> dict[str, torch.Tensor]:
+    """That release's own conversion of what it saved in ``folder``."""
+    kept = torch.load(folder / "expected.pt")
+    return dict(zip(kept["sizes"], kept["flat"].split(list(kept["sizes"].values())), strict=True))
+
+
 def expected(stage: int, precision: str) -> dict[str, torch.Tensor]:
     """Whole masters and moments: that release's own conversion, or the whole tensors that stage 0 saves."""
     if stage:
-        kept = torch.load(fixture(stage, precision) / "expected.pt")
-        return dict(zip(kept["sizes"], kept["flat"].split(list(kept["sizes"].values())), strict=True))
+        return converted(fixture(stage, precision))
     saved = torch.load(fixture(0, precision) / "global_step3/mp_rank_00_model_states.pt")
     optimizer = saved["optimizer"]
     names = [
@@ -144,6 +149,16 @@ def test_round_robin_gradients(world):
                     name,
                     kind,
                 )
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_accumulated_in_fp32(world):
+    """At stage 1 that release then takes its own bf16 optimizer, whose files have other keys."""
+    folder = FIXTURES / "stage1_fp32_accumulation"
+    for into, loaded in run(load_into, world, folder=str(folder), stages=[0, 1, 2, 3], precision="bf16")[
+        0
+    ].items():
+        _check_loaded(loaded, converted(folder), "bf16", into)
 
 
 def test_the_fixtures_are_small():

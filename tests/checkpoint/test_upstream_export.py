@@ -99,6 +99,18 @@ def test_a_checkpoint_of_that_release_comes_back_bit_for_bit(tmp_path, name):
     assert not compare(folder, FIXTURES / name / "global_step3", values=True)
 
 
+def test_the_bf16_optimizer_of_that_release(tmp_path):
+    """Its files come back, too, with the stage, without which its own zero_to_fp32 refuses them."""
+    name = "stage1_fp32_accumulation"
+    folder = export_checkpoint(FIXTURES / name, tmp_path)
+    optims = compare(folder, FIXTURES / name / "global_step3", values=True)
+    assert len(optims) == 2 and all("/optimizer_state_dict: keys" in line for line in optims), optims
+    for path in (FIXTURES / name / "global_step3").glob("*optim_states.pt"):
+        ours, theirs = (read_archive(f / path.name)["optimizer_state_dict"] for f in (folder, path.parent))
+        assert ours.pop("zero_stage") == 1
+        assert not differences(ours, theirs)
+
+
 @pytest.mark.parametrize(("stage", "precision"), CASES)
 def test_what_our_engine_saved_has_its_structure(tmp_path, stage, precision):
     """The same model trained by us at another stage: every key, type, shape and dtype, and nearly the same values."""
