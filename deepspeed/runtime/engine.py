@@ -101,7 +101,9 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         client_optimizer = optimizer
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         check_module(model)
-        check_fits(model, self.plan, self._config, optimizer, self.mesh)
+        if model_parameters is not None:
+            model_parameters = list(model_parameters)  # it may be a generator, and is read twice
+        check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         if not dont_change_device:
             model.to(self.device)
         cast_module(model, self.plan.precision)
