@@ -87,6 +87,7 @@ def main() -> None:
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {options.steps} steps")
             print(f"parameters: {whole:,}, trained {trained:,}; this rank's slices hold {held:,}")
             print(f"base unchanged: {torch.equal(before, after)}; adapter file {size:,} bytes")
+    deepspeed.comm.barrier()
     del keep
 
 
