@@ -136,6 +136,7 @@ class DeepSpeedConfig:
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
+        self.comm_config = c.comm
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
         self.autotuning_config = c.autotuning
         self.activation_checkpointing_config = c.activation_checkpointing

@@ -9,7 +9,7 @@ import torch
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.comm.config import CommConfig, CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compression.config import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
 from deepspeed.elasticity.config import ElasticityConfig
@@ -233,6 +233,7 @@ class TrainingConfig(LenientConfigModel):
     wandb: WandbConfig = Field(default=WandbConfig(), description="Curves for Weights & Biases.")
     csv_monitor: CSVConfig = Field(default=CSVConfig(), description="Curves in CSV files.")
     comet: CometConfig = Field(default=CometConfig(), description="Curves for Comet.")
+    comm: CommConfig = Field(default=CommConfig(), description="Communication.")
     comms_logger: CommsLoggerConfig | None = Field(default=None, description="Log of communication.")
     elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
     compression_training: CompressionConfig = Field(default=CompressionConfig(), description="Compression.")
