@@ -29,6 +29,7 @@ from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
+from deepspeed.checkpoint.upstream_config import UpstreamConfig, with_attributes
 from deepspeed.checkpoint.upstream_format import round_robin
 from deepspeed.checkpoint.writers import StagedFolder, write_latest
 
@@ -41,9 +42,6 @@ CLASS_NAMES = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
 }
 """What that release calls the classes of the plain objects in its files."""
-
-SUB_GROUP_NUMEL = 10**9
-"""Default of ``zero_optimization.sub_group_size``, which cuts the state of stage 3."""
 
 _TORCH_OPTIONS = {
     "amsgrad": False,
@@ -101,10 +99,7 @@ class _Files:
         self.stage = stage
         self.ranks = ranks
         self.reader = Reader(catalog)
-        self.config = _config(catalog, stage)
-        self.bf16, self.fp16 = (bool((self.config.get(k) or {}).get("enabled")) for k in ("bf16", "fp16"))
-        types = self.config.get("data_types") or {}
-        self.bf16_optimizer = stage == 1 and self.bf16 and types.get("grad_accum_dtype") == "fp32"
+        self.config = UpstreamConfig(catalog, stage)
         self.groups = _ordered_groups(catalog)
         self.trained = [name for group in self.groups for name in group]
         self.shapes = {name: catalog.masters(name)[0].index.global_shape for name in self.trained}
@@ -127,7 +122,7 @@ class _Files:
 
     def write(self, folder: Path) -> None:
         for rank in range(self.ranks if self.stage else 0):
-            name = names.optim_file(rank, 0, bf16=self.bf16)
+            name = names.optim_file(rank, 0, bf16=self.config.bf16)
             state = self._partition(rank) if self.stage < 3 else self._even_parts(rank)
             self._put(folder / name, {names.OPTIMIZER_STATE: state, **self._versions()})
         if self.stage < 3:
@@ -142,7 +137,7 @@ class _Files:
             write_archive(path, content, class_names=CLASS_NAMES)
 
     def _versions(self) -> dict[str, Any]:
-        return {names.DS_CONFIG: self.config, names.DS_VERSION: LAYOUT}
+        return {names.DS_CONFIG: self.config.raw, names.DS_VERSION: LAYOUT}
 
     # Model files --------------------------------------------------------------------------------------------
 
@@ -256,33 +251,8 @@ class _Files:
             made.append({**own, **missing, "params": list(members)})
         return made
 
-    def _scaler(self) -> LossScaler:
-        """The loss scale as an object with that release's attributes."""
-        saved = self.catalog.scalars.get("loss_scaler") or {}
-        settings = self.config.get("fp16") or {}
-        scale = float(saved.get("scale", 1.0)) if self.fp16 else 1.0
-        if not self.fp16 or settings.get("loss_scale", 0):
-            return _object(LossScaler, cur_scale=scale, dynamic=False)
-        steps = max(int(self.catalog.model_states["global_steps"]), int(saved.get("good_steps", 0)))
-        hysteresis = int(settings.get("hysteresis", 2))
-        return _object(
-            DynamicLossScaler,
-            cur_scale=scale,
-            dynamic=True,
-            cur_iter=steps,
-            last_overflow_iter=steps - int(saved.get("good_steps", 0)) - 1,
-            scale_factor=2.0,
-            scale_window=int(settings.get("loss_scale_window", 1000)),
-            min_scale=settings.get("min_loss_scale", 1),
-            delayed_shift=hysteresis,
-            cur_hysteresis=int(saved.get("tolerance_left", hysteresis)),
-            consecutive_hysteresis=bool(settings.get("consecutive_hysteresis", False)),
-            raise_error_at_min_scale=True,
-            dtype=torch.float16,
-        )
-
     def _scaler_entries(self) -> dict[str, Any]:
-        scaler = self._scaler()
+        scaler = self.config.loss_scaler(self.catalog)
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
     def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -299,7 +269,7 @@ class _Files:
 
     def _laid_out(self, group: Sequence[str]) -> list[str]:
         """The order of a group's parameters in its flat tensor."""
-        if self.stage == 2 and (self.config.get("zero_optimization") or {}).get("round_robin_gradients"):
+        if self.config.round_robin:
             return round_robin(group, self.ranks)
         return list(group)
 
@@ -319,22 +289,24 @@ class _Files:
             start = rank * per_rank
             stop = min(start + per_rank, total)
             paddings.append(per_rank - max(0, stop - start))
-            masters.append(self._flat(MASTER, order, start, stop, paddings[-1] if self.bf16_optimizer else 0))
+            masters.append(
+                self._flat(MASTER, order, start, stop, paddings[-1] if self.config.bf16_optimizer else 0)
+            )
             state[number] = self._values(group) | {
                 kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self._kinds(group)
             }
             slices.append(
                 OrderedDict(
-                    (name, _object(FragmentAddress, numel=high - low, start=position - start + low))
+                    (name, with_attributes(FragmentAddress(), numel=high - low, start=position - start + low))
                     for name, position, low, high in self._within(group, start, stop)
                 )
             )
         numbers = [[number] for number in range(len(self.groups))]
         stepped = {number: entries for number, entries in state.items() if entries}
-        general = not self.bf16_optimizer
+        general = not self.config.bf16_optimizer
         return {
             **(self._scaler_entries() if general else {}),
-            "clip_grad": float(self.config.get("gradient_clipping") or 0.0),
+            "clip_grad": self.config.clipping,
             "base_optimizer_state": {"state": stepped, "param_groups": self._param_groups(numbers)},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": self.stage,
@@ -402,13 +374,12 @@ class _Files:
 
     def _sub_groups(self, group: Sequence[str]) -> Iterator[list[str]]:
         """Consecutive parameters, each sub-group closed as soon as a rank's parts reach the size."""
-        limit = int((self.config.get("zero_optimization") or {}).get("sub_group_size", SUB_GROUP_NUMEL))
         members: list[str] = []
         numel = 0
         for name in group:
             members.append(name)
             numel += _rounded(prod(self.shapes[name]), self.ranks) // self.ranks
-            if numel >= limit:
+            if numel >= self.config.sub_group_numel:
                 yield members
                 members, numel = [], 0
         if members:
@@ -439,7 +410,7 @@ class _Files:
 
     def _whole_state(self) -> dict[str, Any]:
         """A torch optimizer's state dict; beside it the masters, where the weights are 16-bit."""
-        sixteen = self.bf16 or self.fp16
+        sixteen = self.config.bf16 or self.config.fp16
         groups = [[n for n in group if prod(self.shapes[n]) or not sixteen] for group in self.groups]
         numbers: list[list[int]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -453,7 +424,7 @@ class _Files:
         inner = {"state": state, "param_groups": self._param_groups(numbers)}
         if not sixteen:
             return inner
-        scaler = vars(self._scaler())
+        scaler = vars(self.config.loss_scaler(self.catalog))
         kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         return {
             "dynamic_loss_scale": scaler["dynamic"],
@@ -478,13 +449,6 @@ def _ordered_groups(catalog: Catalog) -> list[list[str]]:
     return made
 
 
-def _config(catalog: Catalog, stage: int) -> dict[str, Any]:
-    """The run's configuration as saved, with the stage of the export."""
-    config = dict(materialize(catalog.model_states.get(names.DS_CONFIG) or {}))
-    config["zero_optimization"] = {**(config.get("zero_optimization") or {}), "stage": stage}
-    return config
-
-
 def _joined(tensors: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
     """1-D tensors end to end."""
     numel = sum(prod(tensor.shape) for tensor in tensors)
@@ -493,12 +457,6 @@ def _joined(tensors: Sequence[LazyTensor], dtype: torch.dtype) -> LazyTensor:
 
 def _rounded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
-
-
-def _object(cls: type, **attributes: Any) -> Any:
-    made = cls()
-    vars(made).update(attributes)
-    return made
 
 
 def main() -> None:
