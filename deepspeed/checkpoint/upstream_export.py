@@ -29,7 +29,7 @@ from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
-from deepspeed.checkpoint.upstream_config import UpstreamConfig, with_attributes
+from deepspeed.checkpoint.upstream_settings import UpstreamSettings, with_attributes
 from deepspeed.checkpoint.upstream_format import round_robin
 from deepspeed.checkpoint.writers import StagedFolder, write_latest
 
@@ -99,7 +99,7 @@ class _Files:
         self.stage = stage
         self.ranks = ranks
         self.reader = Reader(catalog)
-        self.config = UpstreamConfig(catalog, stage)
+        self.settings = UpstreamSettings(catalog, stage)
         self.groups = _ordered_groups(catalog)
         self.trained = [name for group in self.groups for name in group]
         self.shapes = {name: catalog.masters(name)[0].index.global_shape for name in self.trained}
@@ -122,7 +122,7 @@ class _Files:
 
     def write(self, folder: Path) -> None:
         for rank in range(self.ranks if self.stage else 0):
-            name = names.optim_file(rank, 0, bf16=self.config.bf16)
+            name = names.optim_file(rank, 0, bf16=self.settings.bf16)
             state = self._partition(rank) if self.stage < 3 else self._even_parts(rank)
             self._put(folder / name, {names.OPTIMIZER_STATE: state, **self._versions()})
         if self.stage < 3:
@@ -137,7 +137,7 @@ class _Files:
             write_archive(path, content, class_names=CLASS_NAMES)
 
     def _versions(self) -> dict[str, Any]:
-        return {names.DS_CONFIG: self.config.raw, names.DS_VERSION: LAYOUT}
+        return {names.DS_CONFIG: self.settings.raw, names.DS_VERSION: LAYOUT}
 
     # Model files --------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class _Files:
         return made
 
     def _scaler_entries(self) -> dict[str, Any]:
-        scaler = self.config.loss_scaler(self.catalog)
+        scaler = self.settings.loss_scaler(self.catalog)
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
     def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -269,7 +269,7 @@ class _Files:
 
     def _laid_out(self, group: Sequence[str]) -> list[str]:
         """The order of a group's parameters in its flat tensor."""
-        if self.config.round_robin:
+        if self.settings.round_robin:
             return round_robin(group, self.ranks)
         return list(group)
 
@@ -290,7 +290,7 @@ class _Files:
             stop = min(start + per_rank, total)
             paddings.append(per_rank - max(0, stop - start))
             masters.append(
-                self._flat(MASTER, order, start, stop, paddings[-1] if self.config.bf16_optimizer else 0)
+                self._flat(MASTER, order, start, stop, paddings[-1] if self.settings.bf16_optimizer else 0)
             )
             state[number] = self._values(group) | {
                 kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self._kinds(group)
@@ -303,10 +303,10 @@ class _Files:
             )
         numbers = [[number] for number in range(len(self.groups))]
         stepped = {number: entries for number, entries in state.items() if entries}
-        general = not self.config.bf16_optimizer
+        general = not self.settings.bf16_optimizer
         return {
             **(self._scaler_entries() if general else {}),
-            "clip_grad": self.config.clipping,
+            "clip_grad": self.settings.clipping,
             "base_optimizer_state": {"state": stepped, "param_groups": self._param_groups(numbers)},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": self.stage,
@@ -379,7 +379,7 @@ class _Files:
         for name in group:
             members.append(name)
             numel += _rounded(prod(self.shapes[name]), self.ranks) // self.ranks
-            if numel >= self.config.sub_group_numel:
+            if numel >= self.settings.sub_group_numel:
                 yield members
                 members, numel = [], 0
         if members:
@@ -410,7 +410,7 @@ class _Files:
 
     def _whole_state(self) -> dict[str, Any]:
         """A torch optimizer's state dict; beside it the masters, where the weights are 16-bit."""
-        sixteen = self.config.bf16 or self.config.fp16
+        sixteen = self.settings.bf16 or self.settings.fp16
         groups = [[n for n in group if prod(self.shapes[n]) or not sixteen] for group in self.groups]
         numbers: list[list[int]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -424,7 +424,7 @@ class _Files:
         inner = {"state": state, "param_groups": self._param_groups(numbers)}
         if not sixteen:
             return inner
-        scaler = vars(self.config.loss_scaler(self.catalog))
+        scaler = vars(self.settings.loss_scaler(self.catalog))
         kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         return {
             "dynamic_loss_scale": scaler["dynamic"],

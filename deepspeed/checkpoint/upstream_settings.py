@@ -15,7 +15,7 @@ SUB_GROUP_NUMEL = 10**9
 """Default of ``zero_optimization.sub_group_size``, which cuts the state of stage 3."""
 
 
-class UpstreamConfig:
+class UpstreamSettings:
     """``raw`` is the run's configuration as saved, with the ``stage`` of the export."""
 
     def __init__(self, catalog: Catalog, stage: int) -> None:
