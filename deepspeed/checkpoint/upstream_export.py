@@ -29,8 +29,8 @@ from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER
-from deepspeed.checkpoint.upstream_settings import UpstreamSettings, with_attributes
 from deepspeed.checkpoint.upstream_format import round_robin
+from deepspeed.checkpoint.upstream_settings import UpstreamSettings, with_attributes
 from deepspeed.checkpoint.writers import StagedFolder, write_latest
 
 LAYOUT = "0.19.8"
