@@ -4,10 +4,15 @@ Collectives need every rank to come at the same point. Control flow that differs
 different lengths or an evaluation on one rank alone do not have such a point. So every rank serves its own slices
 over a socket, and a rank that needs a bucket asks the others for theirs. Weights do not change between two steps;
 a request says which version it wants, and a rank that has not finished that update yet answers when it has.
+
+[Note: the end of a process] A rank that is done first would take its slices along while others still read them. At
+the interpreter's end every rank tells the others and serves on until they are at their end, too, or are gone, or have
+asked for nothing for ``LINGER_S``. A rank that ends with an uncaught exception does not stay: its launcher waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hmac
@@ -15,7 +20,9 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +35,10 @@ from deepspeed.comm.collectives import Communicator
 _REQUEST = struct.Struct("<qq")  # bucket, version
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
+_LEAVING = -1  # in place of a bucket: the connection is to be closed when the asked rank leaves
+LINGER_S = 60.0
+
+_open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
 
 
 class ShardServer:
@@ -43,8 +54,9 @@ class ShardServer:
         self.version = 0
         self.bytes_received = 0
         self.fetches = 0
+        self.served = 0
         self._changed = threading.Condition()
-        self._closed = False
+        self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
         self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         mine = (*self._listener.getsockname()[:2], secrets.token_bytes(_TOKEN_BYTES))
@@ -53,6 +65,7 @@ class ShardServer:
         self._addresses: list[tuple[str, int, bytes]] = everyone
         self._token = everyone[0][2]
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
+        _open.add(self)
 
     def advance(self) -> None:
         with self._changed:
@@ -119,14 +132,45 @@ class ShardServer:
                     return
                 bucket, version = _REQUEST.unpack(request)
                 with self._changed:
+                    if bucket == _LEAVING:
+                        self._changed.wait_for(lambda: self._leaving or self._closed)
+                        return
                     self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
                 if self._closed:
                     return
+                self.served += 1
                 shard = self.shards[bucket]
                 shard = shard if shard.device.type == "cpu" else shard.cpu()
                 connection.sendall(_bytes_of(shard))
 
+    def leave(self) -> None:
+        """Tell the other ranks that this one will ask for nothing more (Note: the end of a process)."""
+        with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
+        for rank in range(self.communicator.size):
+            if rank != self.communicator.rank:
+                with contextlib.suppress(OSError):
+                    self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
+
+    def linger(self) -> None:
+        """Serve until the other ranks are leaving or gone: then they close the connection."""
+        for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.settimeout(LINGER_S)
+                while self._is_asked(connection):
+                    pass
+
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """False once the connection is closed, or nobody has asked for anything in all the time."""
+        served = self.served
+        try:
+            return bool(connection.recv(1))
+        except TimeoutError:
+            return self.served > served
+
     def close(self) -> None:
+        _open.discard(self)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -135,6 +179,16 @@ class ShardServer:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         self._peers.clear()
+
+
+@atexit.register
+def _leave() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return
+    for server in list(_open):
+        server.leave()
+    for server in list(_open):
+        server.linger()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,0 +1,59 @@
+"""A rank that is done first serves its slices until the others are done as well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.programs import environment
+
+SCRIPT = """\
+import sys, time
+import torch
+import deepspeed
+
+deepspeed.init_distributed(auto_mpi_discovery=False)
+rank = deepspeed.comm.get_rank()
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(1, 8)).sum())
+engine.step()
+if rank == 0:
+    time.sleep(2)
+elif sys.argv[1] == "fails":
+    raise ValueError("on purpose")
+with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+    print("rank", rank, "saw", sum(p.numel() for p in engine.module.parameters()), flush=True)
+"""
+
+
+def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launcher, str(script), how], env=environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_last_rank_still_gets_its_slices(tmp_path: Path) -> None:
+    done = launched(tmp_path, "ends")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
+
+
+@pytest.mark.parametrize("how", ["fails"])
+def test_a_failing_rank_does_not_stay(tmp_path: Path, how: str) -> None:
+    begin = time.monotonic()
+    done = launched(tmp_path, how)
+    assert done.returncode != 0 and "on purpose" in done.stderr
+    assert time.monotonic() - begin < 60
