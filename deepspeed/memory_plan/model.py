@@ -74,11 +74,11 @@ def _cast(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
 
 
 def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
-    target = precision.buffer or precision.param
+    target = precision.buffer
     total = 0
     for buffer in module.buffers():
-        cast = target is not None and buffer.is_floating_point()
-        total += buffer.numel() * (target.itemsize if cast and target is not None else buffer.dtype.itemsize)
+        dtype = target if target is not None and buffer.is_floating_point() else buffer.dtype
+        total += buffer.numel() * dtype.itemsize
     return total
 
 

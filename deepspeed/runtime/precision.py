@@ -14,8 +14,10 @@ from deepspeed.runtime.zero.params import is_zero_param
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
-    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer`` (default: as parameters), in place."""
-    buffers = plan.buffer or plan.param
+    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them.
+
+    By default buffers stay as they are: rotary frequencies and running statistics lose too much in 16 bits.
+    """
     with torch.no_grad():
         if plan.param is not None:
             for param in module.parameters():
@@ -23,11 +25,11 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
                     param.data = param.data.to(plan.param)
                     if is_zero_param(param):  # made under zero.Init in another dtype
                         param.ds_home.cast(param, plan.param)  # type: ignore[attr-defined]
-        if buffers is not None:
+        if plan.buffer is not None:
             for owner in module.modules():
                 for name, buffer in owner._buffers.items():
                     if buffer is not None and buffer.is_floating_point():
-                        owner._buffers[name] = buffer.to(buffers)
+                        owner._buffers[name] = buffer.to(plan.buffer)
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

@@ -119,7 +119,7 @@ def test_what_our_engine_saved_has_its_structure(tmp_path, stage, precision):
     folder = export_checkpoint(own, tmp_path / "out", zero_stage=stage)
     fixture = FIXTURES / f"stage{stage}_{precision}/global_step3"
     lines = compare(folder, fixture, values=False)
-    allowed = r"ds_config|/param_groups/\d: keys|/module/count"  # the last is a buffer, which we cast like the weights
+    allowed = r"ds_config|/param_groups/\d: keys"
     allowed += "" if stage else "|/optimizer: keys"
     assert not [line for line in lines if not re.search(allowed, line)], lines
     for path in fixture.glob("*optim_states.pt"):

@@ -221,7 +221,7 @@ class Noted(nn.Module):
 
     def forward(self, x: torch.Tensor, *, extra: torch.Tensor, nested: dict[str, Any]) -> torch.Tensor:
         self.seen = [x.dtype, extra.dtype, nested["deep"][0].dtype, nested["ids"].dtype]
-        return self.inner(x.to(self.inner.weight.dtype) + self.offset).float().square().mean()
+        return self.inner((x + self.offset).to(self.inner.weight.dtype)).float().square().mean()
 
 
 @pytest.mark.parametrize(
@@ -235,17 +235,17 @@ class Noted(nn.Module):
     ],
 )
 @distributed(world_size=1)
-def test_inputs_and_buffers_are_cast(
+def test_inputs_are_cast_and_buffers_are_not(
     section: dict[str, Any], positional: torch.dtype, keyword: torch.dtype
 ) -> None:
-    """Floating inputs follow the parameters; by keyword under fp16 only with `auto_cast`. Integers stay."""
+    """Floating inputs follow the parameters; by keyword under fp16 only with `auto_cast`. Integers and buffers stay."""
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **section}
     engine, *_ = deepspeed.initialize(model=Noted(), config=config)
     ids = torch.ones(2, dtype=torch.int64)
     x = torch.ones(1, WIDTH)
     engine(x, extra=torch.ones(2), nested={"deep": [torch.ones(1)], "ids": ids})
     assert engine.module.seen == [positional, keyword, keyword, torch.int64]
-    assert engine.module.offset.dtype is positional and engine.module.count.dtype is torch.int64
+    assert engine.module.offset.dtype is torch.float32 and engine.module.count.dtype is torch.int64
     engine.destroy()
 
 
@@ -255,10 +255,10 @@ def test_buffers_may_have_a_dtype_of_their_own() -> None:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW"},
         "bf16": {"enabled": True},
-        "data_types": {"buffer_dtype": "fp32"},
+        "data_types": {"buffer_dtype": "fp16"},
     }
     engine, *_ = deepspeed.initialize(model=Noted(), config=config)
-    assert engine.module.offset.dtype is torch.float32
+    assert engine.module.offset.dtype is torch.float16
     assert engine.module.inner.weight.dtype is torch.bfloat16
     engine.destroy()
 

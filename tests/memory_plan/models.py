@@ -28,7 +28,7 @@ class Gpt(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x) * self.scale)
+        logits = self.head(self.norm(x) * self.scale.to(x.dtype))
         return nn.functional.cross_entropy(logits.float(), ids)
 
 
