@@ -160,13 +160,18 @@ class Offload:
             self.ledger.add(TRAINING, Place.HOST, Kind.STATE, elements)
             self._slots(TRAINING, staged)
             return
-        masters = [_spans(group) for group in groups]
+        masters = [_master_records(group) for group in groups]
+        first = [_in_slot(records) + s for records, s in zip(masters, staged, strict=True)]
+        later = [
+            _in_slot([*records, (0, n)] if n else records) + s
+            for records, n, s in zip(masters, states, staged, strict=True)
+        ]
         self.ledger.add([Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
         for nbytes in filter(None, states):
             self.paper.file("optimizer", nbytes)
         self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
-        self._slots([Phase.FIRST_UPDATE], [sum(sizes) for sizes in zip(masters, staged, strict=True)])
-        self._slots(STEADY, [sum(sizes) for sizes in zip(masters, states, staged, strict=True)])
+        self._slots([Phase.FIRST_UPDATE], first)
+        self._slots(STEADY, later)
         # The first update makes state in ordinary memory and copies it into the file, one sub-group at a time.
         self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
 
@@ -178,15 +183,24 @@ class Offload:
             self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
 
 
-def _spans(group: Sequence[Any]) -> int:
-    """Bytes of a sub-group's masters in the file: those of one bucket lie together, with the gaps between them."""
+def _master_records(group: Sequence[Any]) -> list[tuple[int, int]]:
+    """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket lie together, with the
+    gaps between them."""
     spans: dict[Any, tuple[int, int]] = {}
     for one in group:
         if one.separate:
             stop = one.start + one.master_bytes
             low, high = spans.get(one.storage, (one.start, stop))
             spans[one.storage] = min(low, one.start), max(high, stop)
-    return sum(high - low for low, high in spans.values())
+    return [(low % swap_file.PAGE, high - low) for low, high in spans.values()]
+
+
+def _in_slot(records: Iterable[tuple[int, int]]) -> int:
+    """Bytes of a slot that records take (``SubGroup.spans``)."""
+    stop = 0
+    for skew, nbytes in records:
+        stop = round_up(stop, swap_file.PAGE) + skew + nbytes
+    return round_up(stop, _ALIGN)
 
 
 def _together(sizes: Iterable[int]) -> int:

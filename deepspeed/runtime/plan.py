@@ -244,20 +244,19 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
 
 def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
     types = config.data_types_config
+    autocast, modules = _autocast(config)
     common: dict[str, Any] = {
         "buffer": types.buffer_dtype,
         "accumulate": types.grad_accum_dtype,
         "reduce": config.communication_data_type,
         "state": None,
-        "autocast": None,
-        "autocast_modules": (),
+        "autocast": autocast,
+        "autocast_modules": modules,
     }
     if config.float16_config.enabled:
         return _fp16(config, common)
     if config.bfloat16_config.enabled:
         return _bf16(config, common)
-    autocast, modules = _autocast(config)
-    common["autocast"], common["autocast_modules"] = autocast, modules
     param = types.param_dtype
     low = param is not None and param != torch.float32
     # A gradient scale is needed wherever fp16 products appear, whoever chose them.
@@ -278,10 +277,10 @@ def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
     section = config.float16_config
     own_master = not section.fp16_master_weights_and_grads
     return PrecisionPlan(
-        name="fp16",
+        name=_name(torch.float16, common["autocast"]),
         param=torch.float16,
         master=torch.float32 if own_master else None,
-        cast_inputs=True,
+        cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
         cast_kwargs=bool(section.auto_cast),
         loss_scale=_loss_scale(section),
         check_overflow=True,
@@ -294,10 +293,10 @@ def _bf16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
     own_master = not section.bf16_master_weights_and_grads
     state = torch.bfloat16 if section.bf16_optimizer_states else torch.float32
     return PrecisionPlan(
-        name="bf16",
+        name=_name(torch.bfloat16, common["autocast"]),
         param=torch.bfloat16,
         master=torch.float32 if own_master else None,
-        cast_inputs=True,
+        cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
         cast_kwargs=True,
         loss_scale=LossScalePlan(),
         check_overflow=bool(section.check_grad_overflow),

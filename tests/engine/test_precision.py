@@ -308,3 +308,43 @@ def test_gradients_of_safe_modules_travel_in_the_autocast_dtype() -> None:
         assert [wire["0.weight"], wire["1.weight"]] == expected
         train(engine, steps=1)
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@distributed(world_size=2)
+def test_autocast_beside_16_bit_weights(kind: str, stage: int) -> None:
+    """Parameters are 16-bit, inputs come as they are, and operations that need fp32 get it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+
+    class Probe(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype is torch.float32 and self.weight.dtype is dtype
+            out = super().forward(x)
+            assert out.dtype is dtype
+            loss = nn.functional.cross_entropy(out, torch.zeros(4, dtype=torch.int64))
+            assert loss.dtype is torch.float32
+            return loss
+
+    section = {
+        kind: {"enabled": True},
+        "torch_autocast": {"enabled": True, "dtype": str(dtype).split(".")[1]},
+    }
+    if kind == "fp16":
+        section["fp16"]["initial_scale_power"] = 4
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        **section,
+    }
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=Probe(WIDTH, WIDTH), config=config)
+    losses = []
+    for _ in range(4):
+        loss = engine(torch.ones(4, WIDTH))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert losses[-1] < losses[0]
+    engine.destroy()

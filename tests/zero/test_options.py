@@ -114,7 +114,7 @@ def test_a_model_of_several_dtypes_keeps_them(stage: int) -> None:
         )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @distributed(world_size=2)
 def test_gradients_add_up_in_the_dtype_asked_for(stage: int) -> None:
     """`data_types.grad_accum_dtype`: a large gradient, then sixteen of half its last bf16 bit. Added in bf16 they are
@@ -179,3 +179,26 @@ def test_evaluation_between_steps_changes_nothing(stage: int) -> None:
         results.append(losses)
         engine.destroy()
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_backwards_without_a_sum_add_up_in_that_dtype_too(stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+    }
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with engine.no_sync():
+        for value in [256.0] + [1.0] * 15:
+            engine.backward(engine(torch.full((1, 4), value)).sum())
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert deepspeed.utils.safe_get_full_fp32_param(model.weight)[0, 0].item() == -272.0
+    engine.destroy()

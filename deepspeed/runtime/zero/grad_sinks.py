@@ -102,10 +102,10 @@ class GradBucket:
 
     # Arrivals -----------------------------------------------------------------------------------------------
 
-    def accept(self, position: int, grad: Tensor) -> None:
-        """Add one gradient, shaped like its parameter, to the local sum."""
+    def accept(self, position: int, grad: Tensor, *, lasting: bool = False) -> None:
+        """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
         if self.local is None:
-            self._open()
+            self._open(lasting)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         view = self.views[position]
@@ -119,7 +119,7 @@ class GradBucket:
         """Whether autograd added to the exposed gradient itself: then the local sum holds it already."""
         return self.local is not None and grad.data_ptr() == self.views[position].data_ptr()
 
-    def _open(self) -> None:
+    def _open(self, lasting: bool = False) -> None:
         if self._owned is not None:
             # A second round in one step: its arrivals must not hit the first result.
             if self.reduced is not None and self.host is None:
@@ -130,7 +130,8 @@ class GradBucket:
         if self.keep_local:
             self.local = self._owned = torch.empty(numel, dtype=self.dtype, device=self.device)
         else:
-            self.local = self.pool.take(numel, self.layout.wire_dtype, self.device)
+            dtype = self.dtype if lasting else self.layout.wire_dtype
+            self.local = self.pool.take(numel, dtype, self.device)
         for low, high in self.layout.gaps():
             self.local[low:high].zero_()
         self.views = [self.local[slot.offset : slot.end] for slot in self.layout.slots]

@@ -127,7 +127,7 @@ class GradReducer:
             self._late[index] = grad.detach().clone() if late is None else late.add_(grad)
             return
         if not in_place:
-            self.buckets[b].accept(position, grad)
+            self.buckets[b].accept(position, grad, lasting=not self._sync)
         if self._arrived[index] <= self._expected[index]:
             self._missing[b] -= 1
             if self._missing[b] == 0:

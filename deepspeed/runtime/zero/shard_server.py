@@ -139,7 +139,8 @@ class ShardServer:
                 if self._closed:
                     return
                 self.served += 1
-                shard = self.shards[bucket]
+                # A view keeps the memory while it is sent, also if offload_states() moves the slice meanwhile.
+                shard = self.shards[bucket].detach()
                 shard = shard if shard.device.type == "cpu" else shard.cpu()
                 connection.sendall(_bytes_of(shard))
 

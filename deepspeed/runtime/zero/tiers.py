@@ -24,7 +24,7 @@ from deepspeed.ops.aio.memory import LockedMemory
 from deepspeed.runtime.plan import StateOffload
 from deepspeed.runtime.zero.host_copies import host_empty, off_host
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
-from deepspeed.runtime.zero.swap_file import SwapFile, Transfer
+from deepspeed.runtime.zero.swap_file import PAGE, SwapFile, Transfer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.state_store import GroupTensors, OwnedFragment
@@ -90,6 +90,9 @@ class Record:
     tensors: list[Tensor]
     places: list[int]
     numels: list[int]
+    skew: int = 0
+    """Offset in its page of the file: in a slot the record starts at the same one, so that nothing has to be copied on
+    the way (docs/nvme.md)."""
 
     def bind(self, base: Tensor) -> None:
         """Make the tensors views of ``base`` [nbytes] (Note: resting tensors)."""
@@ -110,9 +113,18 @@ class SubGroup:
     resident: bool = False  # state and masters are where they are updated
     base: int = 0  # address of the slot that ``views`` belong to
 
+    def spans(self) -> Iterator[tuple[Record, slice]]:
+        """The records with their bytes of a slot."""
+        start = 0
+        for record in self.records:
+            start = round_up(start, PAGE) + record.skew
+            yield record, slice(start, start + record.resting.numel())
+            start += record.resting.numel()
+
     @property
     def nbytes(self) -> int:
-        return sum(record.resting.numel() for record in self.records)
+        """Bytes of a slot that the records take."""
+        return max((round_up(span.stop, _ALIGN) for _, span in self.spans()), default=0)
 
     @property
     def staged_nbytes(self) -> int:
@@ -241,6 +253,8 @@ class OffloadedTier(ResidentTier):
         for number, sub_group in enumerate(self.sub_groups):
             if self.swap is not None and not sub_group.resident:
                 sub_group.records = list(_master_records(sub_group.fragments))
+                for record in sub_group.records:
+                    record.skew = self.swap.offset_of(record.resting) % PAGE
                 sub_group.known = {id(t) for record in sub_group.records for t in record.tensors}
             for owned in sub_group.fragments:
                 self._part_of[id(owned)] = number
@@ -357,30 +371,22 @@ class OffloadedTier(ResidentTier):
         sub_group, slot = self.sub_groups[number], self._slot(number)
         slot.settle()
         slot.reserve(sub_group.nbytes + sub_group.staged_nbytes)
-        start = 0
-        for record in sub_group.records:
-            part = slot.buffer[start : start + record.resting.numel()]
-            start += part.numel()
+        for record, span in sub_group.spans():
             assert self.swap is not None
-            slot.transfers.append((self.swap, self.swap.read(part, record.resting)))
+            slot.transfers.append((self.swap, self.swap.read(slot.buffer[span], record.resting)))
 
     def _one(self, number: int, part: Groups, apply: Callable[[Groups], None]) -> None:
         sub_group, slot = self.sub_groups[number], self._slot(number)
         slot.settle()
-        start = 0
-        for record in sub_group.records:
-            record.bind(slot.buffer[start : start + record.resting.numel()])
-            start += record.resting.numel()
+        for record, span in sub_group.spans():
+            record.bind(slot.buffer[span])
         sub_group.stage(slot.buffer)
         staged = _lend_views(part, sub_group.views)
         apply(part)
         self._put_weights_back(staged, slot)
-        start = 0
-        for record in sub_group.records:
-            buffer = slot.buffer[start : start + record.resting.numel()]
-            start += buffer.numel()
+        for record, span in sub_group.spans():
             assert self.swap is not None
-            slot.transfers.append((self.swap, self.swap.write(buffer, record.resting)))
+            slot.transfers.append((self.swap, self.swap.write(slot.buffer[span], record.resting)))
             record.bind(record.resting)
         if self.swap is not None and not sub_group.resident:
             self._store_new(sub_group)
@@ -440,7 +446,7 @@ def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
         start = min(master.data_ptr() for master in masters)
         stop = max(master.data_ptr() + master.numel() * master.element_size() for master in masters)
         raw = torch.empty(0, dtype=torch.uint8).set_(
-            masters[0].untyped_storage(), start - base, (stop - start,)
+            masters[0].untyped_storage(), start - base, (stop - start,), (1,)
         )
         places = [master.data_ptr() - start for master in masters]
         yield Record(raw, masters, places, [master.numel() for master in masters])
