@@ -69,6 +69,7 @@ def config(folder: str) -> dict[str, object]:
             "stage": 3,
             "offload_optimizer": storage,
             "offload_param": {**storage, "max_in_cpu": 0, "buffer_count": 1},
+            "sub_group_size": 1_000_000,  # of small sub-groups the buffers are small
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         },
