@@ -59,6 +59,8 @@ _orig_torch_full = torch.full
 _orig_torch_arange = torch.arange
 _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
+_ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
+"""Constructors whose default dtype does not depend on their arguments, nor their values on the dtype."""
 
 _DEPTH = "_ds_init_depth"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
@@ -95,6 +97,8 @@ def zero_wrapper_for_fp_tensor_constructor(
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
             kwargs["device"] = target_device
+        if fn in _ALWAYS_FLOATING and kwargs.get("dtype") is None and kwargs.get("out") is None:
+            kwargs["dtype"] = target_fp_dtype  # and not a copy afterwards, for which both would have to fit
         made = fn(*args, **kwargs)
         if made.is_floating_point() and made.dtype != target_fp_dtype:
             made.data = made.data.to(target_fp_dtype)
