@@ -39,6 +39,16 @@ time.sleep(120)
 """
 
 
+@pytest.fixture(autouse=True)
+def default_signals():
+    """A test run in the background (``nohup``, ``&``) ignores signals, and what it starts would inherit that."""
+    wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 class Job:
     """A running command, its launcher, and the processes of each rank (the rank itself first)."""
 
