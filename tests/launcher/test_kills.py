@@ -46,7 +46,7 @@ def default_signals():
     before = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
     yield
     for signum, handler in before.items():
-        signal.signal(signum, handler)
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 class Job:
