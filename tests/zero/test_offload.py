@@ -20,11 +20,12 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.ops.aio.engine import Failure
+from deepspeed.ops.aio.engine import Failure, Options
 from deepspeed.runtime import assembly
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, tiers
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.swap_file import SwapFile
 from deepspeed.runtime.zero.tiers import OffloadedTier, ResidentTier, device_share
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
@@ -464,3 +465,43 @@ def test_weights_on_storage_can_be_edited_evaluated_and_exported(tmp_path: Path)
     found = run(swapped, tmp_path / "swapped")
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@distributed(world_size=1)
+def test_state_that_was_forgotten_and_made_again(precision: str, tmp_path: Path) -> None:
+    """A checkpoint from before the first step drops all state; what is made anew may get the old addresses."""
+    plain = plain_config(2, precision)
+    swapped = offloaded(plain, tmp_path, offload_optimizer={"device": "nvme"})
+    trained(plain, range(0), save=tmp_path / "fresh")
+    expected = trained(plain, range(5))
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=swapped)
+    for again in range(2):
+        losses = []
+        for step in range(3):
+            loss = engine(batch(step, 0, 0))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses == expected[:3]
+        if not again:
+            engine.load_checkpoint(str(tmp_path / "fresh"))
+    engine.save_checkpoint(str(tmp_path / "later"))
+    assert trained(plain, range(3, 5), load=tmp_path / "later") == expected[3:]
+
+
+def test_addresses_that_are_given_out_again(tmp_path: Path) -> None:
+    swap = SwapFile(tmp_path, Options(), key="key")
+    for value in range(20):
+        tensor = swap.new(5000, torch.float32)
+        swap.finish(swap.write(torch.full((5000,), float(value)), tensor))
+        assert torch.equal(
+            tensor, torch.full((5000,), float(value))
+        )  # the mapping sees what the transfer wrote
+        del tensor
+    kept = [swap.new(n, torch.float32) for n in (1, 5000, 3)]
+    offsets = [swap.offset_of(tensor) for tensor in kept]
+    assert len(set(offsets)) == 3 and all(offset % 4096 == 0 for offset in offsets)
+    assert swap.offset_of(kept[1][100:]) == offsets[1] + 400
+    assert not swap.holds(torch.empty(3))
+    swap.close()

@@ -17,9 +17,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._read_until: dict[
-            int, Any
-        ] = {}  # address of a free buffer -> event after which it may be written
+        self._read_until: dict[int, Any] = {}  # address of a free buffer -> event after its last use
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of exactly ``numel`` elements with undefined contents."""
@@ -27,11 +25,11 @@ class BufferPool:
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
-            event = self._read_until.pop(buffer.data_ptr(), None)
-            if event is not None:
-                event.wait()
+            self._settle(buffer)
             return buffer[:numel]
-        free.clear()  # all too small: a larger one takes their place
+        for buffer in free:  # all too small: a larger one takes their place
+            self._settle(buffer)
+        free.clear()
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor, read_until: Any = None) -> None:
@@ -41,10 +39,18 @@ class BufferPool:
             self._read_until[whole.data_ptr()] = read_until
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
+    def _settle(self, buffer: Tensor) -> None:
+        """Whatever comes next on the current stream comes after the buffer's last use on another."""
+        event = self._read_until.pop(buffer.data_ptr(), None)
+        if event is not None:
+            event.wait()
+
     def clear(self) -> None:
         """Give the free buffers back."""
+        for free in self._free.values():
+            for buffer in free:
+                self._settle(buffer)
         self._free.clear()
-        self._read_until.clear()
 
 
 class InFlight(NamedTuple):

@@ -19,6 +19,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from bisect import bisect_left
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,9 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
-        self._maps: list[tuple[int, int, int]] = []  # address, bytes, offset in the file
+        self._maps: list[
+            tuple[int, int, int]
+        ] = []  # address, bytes, offset in the file; by address, disjoint
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd, name = tempfile.mkstemp(prefix="deepspeed_swap_", dir=folder)
@@ -100,7 +103,7 @@ class SwapFile:
         self.size += nbytes
         mapping = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED, offset=offset)
         raw = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
-        self._maps.append((raw.data_ptr(), nbytes, offset))
+        self._remember(raw.data_ptr(), nbytes, offset)
         return raw.view(dtype)[:numel]
 
     def put(self, tensor: Tensor) -> Tensor:
@@ -133,18 +136,31 @@ class SwapFile:
                 ) from None
         self._grown += grow
 
+    def _remember(self, start: int, nbytes: int, offset: int) -> None:
+        """What was known of these addresses belonged to tensors that are gone: the system gives them out again."""
+        low, high = bisect_left(self._maps, (start,)), bisect_left(self._maps, (start + nbytes,))
+        if low and sum(self._maps[low - 1][:2]) > start:
+            low -= 1
+        self._maps[low:high] = [(start, nbytes, offset)]
+
+    def _find(self, address: int) -> int | None:
+        """Offset in the file of a mapped address, None for any other."""
+        at = bisect_left(self._maps, (address + 1,)) - 1
+        if at < 0:
+            return None
+        start, nbytes, offset = self._maps[at]
+        return offset + address - start if address < start + nbytes else None
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor rests here."""
-        address = tensor.data_ptr()
-        return any(start <= address < start + nbytes for start, nbytes, _ in self._maps)
+        return self._find(tensor.data_ptr()) is not None
 
     def offset_of(self, resting: Tensor) -> int:
         """Where in the file a tensor of ``new``, or a view of one, begins. Bytes."""
-        address = resting.data_ptr()
-        for start, nbytes, offset in self._maps:
-            if start <= address < start + nbytes:
-                return offset + address - start
-        raise KeyError("this tensor does not rest in the swap file")
+        offset = self._find(resting.data_ptr())
+        if offset is None:
+            raise KeyError("this tensor does not rest in the swap file")
+        return offset
 
     # Transfers ----------------------------------------------------------------------------------------------
 

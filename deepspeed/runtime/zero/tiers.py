@@ -348,10 +348,11 @@ class OffloadedTier(ResidentTier):
                 self._one(number, part, apply)
             for slot in self.slots:
                 slot.finish_transfers()
-        finally:
-            for number, _ in parts:  # after a failure: whatever was under way ends, tensors rest again
+        except BaseException:  # whatever was under way ends, tensors rest again
+            for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
             self._settle_quietly()
+            raise
 
     def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
         """``groups`` by sub-group, without those that have nothing to update."""
