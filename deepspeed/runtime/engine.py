@@ -82,7 +82,36 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.plan: Plan = make_plan(self._config)
         dist.init_distributed(dist_init_required=dist_init_required, config=self._config)
         self.mpu = mpu
-        self.mesh = ProcessMesh.from_mpu(mpu) if mpu is not None else ProcessMesh.build()
+        self._find_place(args)
+        self.device = self._choose_device(model, dont_change_device)
+        self.clock = AccumulationClock(
+            self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
+        )
+        self.events = Events()
+
+        require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
+        check_module(model)
+        if model_parameters is not None:
+            model_parameters = list(model_parameters)  # it may be a generator, and is read twice
+        check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
+        self._take_module(model, move=not dont_change_device)
+        self._build_training(optimizer, model_parameters)
+        self.client_lr_scheduler = lr_scheduler
+        self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
+
+        self.collate_fn = collate_fn
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._plain_backward = PlainBackward(
+            self._begin_plain_backward, self._end_backward, lambda: self._in_backward
+        )
+        self._begin_counting()
+        self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
+        attach_observers(self)
+        log_start(self)
+
+    def _find_place(self, args: Any) -> None:
+        """Which rank this is, and among whom."""
+        self.mesh = ProcessMesh.from_mpu(self.mpu) if self.mpu is not None else ProcessMesh.build()
         groups.set_mesh(self.mesh)
         self.accelerator = get_accelerator()
         self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)
@@ -92,19 +121,10 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.world_size = dist.get_world_size()
         self.dp_world_size = self.seq_dp_world_size = self.mesh.size("dp", "sp")
         self.mp_world_size = self.mesh.size("tp")
-        self.device = self._choose_device(model, dont_change_device)
-        self.clock = AccumulationClock(
-            self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
-        )
-        self.events = Events()
 
-        client_optimizer = optimizer
-        require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
-        check_module(model)
-        if model_parameters is not None:
-            model_parameters = list(model_parameters)  # it may be a generator, and is read twice
-        check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
-        if not dont_change_device:
+    def _take_module(self, model: nn.Module, *, move: bool) -> None:
+        """On the device, in the plan's dtypes, and the same on every rank."""
+        if move:
             model.to(self.device)
         cast_module(model, self.plan.precision)
         lay_out_contiguously(model)
@@ -113,30 +133,27 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         check_ranks_agree(model, communicator)
         broadcast_weights(model, communicator)
 
-        self.client_optimizer = client_optimizer
-        self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, model)
+    def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
+        """The optimizer, and everything between gradients and updated weights."""
+        self.client_optimizer = optimizer
+        self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, self.module)
         require_optimizer(self.plan, self.basic_optimizer is not None)
         if optimizer is None and self.basic_optimizer is not None:
             set_state_dtype(self.basic_optimizer, self.plan.precision.state)
         self.sharded: ShardedModel | None = None
         if self.plan.zero.shard_params:
-            self.sharded = shard_module(model, self.basic_optimizer, self.plan, self._config, self.mesh)
+            self.sharded = shard_module(self.module, self.basic_optimizer, self.plan, self._config, self.mesh)
         self.core: TrainingCore | None = None
         self.optimizer: Any = self.sharded.offload if self.sharded is not None else None
         if self.basic_optimizer is not None:
             self.core = build_core(
-                model, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded
+                self.module, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded
             )
             self.optimizer = self.core.optimizer
-        self.client_lr_scheduler = lr_scheduler
-        self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
-        self.param_names = {param: name for name, param in model.named_parameters()}
+        self.param_names = {param: name for name, param in self.module.named_parameters()}
 
-        self.collate_fn = collate_fn
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-        self._plain_backward = PlainBackward(
-            self._begin_plain_backward, self._end_backward, lambda: self._in_backward
-        )
+    def _begin_counting(self) -> None:
+        """Where the engine stands: nothing has happened yet."""
         self._in_backward = False
         self._no_sync = False
         self._scaled_loss = False
@@ -152,9 +169,6 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.enable_backward_allreduce = True
         self.pipeline_parallelism = False
         self.has_moe_layers = False
-        self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
-        attach_observers(self)
-        log_start(self)
 
     # The training step --------------------------------------------------------------------------------------
 
