@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+FROM_DICT, FROM_BASE64 = "config", "base64 config"
+WITHOUT_FILE = (FROM_DICT, FROM_BASE64)
+"""What a config is called that has no file."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -31,11 +35,16 @@ class DeepSpeedConfigError(ValueError, AssertionError):
         self.problems = list(problems)
 
     @classmethod
-    def of(cls, problems: Iterable[Problem], source: str = "config") -> DeepSpeedConfigError:
+    def of(cls, problems: Iterable[Problem], source: str = FROM_DICT) -> DeepSpeedConfigError:
         listed = list(problems)
         count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
         text = "\n".join(f"  {problem}" for problem in listed)
-        return cls(f"{count} in DeepSpeed {source}:\n{text}", problems=listed)
+        return cls(f"{count} in {named(source)}:\n{text}", problems=listed)
+
+
+def named(source: str) -> str:
+    """The config in a sentence: with its file, or as a mere "DeepSpeed config" where a dict or text was handed over."""
+    return f"DeepSpeed {source}" if source in WITHOUT_FILE else f"DeepSpeed config {source}"
 
 
 def shown(value: Any) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.runtime.config_problems import FROM_BASE64, FROM_DICT, named
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]
@@ -28,7 +29,7 @@ class ConfigSource:
     """A config as written. `text` is kept to find line numbers when something has to be said about a key."""
 
     data: dict[str, Any]
-    name: str = "config"
+    name: str = FROM_DICT
     text: str | None = None
     _lines: dict[Path, list[int]] | None = field(default=None, repr=False)
 
@@ -68,7 +69,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSou
             f"{name[:200]!r} is not an existing file, and not urlsafe-base64 JSON text either; "
             "a config is a dict, a path to a JSON or HJSON file, or such text"
         )
-    return ConfigSource(parse_text(decoded, "base64 config"), "base64 config", decoded)
+    return ConfigSource(parse_text(decoded, FROM_BASE64), FROM_BASE64, decoded)
 
 
 def copy_containers(value: Any) -> Any:
@@ -125,7 +126,7 @@ def _duplicates(text: str, name: str, error: ValueError) -> UnreadableConfig:
         f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(map(str, lines))})"
         for path, lines in twice.items()
     )
-    return UnreadableConfig(f"Duplicate keys in DeepSpeed config {name}: {places}")
+    return UnreadableConfig(f"Duplicate keys in {named(name)}: {places}")
 
 
 # Comments, strings, structure and bare words: enough to follow keys through JSON and HJSON alike.

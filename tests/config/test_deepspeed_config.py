@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import deepspeed.runtime.config as config_module
+from deepspeed.config_check import check_config
 from deepspeed.runtime.config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
@@ -376,6 +378,39 @@ def test_error_class() -> None:
         "2 errors in DeepSpeed config:\n  bf61: unknown key; did you mean 'bf16'?"
     )
     assert [problem.key for problem in caught.value.problems] == ["bf61", "fp16.enabled"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_says_which_config_is_meant(count: int, tmp_path: Path) -> None:
+    wrong = {"train_batch_size": 8, **dict(list({"bf61": {}, "steps_per_print": "x"}.items())[:count])}
+    text = json.dumps(wrong)
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    errors = "1 error" if count == 1 else "2 errors"
+    for given, called in (
+        (wrong, "DeepSpeed config"),
+        (str(file), f"DeepSpeed config {file}"),
+        (base64.urlsafe_b64encode(text.encode()).decode(), "DeepSpeed base64 config"),
+    ):
+        with pytest.raises(DeepSpeedConfigError) as caught:
+            DeepSpeedConfig(given)
+        assert str(caught.value).splitlines()[0] == f"{errors} in {called}:"
+        assert len(str(caught.value).splitlines()) == 1 + count
+        with pytest.raises(DeepSpeedConfigError) as checked:
+            check_config(given).raise_for_errors()
+        assert str(checked.value).splitlines()[0] == f"{errors} in {called}:"
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_duplicate_keys_say_which_config_is_meant(as_file: bool, tmp_path: Path) -> None:
+    text = '{"train_batch_size": 8,\n "train_batch_size": 16}'
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    given = str(file) if as_file else base64.urlsafe_b64encode(text.encode()).decode()
+    called = f"DeepSpeed config {file}" if as_file else "DeepSpeed base64 config"
+    with pytest.raises(DeepSpeedConfigError) as caught:
+        DeepSpeedConfig(given)
+    assert str(caught.value) == f"Duplicate keys in {called}: 'train_batch_size' (lines 1, 2)"
 
 
 def test_config_dict_is_left_alone() -> None:
