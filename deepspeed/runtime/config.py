@@ -13,7 +13,7 @@ import torch.distributed
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.runtime.batch import Batch
-from deepspeed.runtime.config_analysis import Analysis, analyse
+from deepspeed.runtime.config_analysis import analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
 from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, read_config
 from deepspeed.runtime.config_schema import TrainingConfig
@@ -87,15 +87,25 @@ class DeepSpeedConfig:
         self._param_dict: dict[str, Any] = source.data
         self._schema: TrainingConfig = analysis.config
         self.batch: Batch = analysis.batch
-        self._read(analysis)
+        self._read_batch(self._schema, self.batch)
+        self._read_gradients(self._schema)
+        self._read_optimizer(self._schema)
+        self._read_precision(self._schema)
+        self._read_zero(self._schema)
+        self._read_parallelism(self._schema)
+        self._read_execution(self._schema)
+        self._read_data(self._schema)
+        self._read_checkpoints(self._schema)
+        self._read_logging(self._schema)
+        self._read_compression(self._schema)
 
-    def _read(self, analysis: Analysis) -> None:
-        c, batch = self._schema, self.batch
+    def _read_batch(self, c: TrainingConfig, batch: Batch) -> None:
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
         self.managed_gradient_accumulation = c.managed_gradient_accumulation
 
+    def _read_gradients(self, c: TrainingConfig) -> None:
         self.gradient_clipping = c.gradient_clipping
         self.prescale_gradients = c.prescale_gradients
         self.gradient_predivide_factor = c.gradient_predivide_factor
@@ -104,7 +114,9 @@ class DeepSpeedConfig:
         self.seq_parallel_communication_data_type = c.seq_parallel_communication_data_type
         self.sparse_gradients_enabled = c.sparse_gradients
         self.disable_allgather = c.disable_allgather
+        self.comm_config = c.comm
 
+    def _read_optimizer(self, c: TrainingConfig) -> None:
         optimizer, scheduler = c.optimizer, c.scheduler
         name = optimizer.type if optimizer else None
         self.optimizer_name = name.lower() if name and name.lower() in DEEPSPEED_OPTIMIZERS else name
@@ -113,35 +125,22 @@ class DeepSpeedConfig:
         self.scheduler_name = scheduler.type if scheduler else None
         self.scheduler_params = scheduler.params if scheduler else None
 
+    def _read_precision(self, c: TrainingConfig) -> None:
         self.float16_config = c.fp16
         self.bfloat16_config = c.bf16
         self.amp = c.amp
         self.torch_autocast = c.torch_autocast
         self.data_types_config = c.data_types
+
+    def _read_zero(self, c: TrainingConfig) -> None:
         self.zero_config = c.zero_optimization
         self.zero_optimization_stage = int(c.zero_optimization.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
         self.zero_allow_untested_optimizer = c.zero_allow_untested_optimizer
         self.zero_force_ds_cpu_optimizer = c.zero_force_ds_cpu_optimizer
+        self.aio_config = c.aio.model_dump(exclude={"thread_count"})
 
-        self.steps_per_print = c.steps_per_print
-        self.wall_clock_breakdown = c.wall_clock_breakdown
-        self.memory_breakdown = c.memory_breakdown
-        self.dump_state = c.dump_state
-        self.log_level = c.log_level
-        self.vocabulary_size = c.vocabulary_size
-        self.dataloader_drop_last = c.dataloader_drop_last
-        self.graph_harvesting = c.graph_harvesting
-
-        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
-        self.flops_profiler_config = c.flops_profiler
-        self.timers_config = c.timers.throughput
-        self.comm_config = c.comm
-        self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
-        self.autotuning_config = c.autotuning
-        self.activation_checkpointing_config = c.activation_checkpointing
-        self.compile_config = c.compile
-        self.hybrid_engine = c.hybrid_engine
+    def _read_parallelism(self, c: TrainingConfig) -> None:
         self.tensor_parallel_config = c.tensor_parallel
         self.expert_parallel_config = c.expert_parallel
         self.sequence_parallel_size = c.sequence_parallel_size or 1
@@ -149,8 +148,27 @@ class DeepSpeedConfig:
         self.pipeline = c.pipeline.model_dump(exclude_unset=True) | {
             key: value for key, value in c.pipeline.model_dump().items() if key != "use_reentrant"
         }
-        self.aio_config = c.aio.model_dump(exclude={"thread_count"})
+        self.elasticity_config = c.elasticity
+        self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
 
+    def _read_execution(self, c: TrainingConfig) -> None:
+        """How forward and backward are carried out."""
+        self.activation_checkpointing_config = c.activation_checkpointing
+        self.compile_config = c.compile
+        self.graph_harvesting = c.graph_harvesting
+        self.hybrid_engine = c.hybrid_engine
+        self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
+        self.pld_config = c.progressive_layer_drop
+        self.autotuning_config = c.autotuning
+
+    def _read_data(self, c: TrainingConfig) -> None:
+        self.dataloader_drop_last = c.dataloader_drop_last
+        self.vocabulary_size = c.vocabulary_size
+        self.data_efficiency_config = c.data_efficiency.model_dump()
+        self.data_efficiency_enabled = c.data_efficiency.enabled
+        self.curriculum_config_legacy = c.curriculum_learning
+
+    def _read_checkpoints(self, c: TrainingConfig) -> None:
         self.checkpoint_config = c.checkpoint
         self.checkpoint_tag_validation_enabled = c.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = c.checkpoint.tag_validation == ValidationMode.FAIL
@@ -160,16 +178,22 @@ class DeepSpeedConfig:
         self.nebula_config = c.nebula
         self.datastates_config = c.datastates_ckpt
 
+    def _read_logging(self, c: TrainingConfig) -> None:
+        """What a run says about itself, and what it measures."""
+        self.steps_per_print = c.steps_per_print
+        self.wall_clock_breakdown = c.wall_clock_breakdown
+        self.memory_breakdown = c.memory_breakdown
+        self.dump_state = c.dump_state
+        self.log_level = c.log_level
+        self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
+        self.flops_profiler_config = c.flops_profiler
+        self.timers_config = c.timers.throughput
+        self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
+
+    def _read_compression(self, c: TrainingConfig) -> None:
         self.compression_config = c.compression_training
         self.weight_quantization_config = c.weight_quantization
         self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
-        self.data_efficiency_config = c.data_efficiency.model_dump()
-        self.data_efficiency_enabled = c.data_efficiency.enabled
-        self.curriculum_config_legacy = c.curriculum_learning
-        self.pld_config = c.progressive_layer_drop
-        self.elasticity_config = c.elasticity
-        self.elasticity_enabled = c.elasticity is not None and c.elasticity.enabled
-        self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
 
     # Older attribute names, each one word for a field of a section.
 
