@@ -191,6 +191,7 @@ class DeepSpeedConfig:
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})
 
     def _read_compression(self, c: TrainingConfig) -> None:
+        """Pruning and quantization of the model."""
         self.compression_config = c.compression_training
         self.weight_quantization_config = c.weight_quantization
         self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
