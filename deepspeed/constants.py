@@ -12,8 +12,28 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
 
-# Longest that a collective may take before its process group gives up; DEEPSPEED_TIMEOUT is in minutes.
-default_pg_timeout = timedelta(minutes=int(os.getenv("DEEPSPEED_TIMEOUT", default="10")))
-
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
+
+
+def __getattr__(name: str) -> timedelta:
+    """`default_pg_timeout`: longest that a collective may take before its process group gives up.
+
+    It is read from the environment when asked for, so that a wrong value stops what would wait, and not the launcher.
+    """
+    if name == "default_pg_timeout":
+        return _timeout(os.environ.get("DEEPSPEED_TIMEOUT", "10"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _timeout(minutes: str) -> timedelta:
+    try:
+        timeout = timedelta(minutes=float(minutes))
+    except (ValueError, OverflowError):  # no number; infinity, or more than a timedelta holds
+        timeout = timedelta(0)
+    if timeout < timedelta(milliseconds=1):  # what process groups count in
+        raise ValueError(
+            f"DEEPSPEED_TIMEOUT={minutes!r}: set it to a positive number of minutes, such as 30 or 0.5, or unset it "
+            "for 10"
+        )
+    return timeout

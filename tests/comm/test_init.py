@@ -10,8 +10,10 @@ import textwrap
 
 import pytest
 
+from deepspeed import constants
 from deepspeed.comm import environment
 from deepspeed.comm.environment import Identity, discover, first_host
+from tests.launcher.programs import deepspeed
 from tests.pool import ROOT
 
 OMPI = {
@@ -208,17 +210,36 @@ def test_rank_and_size_as_arguments(tmp_path):
         finish(process)
 
 
-def test_timeout_from_the_environment():
+@pytest.mark.parametrize(("minutes", "expected"), [("7", "0:07:00"), ("0.5", "0:00:30")])
+def test_timeout_from_the_environment(minutes, expected):
     output = finish(
         start(
             """
             dist.init_distributed()
             print(torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout)
             """,
-            DEEPSPEED_TIMEOUT="7",
+            DEEPSPEED_TIMEOUT=minutes,
         )
     )
-    assert "0:07:00" in output
+    assert expected in output
+
+
+@pytest.mark.parametrize("minutes", ["", "soon", "0", "-3", "nan", "inf", "1e300", "1e-9", "5m"])
+def test_a_timeout_that_is_none_is_named_with_the_remedy(minutes, monkeypatch):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(
+        ValueError, match=f"DEEPSPEED_TIMEOUT='{minutes}': set it to a positive number of minutes"
+    ):
+        _ = constants.default_pg_timeout
+
+
+def test_a_wrong_timeout_under_the_command(tmp_path):
+    """It is told once, by the rank that failed, and not by a traceback of the launcher."""
+    (tmp_path / "train.py").write_text("import deepspeed; deepspeed.init_distributed()")
+    result = deepspeed("--num_gpus", 1, "train.py", cwd=tmp_path, DEEPSPEED_TIMEOUT="soon")
+    assert result.returncode == 1
+    assert "rank 0 of train.py failed first: ValueError: DEEPSPEED_TIMEOUT='soon'" in result.stderr
+    assert result.stderr.count("Traceback") == 1
 
 
 def test_a_port_in_use_is_named_with_the_remedy():
