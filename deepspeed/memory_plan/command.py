@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
@@ -177,11 +178,31 @@ def _call(name: str) -> nn.Module:
         raise ModelError(f"--model {name}: {error}") from error
     finally:
         sys.path.pop(0)
+    _check_callable(name, found)
     with torch.device("meta"):
         made = found()
     if not isinstance(made, nn.Module):
         raise ModelError(f"--model {name} returned {type(made).__name__}, expected a torch.nn.Module")
     return made
+
+
+def _check_callable(name: str, found: Any) -> None:
+    """Raises ModelError unless ``found()`` is a call that Python accepts."""
+    remedy = "give a function without arguments that returns the model, as module:function"
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ModelError(f"--model {name} is an object of {type(found).__name__}; {remedy}")
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # some that are written in C do not tell
+        return
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+    if needed:
+        kind = "class" if inspect.isclass(found) else "function"
+        called = getattr(found, "__qualname__", type(found).__name__)
+        raise ModelError(
+            f"--model {name}: the {kind} {called} needs arguments ({', '.join(needed)}); {remedy}"
+        )
 
 
 def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:

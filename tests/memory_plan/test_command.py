@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from deepspeed.memory_plan.machine import Capacity
 from deepspeed.memory_plan.report import size
 from deepspeed.memory_plan.request import Request, answer
 from tests.memory_plan.models import Gpt, config_for
+from tests.pool import ROOT
 
 MODEL = "tests.memory_plan.models:small"
 MIB = 2**20
@@ -83,6 +85,55 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes(config: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([config, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+NEEDING = """\
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, config, *, layers, bias=True, **others):
+        super().__init__()
+
+class Easy(torch.nn.Linear):
+    def __init__(self, size=4):
+        super().__init__(size, size)
+
+def build(path): ...
+made = Easy()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("Net", "the class Net needs arguments (config, layers)"),
+        ("build", "the function build needs arguments (path)"),
+        ("made", "an object of Easy"),
+        ("__name__", "an object of str"),
+    ],
+)
+def test_a_model_that_cannot_be_called_without_arguments(
+    tmp_path: Path, config: str, what: str, said: str
+) -> None:
+    (tmp_path / "needing.py").write_text(NEEDING)
+    code = "import sys; from deepspeed.memory_plan.command import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, config, "--model", f"needing:{what}", "--device", "cpu"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"ds plan: --model needing:{what}") and said in line
+    assert line.endswith("give a function without arguments that returns the model, as module:function")
+
+
+def test_a_class_that_needs_no_arguments(
+    tmp_path: Path, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "easy_model.py").write_text(NEEDING)
+    monkeypatch.chdir(tmp_path)
+    assert main([config, "--model", "easy_model:Easy", "--device", "cpu", "--host-memory", "1G"]) == 0
+    assert "Easy: 20 trained parameters" in capsys.readouterr().out
 
 
 def test_batch_sizes_left_to_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
