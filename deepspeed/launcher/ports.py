@@ -1,11 +1,15 @@
-"""The rendezvous port: is it free, and which one is."""
+"""The rendezvous port: is it free, which one is, and who is about to use it."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+
+from deepspeed.launcher.shim import LINUX
 
 LOWEST_OPEN_PORT = 1024
 HIGHEST = 65535
@@ -32,8 +36,8 @@ def is_free(address: str, port: int) -> bool:
     return True
 
 
-def find_free(address: str) -> int:
-    """A port that is free now, and likely to be so some seconds later, when rank 0 has started.
+def free_ports(address: str) -> Iterator[int]:
+    """Ports that are free now, and likely to be so some seconds later, when rank 0 has started; without end.
 
     Ports that the kernel gives to outgoing connections would not be: those below its range come first.
     """
@@ -44,6 +48,58 @@ def find_free(address: str) -> int:
     below = range(max(LOWEST_OPEN_PORT, lowest_given - CANDIDATES), lowest_given)
     for port in random.sample(below, len(below)):
         if is_free(address, port):
-            return port
-    with socket.create_server((address, 0)) as probe:
-        return probe.getsockname()[1]
+            yield port
+    while True:
+        with socket.create_server((address, 0)) as probe:
+            port = probe.getsockname()[1]
+        yield port
+
+
+def find_free(address: str) -> int:
+    """The first of ``free_ports``."""
+    return next(free_ports(address))
+
+
+class Reservation:
+    """Keeps other launchers on this host from choosing ``port`` until it is closed, or this process ends.
+
+    Some seconds pass between the choice of a port and the moment when rank 0 listens at it; a launcher that is
+    started meanwhile would find it free as well. An abstract Unix socket with the port in its name tells it: such
+    names belong to the network namespace, as ports do, are the same for all users, and go with the process that
+    made them, however it ends. Elsewhere than on Linux there are none, and nothing is reserved.
+
+    Attributes:
+        is_ours: False if another process has reserved the port.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.is_ours = True
+        self._name: socket.socket | None = None
+        if not LINUX:
+            return
+        self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._name.bind(f"\0deepspeed.launcher.port.{port}")
+        except OSError as error:  # any other than this: a sandbox that has no such names, so without one
+            self.is_ours = error.errno != errno.EADDRINUSE
+
+    def close(self) -> None:
+        if self._name is not None:
+            self._name.close()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def reserve(address: str, preferred: int) -> Reservation:
+    """``preferred`` if it is free and nobody else's, else another port of which this is true."""
+    for port in itertools.chain([preferred], free_ports(address)):
+        reservation = Reservation(port)
+        if reservation.is_ours and is_free(address, port):
+            return reservation
+        reservation.close()
+    raise AssertionError("free_ports ended")

@@ -177,17 +177,21 @@ def refuse_what_is_not_there(args: argparse.Namespace) -> None:
         )
 
 
-def choose_port(args: argparse.Namespace, address: str) -> int:
-    """The port asked for (LaunchError if it is none, or in use); if none was, the usual one or else a free one."""
+def choose_port(args: argparse.Namespace, address: str) -> ports.Reservation:
+    """The port asked for (LaunchError if it is none, or in use); if none was, the usual one or else a free one.
+
+    As long as the result is open, other launchers on this host that are not told a port choose another one.
+    """
     if not 1 <= args.master_port <= ports.HIGHEST:
         raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.HIGHEST}")
-    if ports.is_free(address, args.master_port):
-        return args.master_port
     if args.master_port_given:
-        raise LaunchError(port_in_use(address, args.master_port))
-    port = ports.find_free(address)
-    logger.info("port %d is in use at %s: using %d", args.master_port, address, port)
-    return port
+        if not ports.is_free(address, args.master_port):
+            raise LaunchError(port_in_use(address, args.master_port))
+        return ports.Reservation(args.master_port)
+    reservation = ports.reserve(address, args.master_port)
+    if reservation.port != args.master_port:
+        logger.info("port %d is in use at %s: using %d", args.master_port, address, reservation.port)
+    return reservation
 
 
 def launch_command(
@@ -256,7 +260,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parsed = parse_args(args)
     configure_logging(parsed)
     try:
-        command = prepare(parsed)
+        command, reservation = prepare(parsed)
     except LaunchError as error:
         if args is not None:
             raise
@@ -265,7 +269,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     try:
-        code = supervise(command)
+        with reservation:
+            code = supervise(command)
     except KeyboardInterrupt:  # in the moment before the launcher got its signals through us: it ends with us
         code = INTERRUPTED
     finally:
@@ -274,8 +279,10 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def prepare(args: argparse.Namespace) -> list[str]:
-    """Checks all that can be checked before a process is started; returns the launcher's command line."""
+def prepare(args: argparse.Namespace) -> tuple[list[str], ports.Reservation]:
+    """Checks all that can be checked before a process is started; returns the launcher's command line, and its port
+    to hold until the job ends.
+    """
     refuse_what_is_not_there(args)
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
@@ -289,7 +296,8 @@ def prepare(args: argparse.Namespace) -> list[str]:
         logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
     active = choose_devices(args)
     address = args.master_addr or "127.0.0.1"
-    return launch_command(args, active, address, choose_port(args, address))
+    reservation = choose_port(args, address)
+    return launch_command(args, active, address, reservation.port), reservation
 
 
 if __name__ == "__main__":

@@ -140,9 +140,29 @@ def test_taken_port_is_refused_if_chosen_and_replaced_if_not():
             runner.choose_port(runner.parse_args(["--master_port", str(taken), "x"]), "127.0.0.1")
         unasked = runner.parse_args(["x"])
         unasked.master_port = taken
-        other = runner.choose_port(unasked, "127.0.0.1")
-        assert other != taken and ports.is_free("127.0.0.1", other)
+        with runner.choose_port(unasked, "127.0.0.1") as other:
+            assert other.port != taken and ports.is_free("127.0.0.1", other.port)
     assert ports.is_free("127.0.0.1", taken)
+    with runner.choose_port(unasked, "127.0.0.1") as usual:
+        assert usual.port == taken
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are reserved on Linux")
+def test_port_of_another_launcher_is_kept_if_chosen_and_replaced_if_not():
+    port = ports.find_free("127.0.0.1")
+    unasked, asked = runner.parse_args(["x"]), runner.parse_args(["--master_port", str(port), "x"])
+    unasked.master_port = port
+    for first in (unasked, asked):
+        with runner.choose_port(first, "127.0.0.1") as held:
+            assert held.port == port and held.is_ours
+            with runner.choose_port(unasked, "127.0.0.1") as other:
+                assert other.port != port and other.is_ours
+                with runner.choose_port(unasked, "127.0.0.1") as third:
+                    assert third.port not in (port, other.port)
+            with runner.choose_port(asked, "127.0.0.1") as same:
+                assert same.port == port
+            with runner.choose_port(unasked, "127.0.0.1") as other:  # the end of another changes nothing
+                assert other.port != port
 
 
 @pytest.mark.parametrize("text", ["None", "?", "bm90IGpzb24=", runner.encode_world_info({"a": 3})])  # type: ignore[dict-item]

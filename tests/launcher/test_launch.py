@@ -13,7 +13,7 @@ import pytest
 
 from deepspeed.launcher import agent, cores, ports
 from deepspeed.launcher.runner import encode_world_info
-from tests.launcher.programs import CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
+from tests.launcher.programs import COMMAND, CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
 
 SHOW = """\
 import json, os, sys
@@ -40,6 +40,18 @@ train()
 def folder(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     return tmp_path
+
+
+def start(folder, *arguments: str) -> subprocess.Popen[str]:
+    """Starts `deepspeed` with these arguments and does not wait for it."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def shown(stdout: str) -> list[dict]:
@@ -301,6 +313,50 @@ def test_two_nodes_of_one_machine_through_the_launch_module(folder):
     ]
     assert facts == [("0", "0", "1", "0"), ("1", "0", "2", "1"), ("2", "1", "2", "1")]
     assert {(rank["WORLD_SIZE"], rank["CROSS_SIZE"]) for rank in shown(output)} == {("3", "2")}
+
+
+JOIN = """\
+import os, sys, torch
+from deepspeed import comm
+comm.init_distributed()
+number = torch.tensor([int(sys.argv[-1])])
+comm.all_reduce(number)
+sys.stdout.write(f"{os.environ['MASTER_PORT']} {number.item()}\\n")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are reserved on Linux")
+@pytest.mark.parametrize("attempt", range(3))
+def test_two_commands_at_once_meet_at_ports_of_their_own(folder, attempt):
+    (folder / "join.py").write_text(JOIN)
+    both = [start(folder, "--num_gpus", "2", "join.py", number) for number in ("1", "10")]
+    said = [job.communicate(timeout=TIMEOUT_S) for job in both]
+    assert [job.returncode for job in both] == [0, 0], said
+    (first, first_again), (second, second_again) = (out.splitlines() for out, _ in said)
+    assert (first, second) == (first_again, second_again)
+    (port, total), (other_port, other_total) = first.split(), second.split()
+    assert (total, other_total) == ("2", "20") and port != other_port
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ports are reserved on Linux")
+def test_a_port_that_nobody_listens_at_yet_is_the_first_ones_until_it_ends(folder):
+    (folder / "wait.py").write_text(
+        "import os, time; print(os.environ['MASTER_PORT'], flush=True); time.sleep(60)"
+    )
+    first = start(folder, "--num_gpus", "1", "wait.py")
+    try:
+        assert first.stdout is not None
+        port = int(first.stdout.readline())
+        assert ports.is_free("127.0.0.1", port)
+        (rank,) = shown(deepspeed("--num_gpus", 1, "show.py", cwd=folder).stdout)
+        assert int(rank["MASTER_PORT"]) != port
+        with ports.Reservation(port) as reservation:
+            assert not reservation.is_ours
+    finally:
+        first.kill()
+        first.communicate(timeout=TIMEOUT_S)
+    with ports.Reservation(port) as reservation:
+        assert reservation.is_ours
 
 
 def test_spawned_children_find_main(folder):
