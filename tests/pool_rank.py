@@ -257,6 +257,8 @@ def _tear_down(job: Job) -> None:
     gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
     if groups := sys.modules.get("deepspeed.utils.groups"):
         groups.set_mesh(None)  # by design it speaks of the engine built last
+    if flush := sys.modules.get("deepspeed.checkpoint.flush"):
+        flush.wait_for_flushes()  # else threads go on
     if dist.is_initialized():
         sys.modules.get("deepspeed.comm", dist).destroy_process_group()
     after = snapshot()

@@ -107,7 +107,7 @@ Sums = dict[int, list[int]]
 def write_archive(
     path: Path, content: Any, sums: Sums | None = None, *, class_names: Mapping[type, str] | None = None
 ) -> int:
-    """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back, and fsync it.
+    """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
 
     Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
     completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
@@ -127,7 +127,6 @@ def write_archive(
             own = sums[id(tensor)] = _write_tensor(sink, offset, nbytes, tensor)
             for alias in plan.aliases.get(id(tensor), ()):
                 sums[alias] = own
-        os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
 
 
@@ -336,7 +335,7 @@ def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTens
 
 
 class Sink:
-    """An unbuffered file that the system begins to store while more is written, so that fsync finds little to do."""
+    """An unbuffered file that the system begins to store while more is written, so that a flush finds little to do."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -369,7 +368,7 @@ class Sink:
 
 
 def start_flush(descriptor: int, start: int, nbytes: int) -> None:
-    """Have the system begin to store these bytes. sync_file_range(2) of Linux; elsewhere fsync does it all."""
+    """Have the system begin to store these bytes. sync_file_range(2) of Linux; elsewhere the flush does it all."""
     function = _sync_file_range()
     if function is not None and nbytes > 0:
         function(descriptor, start, nbytes, _SYNC_FILE_RANGE_WRITE)

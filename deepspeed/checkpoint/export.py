@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.archive import LazyTensor, Sink, naming, write_archive
+from deepspeed.checkpoint.flush import flush
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -96,7 +97,7 @@ def parse_size(size: int | str) -> int:
 
 
 def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
-    """The safetensors format: header length, JSON header, then the tensors' bytes. Streams; fsyncs."""
+    """The safetensors format: header length, JSON header, then the tensors' bytes. Streams."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for name, tensor in weights.items():
@@ -118,7 +119,6 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         sink = Sink(file)
         for tensor in weights.values():
             sink.write_tensor(tensor)
-        os.fsync(file.fileno())
 
 
 def nbytes(tensor: Tensor | LazyTensor) -> int:
@@ -135,6 +135,7 @@ def _write(
                 write_safetensors(aside, content, aliases)
             else:
                 write_archive(aside, {**content, **{alias: content[name] for alias, name in aliases.items()}})
+            flush(aside)
             os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.archive import Sums, naming, write_archive
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.own_format import checksums_of, pack_groups, pack_section
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
@@ -73,6 +74,7 @@ def save(
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
     """
     check_client_state(training.client_state)
+    wait_for_flushes()
     pending = training.state.pending_gradients() if training.state is not None else None
     reports = ranks.gather((tag, signature(training.state), pending is not None, dict(training.rank_state)))
     tag = agreed_tag([report[0] for report in reports], on_tag_mismatch)
@@ -90,13 +92,17 @@ def save(
                 pending=any(report[2] for report in reports),
                 rank_states=[report[3] for report in reports],
             )
-            files.write(folder.staging, pending, ranks.rank)
+            written = files.write(folder.staging, pending, ranks.rank)
         with ranks.together("committing the checkpoint"):
             if ranks.keeps_folder:
                 folder.commit()
                 _put_recovery_script(save_dir)
                 if save_latest:
                     write_latest(save_dir, tag)
+        if not ranks.keeps_folder:
+            flush_later(
+                folder.final / name for name in written
+            )  # another machine may hold them in its memory
     except CommunicationError:
         raise  # nobody knows what the other ranks are doing
     except Exception:
@@ -136,17 +142,22 @@ class _Files:
                 self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered just now
         self.aliases = shared_names(module)
 
-    def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> None:
+    def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
+        """Returns the names of the files that are this rank's."""
         training, place = self.training, self.place
+        contents: dict[str, Callable[[Sums], dict[str, Any]]] = {}
         if self.sharded:
             name = names.optim_file(place.dp_rank, place.mp_rank, bf16=training.bf16)
-            _put(folder / name, self._optim_states)
+            contents[name] = self._optim_states
         if self.parts:
-            _put(folder / names.zero_model_file(place.dp_rank, place.mp_rank), self._model_states)
+            contents[names.zero_model_file(place.dp_rank, place.mp_rank)] = self._model_states
         elif place.writes_model:
-            _put(folder / names.model_file(place.mp_rank), self._model_states)
+            contents[names.model_file(place.mp_rank)] = self._model_states
         if self.pending:
-            _put(folder / names.pending_file(rank), lambda _: {"pending_gradients": pending})
+            contents[names.pending_file(rank)] = lambda _: {"pending_gradients": pending}
+        for name, content in contents.items():
+            _put(folder / name, content)
+        return list(contents)
 
     def _optim_states(self, sums: Sums) -> dict[str, Any]:
         return {names.OPTIMIZER_STATE: self._section(sums), **self._versions()}

@@ -24,6 +24,7 @@ from deepspeed.checkpoint.archive import LazyTensor, naming, write_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.consolidate import resolve_folder
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.flush import wait_for_flushes
 from deepspeed.checkpoint.load import Reader
 from deepspeed.checkpoint.reader import materialize, open_checkpoint
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, FragmentAddress, LossScaler
@@ -88,6 +89,7 @@ def export_checkpoint(
         raise
     staged.commit()
     write_latest(Path(output_dir), staged.tag)
+    wait_for_flushes()
     return staged.final
 
 

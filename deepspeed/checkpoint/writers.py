@@ -1,13 +1,15 @@
 """Putting a checkpoint in its place so that a crash at any instant leaves one that loads.
 
-1. The files are written into a hidden folder beside the final one, on the same file system, each with fsync.
-2. When every rank has finished, the folder is exchanged with the final one in a single step of the file
-system, or
+1. The files are written into a hidden folder beside the final one, on the same file system.
+2. When every rank has finished, the folder is exchanged with the final one in a single step of the file system, or
    renamed to it when there is none yet.
-3. ``latest`` is written aside, fsynced and renamed over the old one, last of all.
+3. ``latest`` is written aside and renamed over the old one, last of all.
 
-Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder``
-knows it.
+Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
+
+[Note: a power cut] What takes the place of an older checkpoint is stored by the disk before that one is removed. What
+replaces nothing is stored in the background (``flush``): a power cut in that moment can damage it, which its checksums
+show when it is loaded, while all older checkpoints are as they were.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from deepspeed.checkpoint.archive import naming
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.names import LATEST, is_ours
 from deepspeed.utils.logging import logger
 
@@ -59,21 +62,19 @@ class StagedFolder:
     def commit(self) -> None:
         """Make the staged files the checkpoint; the one that was there before is removed."""
         with naming(self.final):
-            replaces = self.final.is_dir()
-            if replaces:
-                _keep_foreign(self.final, self.staging)
-            _sync_folder(self.staging)
-            if not replaces:
+            if not self.final.is_dir():
                 os.rename(self.staging, self.final)
-                _sync_folder(self.final.parent)
-            elif _exchange(self.staging, self.final):
-                _sync_folder(self.final.parent)
-                shutil.rmtree(self.staging, ignore_errors=True)
-            else:
+                flush_later([self.final])
+                return
+            _keep_foreign(self.final, self.staging)
+            flush(self.staging)
+            replaced = self.staging
+            if not _exchange(self.staging, self.final):
                 os.rename(self.final, self.displaced)
                 os.rename(self.staging, self.final)
-                _sync_folder(self.final.parent)
-                shutil.rmtree(self.displaced, ignore_errors=True)
+                replaced = self.displaced
+            flush_names(self.final.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
         """Give up; the previous checkpoint was not touched."""
@@ -117,11 +118,9 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     with naming(path):
         with open(aside, "wb") as file:
             file.write(content)
-            file.flush()
             os.chmod(aside, mode)
-            os.fsync(file.fileno())
         os.replace(aside, path)
-        _sync_folder(path.parent)
+        flush_later([path])
 
 
 def _hidden(path: Path, suffix: str) -> Path:
@@ -161,14 +160,3 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         return False
     raise OSError(code, os.strerror(code), str(other))
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames and new names in ``folder`` durable; only POSIX systems can open one."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -489,7 +489,8 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
     def destroy(self) -> None:
         """Remove hooks and give every parameter its own memory back; the module can be used without the engine.
 
-        At stage 3 the parameters become whole on every rank: collective.
+        At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on the
+        disk; CheckpointError: one of them could not be stored.
         """
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
@@ -503,6 +504,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         elif core is not None:
             for bucket in core.param_buckets:
                 bucket.destroy()
+        engine_checkpoint.wait_for_flushes()
 
     # Plumbing -----------------------------------------------------------------------------------------------
 

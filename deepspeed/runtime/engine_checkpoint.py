@@ -15,6 +15,7 @@ from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.flush import flush
 from deepspeed.checkpoint.safe_types import allowed_types
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
@@ -22,6 +23,7 @@ class TorchCheckpointEngine(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         with naming(Path(path)):
             write_archive(Path(path), state_dict)
+            flush(Path(path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         with allowed_types():

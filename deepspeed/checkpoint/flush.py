@@ -1,0 +1,89 @@
+"""Having the disk store what was written, while training goes on.
+
+What a program writes is in the system's memory at first: every process sees it, and it survives the end of them all, by
+whatever signal; a power cut takes it along. `fsync` waits until the disk has it, which takes longer than writing it.
+So a save that replaces nothing leaves its files to a thread and returns. Things are stored in the order in which they
+were handed in; the interpreter's end waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.utils.logging import logger
+
+_pending: list[_Flush] = []
+
+
+def flush(path: Path) -> None:
+    """Return when the disk has this file, or this folder with everything below it. OSError: it could not."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in path.iterdir():
+            flush(entry)
+        flush_names(path)
+    elif path.is_file():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def flush_names(folder: Path) -> None:
+    """Make renames and new names in ``folder`` durable; only POSIX systems can open one."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def flush_later(paths: Iterable[Path]) -> None:
+    """Have these and their names stored in the background, in this order. What is removed meanwhile is skipped.
+
+    An error is logged when it happens, and raised by the next ``wait_for_flushes``.
+    """
+    _pending.append(_Flush(list(paths), after=_pending[-1] if _pending else None))
+    _pending[-1].start()
+
+
+def wait_for_flushes() -> None:
+    """Return when everything that was handed in is on the disk. CheckpointError: some of it could not be stored."""
+    while _pending:
+        done = _pending.pop(0)
+        done.join()
+        if done.error is not None:
+            raise done.error
+
+
+class _Flush(threading.Thread):
+    def __init__(self, paths: list[Path], after: _Flush | None) -> None:
+        super().__init__(name="checkpoint-flush", daemon=False)
+        self.paths = paths
+        self.after = after
+        self.error: CheckpointError | None = None
+
+    def run(self) -> None:
+        if self.after is not None:
+            self.after.join()
+            self.after = None
+        for path in self.paths:
+            try:
+                with suppress(FileNotFoundError):  # a client that rotates its checkpoints
+                    flush(path)
+                    flush_names(path.parent)
+            except OSError as error:
+                self.error = CheckpointError(
+                    f"{path} was written, but the disk did not store all of it ({error.strerror or error}): after a "
+                    "power cut it may be damaged. Free space or change the disk, and save again"
+                )
+                logger.error(self.error)
+                return
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pending.clear)  # the child has none of these threads
