@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     from .config import CommConfig
+
+_PATIENCE_S = 5.0  # after so long, torch's pauses between two attempts are short in comparison
 
 
 class NotInitializedError(ValueError, AssertionError):
@@ -144,12 +147,33 @@ def _make_default_group(
     if init_method is None and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    if rank > 0 and init_method in (None, "env://"):
+        _await_rank_zero(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     try:
         dist.init_process_group(
             backend, init_method=init_method or "env://", rank=rank, world_size=world_size, timeout=timeout
         )
     except (RuntimeError, ValueError, OSError) as error:
         raise _rendezvous_error(error, rank, world_size, init_method) from error
+
+
+def _await_rank_zero(address: str | None, port: str | None) -> None:
+    """Return as soon as rank 0 listens. torch's own client, once refused, sleeps for a third of a second or more
+    before its next attempt, and every rank waits for it. Whatever is wrong here is left for torch to find."""
+    pause_s, deadline = 0.002, time.monotonic() + _PATIENCE_S
+    while address and port and port.isdecimal() and time.monotonic() < deadline:
+        try:
+            with socket.socket() as probe:
+                probe.settimeout(_PATIENCE_S)
+                probe.bind(("", 0))
+                if probe.getsockname()[1] != int(port):  # or, where nobody listens yet, it would reach itself
+                    probe.connect((address, int(port)))
+                    return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.05)
+        except (OSError, OverflowError):
+            return
 
 
 def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method: str | None) -> Exception:

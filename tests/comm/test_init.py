@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 
 from deepspeed import constants
-from deepspeed.comm import environment
+from deepspeed.comm import environment, init
 from deepspeed.comm.environment import Identity, discover, first_host
 from tests.launcher.programs import deepspeed
 from tests.pool import ROOT
@@ -278,6 +280,38 @@ def test_a_missing_partner_at_the_rendezvous():
         and "rank 1 of 2 could not meet the others" in output
         and "MASTER_ADDR" in output
     )
+
+
+def test_a_rank_goes_on_as_soon_as_rank_0_listens():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        opened: list[float] = []
+
+        def open_late() -> None:
+            time.sleep(0.1)
+            opened.append(time.monotonic())
+            listener.listen()
+
+        late = threading.Thread(target=open_late)
+        late.start()
+        init._await_rank_zero("127.0.0.1", str(listener.getsockname()[1]))
+        assert opened and time.monotonic() >= opened[0]
+        late.join()
+
+
+def test_waiting_for_rank_0_leaves_errors_to_torch(monkeypatch):
+    monkeypatch.setattr(init, "_PATIENCE_S", 0.05)
+    begin = time.monotonic()
+    init._await_rank_zero("127.0.0.1", str(free_port()))  # nobody comes
+    assert time.monotonic() - begin < 5
+    for address, port in (
+        (None, "1"),
+        ("127.0.0.1", None),
+        ("nowhere.invalid", "29500"),
+        ("::1", "x"),
+        ("::1", "70000"),
+    ):
+        init._await_rank_zero(address, port)
 
 
 def test_an_unknown_address_of_rank_0():
