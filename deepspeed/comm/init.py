@@ -165,6 +165,9 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
         try:
             with socket.socket() as probe:
                 probe.settimeout(_PATIENCE_S)
+                probe.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # its port does not rest afterwards
                 probe.bind(("", 0))
                 if probe.getsockname()[1] != int(port):  # or, where nobody listens yet, it would reach itself
                     probe.connect((address, int(port)))
