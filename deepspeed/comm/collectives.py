@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -305,4 +306,17 @@ def forget_communicators(group: ProcessGroup | None = None) -> None:
             _communicators.pop(known).close()
 
 
-atexit.register(forget_communicators)  # native threads end before the tensors they work on
+_LET_GO_S = 0.01
+
+
+@atexit.register
+def _end() -> None:
+    """Native threads end before the tensors they work on, and gloo's workers let go of theirs.
+
+    A worker of gloo that is done with an operation drops its references to tensors, for which it may need the lock of
+    the interpreter. If the interpreter's end comes first, that ends the thread inside a destructor, and C++ then the
+    whole process: "terminate called without an active exception", exit code 134, after a run in which all went well.
+    """
+    forget_communicators()
+    if dist.is_available() and dist.is_initialized() and "gloo" in dist.get_backend():
+        time.sleep(_LET_GO_S)  # the lock is free meanwhile

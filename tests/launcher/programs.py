@@ -62,7 +62,13 @@ CONFIG = {
 def environment(**changes: str) -> dict[str, str]:
     """This process's, without what a launcher above may have set, and with the package under test first."""
     kept = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHER}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu", **changes}
+    return {
+        **kept,
+        "PYTHONPATH": str(REPOSITORY),
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONFAULTHANDLER": "1",
+        **changes,
+    }
 
 
 def deepspeed(*arguments: object, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:

@@ -58,6 +58,7 @@ class ShardServer:
         self._changed = threading.Condition()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
+        self._accepted: list[socket.socket] = []
         self._listener = _listen(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         mine = (*self._listener.getsockname()[:2], secrets.token_bytes(_TOKEN_BYTES))
         everyone: list[Any] = [None] * communicator.size
@@ -117,6 +118,7 @@ class ShardServer:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
+                self._accepted.append(connection)
                 threading.Thread(
                     target=self._serve, args=(connection,), name="shard-server", daemon=True
                 ).start()
@@ -175,7 +177,7 @@ class ShardServer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for connection in (self._listener, *self._peers.values()):
+        for connection in (self._listener, *self._peers.values(), *self._accepted):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -190,6 +192,8 @@ def _leave() -> None:
         server.leave()
     for server in list(_open):
         server.linger()
+    for server in list(_open):
+        server.close()  # ends its threads, which must not wake up in the middle of the interpreter's end
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
