@@ -1,10 +1,9 @@
 """Saving and loading a checkpoint: seconds, bytes on disk and bytes read by each rank, beside the peer.
 
 Each contender trains a few steps, so that optimizer state exists, and then saves and loads in turn with the
-others. Seconds are those of the slowest rank, from call to return; what was just written is still in the
-page cache when it is loaded, for every contender. Ours flushes its files to the disk before it returns (a
-crash leaves a loadable checkpoint), so look at the column "copy and flush" too: the same number of bytes
-written and flushed by one process.
+others. Seconds are those of the slowest rank, from call to return; what was just written is still in the page
+cache when it is loaded, for every contender. Ours goes on to have the disk store it in a thread, the peer leaves that
+to the system; the column "copy and flush" is what one process takes to write and flush the same number of bytes.
 
     python benchmarks/checkpoint.py --peer ../peer/bin/python --save cpu2
 """

@@ -13,12 +13,10 @@ import mmap
 import os
 import pickle
 import re
-import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,11 +32,7 @@ from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
 CHUNK_BYTES = 1 << 20
 """What is summed and then written stays in the cache between the two."""
 
-FLUSH_BYTES = 16 << 20
-"""Written bytes of which the disk begins to hear."""
-
 _LOCAL_HEADER_BYTES = 30
-_SYNC_FILE_RANGE_WRITE = 2
 _WORDS = {1: np.uint8, 2: np.uint16}
 
 
@@ -335,11 +329,10 @@ def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTens
 
 
 class Sink:
-    """An unbuffered file that the system begins to store while more is written, so that a flush finds little to do."""
+    """An unbuffered file, open for writing, that takes whole tensors."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
-        self._flushed = file.tell()
 
     def write_tensor(self, value: Tensor | LazyTensor) -> list[int]:
         """Returns the checksum of each part. No part is alive any more when the next one is made."""
@@ -361,27 +354,6 @@ class Sink:
         left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers
         while left:
             left = left[self.file.write(left) :]
-        position = self.file.tell()
-        if not 0 <= position - self._flushed < FLUSH_BYTES:
-            start_flush(self.file.fileno(), self._flushed, position - self._flushed)
-            self._flushed = position
-
-
-def start_flush(descriptor: int, start: int, nbytes: int) -> None:
-    """Have the system begin to store these bytes. sync_file_range(2) of Linux; elsewhere the flush does it all."""
-    function = _sync_file_range()
-    if function is not None and nbytes > 0:
-        function(descriptor, start, nbytes, _SYNC_FILE_RANGE_WRITE)
-
-
-@cache
-def _sync_file_range() -> Any:
-    if sys.platform != "linux":
-        return None
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
 
 
 def _needs(value: Any, classes: list[str]) -> bool:
