@@ -63,7 +63,8 @@ def contenders(arguments: argparse.Namespace, stage: int) -> list[Contender]:
 
 
 def measure(job: Job, folder: Path, samples: Samples) -> None:
-    """One save and one load in a fresh folder, removed afterwards."""
+    """One save and one load in a fresh folder, removed afterwards; the disk has nothing else to do."""
+    os.sync()
     try:
         samples.save.append(max(job.call("save", folder=str(folder), tag=TAG)))
         samples.on_disk = size_of(folder)

@@ -25,6 +25,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 OURS = sys.executable
 GRACE_S = 5.0  # for a rank to end by itself before it is killed
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class JobError(RuntimeError):
@@ -55,7 +56,7 @@ class Job:
         self.name = name
         self.timeout = timeout
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
-        port = free_port()
+        self.port = free_port()
         command = [python, str(FOLDER / "worker.py"), target, json.dumps(dict(options))]
         self.processes = [
             subprocess.Popen(
@@ -66,7 +67,7 @@ class Job:
                 text=True,
                 bufsize=1,
                 cwd=FOLDER,
-                env=rank_environment(python, rank, ranks, threads, port),
+                env=rank_environment(python, rank, ranks, threads, self.port),
             )
             for rank in range(ranks)
         ]
@@ -120,6 +121,8 @@ class Job:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
+        for left in SHARED_MEMORY.glob(f"deepspeed_*_{self.port}_*"):  # the peer's ranks leave 69 MB each
+            left.unlink(missing_ok=True)
         self.log.close()
 
     def __enter__(self) -> Job:
