@@ -7,6 +7,7 @@ contender.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import threading
 import time
@@ -205,6 +206,12 @@ class Trainer:
 
     def save(self, folder: str, tag: str) -> float:
         return self._timed(lambda: self.engine.save_checkpoint(folder, tag=tag))
+
+    def settle(self) -> None:
+        """Return when nothing that was saved is still on its way to the disk."""
+        if importlib.util.find_spec("deepspeed.checkpoint.flush") is not None:  # the peer has no such thread
+            importlib.import_module("deepspeed.checkpoint.flush").wait_for_flushes()
+        os.sync()
 
     def load(self, folder: str, tag: str) -> float:
         return self._timed(lambda: self._load(folder, tag))
