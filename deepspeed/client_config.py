@@ -128,7 +128,7 @@ def _read_referred(name: Any, source: ConfigSource, key: str, result: ClientConf
     except UnreadableConfig as error:
         result.errors.append(Problem(key, str(error), source.line((key,))))
         return False
-    where = f"{inner.name} ({key} of {source.name})" if isinstance(name, str) else f"{key} of {source.name}"
+    where = f"{inner.name} ({key} of {source.name})" if isinstance(name, str) else f"{source.name}, key {key}"
     result.source = ConfigSource(inner.data, where, inner.text)
     return True
 

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -36,6 +37,7 @@ from deepspeed.launcher.shim import ERROR_FILE
 logger = logging.getLogger("deepspeed.launcher")
 
 MESSAGE_LENGTH = 400
+_OF_A_PEER = re.compile(r"Either a rank ended|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +168,15 @@ class Failure:
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
         # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
         exit_code = 1 if report and process.exitcode < 0 else process.exitcode
+        message = _in_one_line(str(inner.get("message", "")))
+        # A killed process loses its connections before it counts as ended: whom that surprises did not fail first.
+        raised_at = None if ended_at and _OF_A_PEER.search(message) else report.get("time")
         return cls(
             rank=rank,
             # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
-            at=report.get("time") or ended_at or process.timestamp + 1.0,
+            at=raised_at or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
-            message=_in_one_line(str(inner.get("message", ""))),
+            message=message,
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
             first=report.get("first", False),
             on_screen=report.get("on_screen", False),

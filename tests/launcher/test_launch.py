@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,6 +189,23 @@ def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> ag
 )
 def test_who_failed_first(failures, order):
     assert [each.rank for each in agent.in_order(failures)] == order
+
+
+@pytest.mark.parametrize(
+    "message, at", [("ValueError: boom", 4.0), ("RuntimeError: Connection closed by peer", 4.2)]
+)
+def test_whoever_lost_a_peer_did_not_fail_before_it_ended(tmp_path, message, at):
+    report = {
+        "message": {"message": message, "extraInfo": {"py_callstack": "Traceback"}},
+        "time": 4.0,
+        "first": True,
+    }
+    (tmp_path / "error.json").write_text(json.dumps(report))
+    process = SimpleNamespace(error_file=str(tmp_path / "error.json"), exitcode=1, timestamp=4)
+    survivor = agent.Failure.of(0, process, 4.2)
+    assert survivor.at == at
+    killed = failure(1, 4.1, code=-9)
+    assert agent.in_order([survivor, killed])[0].rank == (0 if at == 4.0 else 1)
 
 
 def test_ranks_that_fail_at_once_print_one_traceback(folder):
