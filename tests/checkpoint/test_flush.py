@@ -100,10 +100,10 @@ def test_what_the_disk_refuses_is_logged_and_raised_by_the_next_who_waits(
     ):
         wait_for_flushes()
     assert "the disk did not store" in caplog.text
-    disk.error = None
     with pytest.raises(CheckpointError, match="/latest"):
         wait_for_flushes()
     wait_for_flushes()  # it is said once
+    disk.error = None
     save(tmp_path, "b")
     wait_for_flushes()
     assert str(tmp_path / "b" / FILES[0]) in disk.stored
