@@ -79,10 +79,22 @@ class Offload:
     def takes(self, layout: BucketLayout) -> bool:
         return self.tier.takes(layout)
 
+    def files_gradients(self, layout: BucketLayout) -> bool:
+        """Whether its summed slice rests in the file (``OffloadedTier.new_gradients``); at stage 1 it is a part of the
+        whole gradient."""
+        return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
+
+    def gradient_bytes(self, layout: BucketLayout) -> int:
+        """Of the summed slice."""
+        return layout.shard_numel * (self.plan.precision.accumulate or layout.dtype).itemsize
+
     def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
         self.tier = self._tier([bucket.layout for bucket in buckets])
         taken = [self._own(bucket, group_of) for bucket in buckets]
-        self._pass_through_slots([owned for part in taken for owned in part])
+        summed = [
+            self.gradient_bytes(bucket.layout) for bucket in buckets if self.files_gradients(bucket.layout)
+        ]
+        self._pass_through_slots([owned for part in taken for owned in part], summed)
 
     @property
     def _swaps(self) -> bool:
@@ -143,8 +155,9 @@ class Offload:
             else:
                 self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
 
-    def _pass_through_slots(self, owned: list[Any]) -> None:
-        """Sub-groups, their records in the file, and the host memory that they pass through."""
+    def _pass_through_slots(self, owned: list[Any], gradients: Sequence[int]) -> None:
+        """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
+        the slices that rest in the file as well."""
         if not owned or not isinstance(self.tier, OffloadedTier):
             return
         groups: list[list[Any]] = [group.groups[0] for group in _sub_groups([owned], self.tier.group_numel)]
@@ -167,7 +180,7 @@ class Offload:
             for records, n, s in zip(masters, states, staged, strict=True)
         ]
         self.ledger.add([Phase.INITIALIZE, Phase.READY], Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
-        for nbytes in filter(None, states):
+        for nbytes in (*gradients, *filter(None, states)):
             self.paper.file("optimizer", nbytes)
         self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
         self._slots([Phase.FIRST_UPDATE], first)

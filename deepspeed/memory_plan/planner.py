@@ -258,15 +258,13 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
     for bucket in buckets:
         if not bucket.trained:
             continue
-        layout = bucket.layout
-        size = (plan.precision.accumulate or layout.dtype).itemsize
+        layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
         leaves = setting.apart and offload.takes(layout)
         if not plan.zero.shard_grads:
-            ledger.add(TRAINING, near, Kind.GRADIENTS, layout.padded_numel * size)
-        elif not leaves:
-            ledger.add(TRAINING, near, Kind.GRADIENTS, layout.shard_numel * size)
+            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes * layout.num_shards)
+        elif not leaves and not offload.files_gradients(layout):
+            ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes)
         if leaves and plan.state_offload is not None:
-            nbytes = layout.shard_numel * size
             offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
     if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added up through a copy

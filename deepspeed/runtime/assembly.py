@@ -249,10 +249,7 @@ def _grad_buckets(
 ) -> list[GradBucket]:
     by_rows = sparse_parameters(module) if rows_travel(plan) else set()
     pool = BufferPool()
-    offload = plan.state_offload
-    copies = (
-        HostCopies(buckets[0].params[0].device, pin=offload.pin) if offload is not None and buckets else None
-    )
+    copies = HostCopies(buckets[0].params[0].device) if plan.state_offload is not None and buckets else None
     replicated = groups.replicas.size > 1
     dense = partial(ReplicatedGradBucket, replicas=groups.replicas) if replicated else GradBucket
     result: list[GradBucket] = []
@@ -269,6 +266,7 @@ def _grad_buckets(
                 keep_local=not plan.zero.shard_grads,
                 reduce_scatter=plan.zero.reduce_scatter,
                 host=copies if off_host(first.device) and tier.takes(bucket.layout) else None,
+                new_slice=partial(tier.of(bucket.layout).new_gradients, device=first.device),
             )
         )
     return result

@@ -23,7 +23,7 @@ import deepspeed
 from deepspeed.ops.aio.engine import Failure, Options
 from deepspeed.runtime import assembly
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, tiers
+from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, swap_file, tiers
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.swap_file import SwapFile
 from deepspeed.runtime.zero.tiers import OffloadedTier, ResidentTier, device_share
@@ -160,6 +160,35 @@ def test_gradients_leave_the_device(tmp_path: Path) -> None:
             )
             assert {view.dtype for view in staged} <= {torch.bfloat16}
         assert any(sub_group.views for sub_group in engine.core.store.tier.sub_groups)
+
+
+@pytest.mark.parametrize("stage, filed", [(1, False), (2, True), (3, True)])
+@distributed(world_size=2)
+def test_gradients_rest_on_storage(stage: int, filed: bool, tmp_path: Path) -> None:
+    """From stage 2 on what is kept of a gradient is a slice, and it takes no memory of the process."""
+    config = offloaded(plain_config(stage, "bf16", gas=2), tmp_path, offload_optimizer={"device": "nvme"})
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+    swap = engine.core.store.tier.swap
+    for micro in range(2):
+        engine.backward(engine(batch(0, micro, engine.global_rank)))
+        engine.core.reducer.finish()
+        assert {swap.holds(t) for bucket in engine.core.reducer.buckets for t in bucket.held()} == {filed}
+    engine.step()
+
+
+@distributed(world_size=1)
+def test_disk_that_fills_up_in_backward(tmp_path: Path) -> None:
+    """The space of gradients is taken at the first backward: an error there, no signal from the mapping later."""
+    config = offloaded(plain_config(2, "bf16"), tmp_path, offload_optimizer={"device": "nvme"})
+    with mock.patch.object(swap_file, "GROW_BYTES", swap_file.PAGE):
+        engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with (
+            mock.patch("os.posix_fallocate", side_effect=full),
+            pytest.raises(OSError, match="offload_optimizer.nvme_path.*has no room for"),
+        ):
+            engine.backward(engine(batch(0, 0, 0)))
+            engine.step()
 
 
 @distributed(world_size=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.runtime.zero.host_copies import HostCopies, host_empty
+from deepspeed.runtime.zero.host_copies import HostCopies
 from deepspeed.runtime.zero.layout import BucketLayout
 
 
@@ -74,7 +75,8 @@ class GradBucket:
     round, and only the slice is kept.
 
     ``host``: where the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory.
+    memory. ``new_slice(numel, dtype)`` makes the tensor that ``reduced`` rests in where it has memory of its own;
+    default: on the device.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class GradBucket:
         keep_local: bool,
         reduce_scatter: bool,
         host: HostCopies | None = None,
+        new_slice: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.host = host
+        self.new_slice = new_slice or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device))
         self.layout = layout
         self.communicator = communicator
         self.pool = pool
@@ -181,10 +185,7 @@ class GradBucket:
 
     def _kept_slice(self) -> Tensor:
         if self._slice is None:
-            if self.host is not None:
-                self._slice = host_empty(self.layout.shard_numel, self.dtype, pin=self.host.pin)
-            else:
-                self._slice = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.device)
+            self._slice = self.new_slice(self.layout.shard_numel, self.dtype)
         return self._slice
 
     def collect(self) -> None:

@@ -23,8 +23,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
 class HostCopies:
     """Copies of gradients to host memory while backward goes on. On the CPU they are plain copies."""
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
-        self.pin = pin
+    def __init__(self, device: torch.device) -> None:
         accelerator: Any = get_accelerator()
         self.accelerator = accelerator
         self.stream = accelerator.Stream() if device.type == "cuda" else None

@@ -61,6 +61,10 @@ class ResidentTier:
         """[n] copy of ``weights`` in the master dtype, where the tier keeps masters."""
         return weights.to(dtype, copy=True)
 
+    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[numel] undefined memory for the summed gradients of a bucket on ``device``."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
         """Take charge of these fragments, by optimizer group. Called once, when their masters exist."""
 
@@ -242,6 +246,15 @@ class OffloadedTier(ResidentTier):
             part = weights[low : low + size].to("cpu", dtype, copy=True)
             self.swap.finish(self.swap.write(part, resting[low : low + size]))
         return resting
+
+    def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of a device: (pinned) host memory, which copies reach while backward goes on. Of the host: a part of the swap
+        file. It is used as the mapping that it is: where memory is free, the page cache spares the storage."""
+        if off_host(device):
+            return host_empty(numel, dtype, pin=self.plan.pin)
+        if self.swap is not None:
+            return self.swap.new(numel, dtype)
+        return super().new_gradients(numel, dtype, device)
 
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
         self._state_of = state_of
