@@ -4,8 +4,8 @@ One rank, bf16 weights with fp32 masters and AdamW, ZeRO-3 with everything that 
 enforces the budget: RLIMIT_DATA counts every private byte of the process, and is set to what the interpreter and
 torch take before the model exists plus ``--budget-gib``. Page cache, which the kernel takes back at will, is not in it.
 
-    python benchmarks/offload_budget.py --model 300M --budget-gib 1
-    python benchmarks/offload_budget.py --model 3B --budget-gib 12
+    python benchmarks/offload_budget.py --model 300M --budget-gib 0.5
+    python benchmarks/offload_budget.py --model 3B --budget-gib 2
 """
 
 from __future__ import annotations

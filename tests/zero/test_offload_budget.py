@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
     "model, budget_gib, options",
     [
         ("10M", 0.375, []),
-        pytest.param("300M", 1.0, [], marks=pytest.mark.slow),
-        pytest.param("3B", 12.0, ["--no-save", "--steps", "2"], marks=pytest.mark.slow),
+        pytest.param("300M", 0.5, [], marks=pytest.mark.slow),
+        pytest.param("3B", 2.0, ["--no-save", "--steps", "2"], marks=pytest.mark.slow),
     ],
 )
 def test_trains_within_its_budget(model: str, budget_gib: float, options: list[str], tmp_path: Path) -> None:
