@@ -113,7 +113,6 @@ def cells_of(name: str, samples: Samples, flush: float | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("checkpoint", arguments)
-    report.data["arguments"].pop("folder")
     cells: list[list[str]] = []
     data: dict[str, object] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:

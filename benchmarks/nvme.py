@@ -116,13 +116,11 @@ def measure(arguments: argparse.Namespace, report: Report) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    folder, arguments.folder = arguments.folder, "."  # a path of the machine says nothing to a reader
     report = Report("nvme", arguments)
-    arguments.folder = folder
     try:
         measure(arguments, report)
     finally:
-        Path(folder, "_benchmark_nvme.bin").unlink(missing_ok=True)
+        Path(arguments.folder, "_benchmark_nvme.bin").unlink(missing_ok=True)
     report.save()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,15 @@ except JobError as error:
     printed = in_benchmarks(code)
     assert "rank 0 failed in start" in printed
     assert "KeyError: 'none'" in printed
+
+
+def test_no_path_of_the_machine_is_saved() -> None:
+    code = """
+import argparse
+from report import Report
+told = argparse.Namespace(save=None, peer="/opt/peer/bin/python", folder="/mnt/disk", rounds=7)
+print(Report("any", told).data["arguments"])
+"""
+    assert in_benchmarks(code).splitlines()[-1] == "{'rounds': 7}"
+    for path in BENCHMARKS.glob("results/*.json"):
+        assert re.search(r'"/\w', path.read_text()) is None, path.name
