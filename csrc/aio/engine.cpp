@@ -33,7 +33,7 @@ namespace {
 // entry when it is complete (writing 1 GiB: 512 KiB were 0.8 times as fast). Few buffers stay in the cache, many keep the
 // disk of a busy machine at work while the worker sleeps (32 MiB were 0.88 times as fast as 16 or 8).
 constexpr int64_t kBufferBytes = int64_t(16) << 20;  // aligned buffers of one worker, at most
-constexpr int64_t kPieceBytes = int64_t(1) << 20;  // what passes through one of them at once
+constexpr int64_t kPieceBytes = int64_t(1) << 20;   // what passes through one of them at once
 constexpr int64_t kHugeBudget = int64_t(2) << 20;    // bytes under way from which on buffers are cut from huge pages
 constexpr int kThreadsPerQueue = 8;                  // without asynchronous requests: threads in the place of a queue
 constexpr int kMaxDepth = 4096;
@@ -89,6 +89,8 @@ class Worker {
         return std::max(engine.depth, int(std::min(kBufferBytes, budget(engine)) / piece_size(engine)));
     }
 
+    static int64_t piece_size(const ds_aio_engine &engine) { return std::min(engine.block_size, kPieceBytes); }
+
     void run() {
         for (;;) {
             if (may_refill() && !refill()) return;
@@ -98,7 +100,6 @@ class Worker {
 
   private:
     static int64_t budget(const ds_aio_engine &engine) { return engine.depth * engine.block_size; }
-    static int64_t piece_size(const ds_aio_engine &engine) { return std::min(engine.block_size, kPieceBytes); }
 
     bool may_refill() const { return engine_.overlap || bytes_under_way_ <= budget(engine_) / 2; }
 
@@ -315,7 +316,7 @@ void ds_aio_close(ds_aio_engine *engine) {
 int64_t ds_aio_start(ds_aio_engine *engine, int32_t write, void *data, int64_t bytes, const char *path,
                      int64_t file_offset) try {
     auto operation = std::make_unique<Operation>(write != 0, data, bytes, file_offset);
-    const int64_t piece = std::min(engine->block_size, kPieceBytes);
+    const int64_t piece = Worker::piece_size(*engine);
     if (const int error = operation->open(path, engine->page, engine->block_size, piece)) return -error;
     std::lock_guard<std::mutex> lock(engine->mutex);
     const int64_t ticket = engine->tickets++;

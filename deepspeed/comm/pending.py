@@ -12,6 +12,8 @@ _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
 )
 
+RANK_ENDED = "Either a rank ended"  # by these words the launcher knows a rank that lost another one
+
 
 class CommunicationError(RuntimeError):
     """A collective failed: names the operation, the ranks of the group and, where known, the silent rank."""
@@ -23,7 +25,7 @@ class CommunicationError(RuntimeError):
         """The error of `operation` among these global ranks; `silent` is the one that was waited for."""
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
-            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. Either a rank ended (then "
+            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. {RANK_ENDED} (then "
             "its own message is in its log) or it did not reach this collective in time; if it only is slow, "
             "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
         )

@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from deepspeed.comm.pending import RANK_ENDED
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.processes import ExitWatch, grace_seconds, kill_descendants, run_dir_prefix
 from deepspeed.launcher.shim import ERROR_FILE
@@ -37,7 +38,7 @@ from deepspeed.launcher.shim import ERROR_FILE
 logger = logging.getLogger("deepspeed.launcher")
 
 MESSAGE_LENGTH = 400
-_OF_A_PEER = re.compile(r"Either a rank ended|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+_OF_A_PEER = re.compile(rf"{RANK_ENDED}|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,7 @@ class Failure:
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
         # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
         exit_code = 1 if report and process.exitcode < 0 else process.exitcode
-        message = _in_one_line(str(inner.get("message", "")))
+        message = str(inner.get("message", ""))
         # A killed process loses its connections before it counts as ended: whom that surprises did not fail first.
         raised_at = None if ended_at and _OF_A_PEER.search(message) else report.get("time")
         return cls(
@@ -176,7 +177,7 @@ class Failure:
             # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
             at=raised_at or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
-            message=message,
+            message=_in_one_line(message),
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
             first=report.get("first", False),
             on_screen=report.get("on_screen", False),

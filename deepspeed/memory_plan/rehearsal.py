@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.sharded_bucket import Status
+from deepspeed.runtime.zero.tiers import ResidentTier
 
 META = torch.device("meta")
 
@@ -257,6 +258,7 @@ class Rehearsal:
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 reduce_scatter=plan.zero.reduce_scatter,
+                new_slice=partial(ResidentTier().new_gradients, device=META),
             )
             for layout in trained
         ]

@@ -265,8 +265,8 @@ def _grad_buckets(
                 accumulate_dtype=plan.precision.accumulate or bucket.layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 reduce_scatter=plan.zero.reduce_scatter,
-                host=copies if off_host(first.device) and tier.takes(bucket.layout) else None,
                 new_slice=partial(tier.of(bucket.layout).new_gradients, device=first.device),
+                host=copies if off_host(first.device) and tier.takes(bucket.layout) else None,
             )
         )
     return result

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from deepspeed.comm.pending import CommunicationError
 from deepspeed.launcher import agent, cores, ports
 from deepspeed.launcher.runner import encode_world_info
 from tests.launcher.programs import COMMAND, CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
@@ -192,7 +193,12 @@ def test_who_failed_first(failures, order):
 
 
 @pytest.mark.parametrize(
-    "message, at", [("ValueError: boom", 4.0), ("RuntimeError: Connection closed by peer", 4.2)]
+    "message, at",
+    [
+        ("ValueError: boom", 4.0),
+        ("RuntimeError: Connection closed by peer", 4.2),
+        (str(CommunicationError.of("all_reduce", range(200), RuntimeError("timeout"), silent=1)), 4.2),
+    ],
 )
 def test_whoever_lost_a_peer_did_not_fail_before_it_ended(tmp_path, message, at):
     report = {

@@ -75,8 +75,7 @@ class GradBucket:
     round, and only the slice is kept.
 
     ``host``: where the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory. ``new_slice(numel, dtype)`` makes the tensor that ``reduced`` rests in where it has memory of its own;
-    default: on the device.
+    memory. ``new_slice(numel, dtype)`` makes the tensor that ``reduced`` rests in where it has memory of its own.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class GradBucket:
         accumulate_dtype: torch.dtype,
         keep_local: bool,
         reduce_scatter: bool,
+        new_slice: Callable[[int, torch.dtype], Tensor],
         host: HostCopies | None = None,
-        new_slice: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.host = host
-        self.new_slice = new_slice or (lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device))
+        self.new_slice = new_slice
         self.layout = layout
         self.communicator = communicator
         self.pool = pool
