@@ -12,6 +12,10 @@ TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
 
+# Words of a collective's error by which the launcher knows a rank that lost another one. They are here because the
+# launcher imports nothing of deepspeed.comm, which would read the environment of the ranks.
+RANK_ENDED = "Either a rank ended"
+
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
 

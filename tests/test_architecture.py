@@ -166,6 +166,18 @@ def test_only_tools_use_the_public_interface() -> None:
     assert [module for module in users if LAYERS[layer(module)] != "tools"] == []
 
 
+def test_the_launcher_does_without_the_packages_of_its_ranks() -> None:
+    """What is wrong in the environment of a rank is that rank's error, told once, and not the launcher's."""
+    of_the_ranks = {
+        f"{module} imports {target}"
+        for module, targets in loads().items()
+        if module.startswith("deepspeed.launcher")
+        for target in targets
+        if target.startswith(("deepspeed.comm", "deepspeed.runtime"))
+    }
+    assert not of_the_ranks, "\n".join(sorted(of_the_ranks))
+
+
 def test_there_are_no_import_cycles() -> None:
     assert [knot for knot in knots(loads()) if len(knot) > 1] == []
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from deepspeed.constants import RANK_ENDED
+
 _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
 )
-
-RANK_ENDED = "Either a rank ended"  # by these words the launcher knows a rank that lost another one
 
 
 class CommunicationError(RuntimeError):

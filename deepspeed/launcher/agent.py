@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from deepspeed.comm.pending import RANK_ENDED
+from deepspeed.constants import RANK_ENDED
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.processes import ExitWatch, grace_seconds, kill_descendants, run_dir_prefix
 from deepspeed.launcher.shim import ERROR_FILE
