@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_at_most_twelve_lines_at_start_on_rank_0(stage: int) -> None:
     with captured(logging.WARNING) as lines:
         train(engine, 2)
     assert lines == []
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name, notes", [("AdamW", 0), ("Adamax", 1)])
+@distributed(world_size=1)
+def test_an_offloaded_optimizer_of_torch_is_noted_as_slower(name: str, notes: int, tmp_path: Path) -> None:
+    config = config_for(2)
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with captured() as lines:
+        engine, *_ = deepspeed.initialize(model=make_zoo(), config=config)
+        train(engine, 2)
+    assert sum(f"optimizer state rests in {tmp_path}" in line for line in lines) == 1
+    assert sum("torch's own update is slower" in line for line in lines) == notes
+    assert len(lines) <= 12
     engine.destroy()
 
 
