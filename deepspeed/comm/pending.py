@@ -38,19 +38,32 @@ def is_peer_failure(error: Exception) -> bool:
 
 class Pending:
     """A collective in flight. `wait()` may be called any number of times; after it the output may be read
-    and the input written."""
+    and the input written. One that failed raises the same error each time."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_error", "_finish")
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Finish. `timeout` is there for those who expect a torch `Work`: the group's timeout holds."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._finish is not None:
+            self._run()
+        if self._error is not None:
+            raise self._error
         return True
+
+    def _run(self) -> None:
+        finish, self._finish = self._finish, None
+        try:
+            if finish is not None:
+                finish()
+        except Exception as error:  # raised by `wait()`, which may come later (OrderedPending)
+            self._error = error
+        except BaseException:  # Ctrl-C
+            self._error = CommunicationError("this collective was interrupted; its output is not complete")
+            raise
 
     def is_completed(self) -> bool:
         """True once nothing is left to wait for (never blocks; may say False for finished traffic)."""
@@ -68,14 +81,13 @@ class OrderedPending(Pending):
     waited for first: `wait()` finishes the older ones before its own.
     """
 
-    __slots__ = ("_error",)
+    __slots__ = ()
 
     _queue: deque[OrderedPending] = deque()  # process-wide: the order holds across groups
     _lock = threading.RLock()
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__(finish)
-        self._error: Exception | None = None
         with self._lock:
             self._queue.append(self)
 
@@ -88,17 +100,13 @@ class OrderedPending(Pending):
             raise self._error
         return True
 
-    def _run(self) -> None:
-        finish, self._finish = self._finish, None
-        try:
-            if finish is not None:
-                finish()
-        except Exception as error:  # belongs to whoever waits for this one
-            self._error = error
-
     @classmethod
     def forget_all(cls) -> None:
         """Drop what was never waited for (the process groups are being destroyed)."""
         with cls._lock:
             while cls._queue:
-                cls._queue.popleft()._finish = None
+                dropped = cls._queue.popleft()
+                dropped._finish = None
+                dropped._error = CommunicationError(
+                    "this collective was not finished before its process group was destroyed"
+                )

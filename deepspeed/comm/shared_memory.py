@@ -216,18 +216,20 @@ class _SharedMemoryPending(Pending):
     def __init__(
         self, channel: SharedMemoryChannel, ticket: int, operation: bytes, tensors: tuple[Tensor, ...]
     ) -> None:
+        super().__init__()
         self._channel: SharedMemoryChannel | None = channel
         self._ticket, self._operation, self._tensors = ticket, operation, tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         channel = self._channel
-        if channel is None:
-            return True
-        handle = channel.handle
-        status: int = _CLOSED if handle is None else channel.lib.ds_shm_wait(handle, self._ticket)
-        self._channel = None
-        if status != _OK:
-            raise channel.error(status, self._operation)
+        if channel is not None:
+            handle = channel.handle
+            status: int = _CLOSED if handle is None else channel.lib.ds_shm_wait(handle, self._ticket)
+            self._channel = None
+            if status != _OK:
+                self._error = channel.error(status, self._operation)
+        if self._error is not None:
+            raise self._error
         return True
 
     def is_completed(self) -> bool:

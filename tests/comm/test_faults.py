@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed.comm import shared_memory
+from deepspeed.comm.pending import CommunicationError, OrderedPending, Pending
 from tests.comm.transports import TRANSPORTS
 from tests.pool import ROOT
 
@@ -131,6 +132,56 @@ def test_everyone_learns_which_rank_died(tmp_path):
     )
     for code, output, _ in results[1:]:
         assert code == 3 and output.count("waiting for rank 0: its process is gone") == 2, output
+
+
+CALLS = """
+for issue in (
+    lambda: comm.all_reduce(tensor), lambda: comm.all_gather(torch.empty(2_000_000), tensor),
+    lambda: comm.reduce_scatter(torch.empty(500_000), tensor), lambda: comm.broadcast(tensor, 1),
+    lambda: comm.all_to_all(torch.empty_like(tensor), tensor), lambda: comm.all_reduce_max(tensor),
+    lambda: dist.all_reduce(tensor, async_op=True), lambda: dist.all_reduce(tensor.view(1000, -1).t(), async_op=True),
+    lambda: dist.all_reduce_coalesced([tensor, tensor.double()], async_op=True), lambda: comm.barrier(),
+):
+    try:
+        pending = issue()
+    except RuntimeError:
+        continue  # it failed before there was anything to wait for
+    for time_of_wait in range(3):
+        try:
+            pending.wait()
+        except RuntimeError:
+            continue
+        print("returned from wait", time_of_wait)
+        os._exit(1)
+os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_wait_for_a_failed_collective_raises(tmp_path, transport):
+    body = "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n" + CALLS
+    code, output, _ = run_ranks(tmp_path, transport, body)[0]
+    assert code == 3, output
+
+
+@pytest.mark.parametrize("kind", [Pending, OrderedPending])
+def test_a_collective_that_is_interrupted_stays_unfinished(kind):
+    def finish() -> None:
+        raise KeyboardInterrupt
+
+    pending = kind(finish)
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    with pytest.raises(CommunicationError, match="interrupted"):
+        pending.wait()
+
+
+def test_waiting_for_what_a_destroyed_group_left_raises():
+    pending = OrderedPending(lambda: None)
+    OrderedPending.forget_all()
+    for _ in range(2):
+        with pytest.raises(CommunicationError, match="destroyed"):
+            pending.wait()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
