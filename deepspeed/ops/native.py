@@ -124,7 +124,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
     Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: cutting the tensors
     elsewhere changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
     """
-    return float(sum(sums_of_squares(tensors)))
+    on_host = [t for t in tensors if t.device.type == "cpu"]
+    total = float(sum(sums_of_squares(on_host)))
+    if len(on_host) < len(tensors):  # one transfer for all of them
+        total += float(sum(_sum_of_squares(t) for t in tensors if t.device.type != "cpu"))
+    return total
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
@@ -138,10 +142,18 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
     return list(sums)
 
 
+HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22
+"""Elements that are widened to fp64 at once: 8 and 32 MiB. Larger ones on devices, where each is a few launches."""
+
+
 def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """fp64 scalar on the tensor's device; piece by piece, as fp64 copies of all would take 16 bytes per element."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for chunk in tensor.detach().reshape(-1).split(1 << 20):  # bounds the fp64 temporary
-        total += chunk.double().square().sum()
+    flat = tensor.detach().reshape(-1)
+    piece = min(flat.numel(), HOST_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)
+    wide = torch.empty(piece, dtype=torch.float64, device=tensor.device)
+    for chunk in flat.split(piece or 1):
+        total += wide[: chunk.numel()].copy_(chunk).square_().sum()
     return total
 
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed.ops import native
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils.logging import logger
+from tests.allocations import counted
 from tests.ops.cases import DTYPES, same_bits
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -117,6 +118,25 @@ def test_sum_of_squares_is_exact_enough_for_fp32(dtype: torch.dtype, isa: str) -
             assert abs(total - exact) < 1e-13 * exact
             assert torch.tensor(total).sqrt() == rounded
     assert native.sum_of_squares([]) == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_without_a_kernel_takes_bounded_memory(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device: fp64 copies of the whole tensor were 16 bytes per element."""
+    values = torch.randn(3_000_001).to(dtype)
+    exact = float(values.double().square().sum())
+    monkeypatch.setattr(native, "library", lambda: None)
+    roots = set()
+    for piece in (1 << 16, 1 << 18, 1_000_001):
+        monkeypatch.setattr(native, "HOST_PIECE", piece)
+        with counted() as memory:
+            total = native.sum_of_squares([values])
+        assert memory.peak < 8 * piece + 16_384
+        assert abs(total - exact) < 1e-13 * exact
+        roots.add(torch.tensor(total).sqrt().item())
+    assert len(roots) == 1
 
 
 def test_sum_of_squares_has_the_same_bits_on_every_path() -> None:

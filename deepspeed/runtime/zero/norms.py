@@ -12,18 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.ops import native
+from deepspeed.ops.native import DEVICE_PIECE, sum_of_squares
 
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum of squares in fp64 of any mix of float dtypes; NaN or Inf when an element is."""
-    if not tensors:
-        return 0.0
-    on_host = [t for t in tensors if t.device.type == "cpu"]
-    total = native.sum_of_squares(on_host) if on_host else 0.0
-    if len(on_host) < len(tensors):  # with Twin-Flow some are on the device
-        total += float(sum(torch.sum(t.double().square()) for t in tensors if t.device.type != "cpu"))
-    return total
+__all__ = ["clip_coefficient", "first_non_finite", "norm_from_squares", "sum_of_squares"]
 
 
 def norm_from_squares(total: float) -> float:
@@ -44,6 +35,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def first_non_finite(tensors: Sequence[Tensor]) -> int | None:
     """Position of the first tensor with a NaN or Inf."""
     for i, tensor in enumerate(tensors):
-        if not torch.isfinite(tensor).all():
+        pieces = tensor.detach().reshape(-1).split(DEVICE_PIECE)
+        if not all(bool(torch.isfinite(piece).all()) for piece in pieces):
             return i
     return None
