@@ -25,8 +25,8 @@ class FusedLamb(MultiTensorOptimizer):
     paper.
 
     The trust ratio is clamped to [min_coeff, max_coeff], and 1 where one of the norms is 0. `max_grad_norm` >
-    0 clips the gradients of a group by their global norm first. `amsgrad` is in the signature but not
-    available.
+    0 first scales the gradients of its group such that the norm of the whole gradient (of all groups, on all
+    ranks) would be at most this. `amsgrad` is in the signature but not available.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
@@ -61,6 +61,9 @@ class FusedLamb(MultiTensorOptimizer):
         self.segment_sum: Callable[[list[Tensor], Tensor], Tensor] | None = None
         """Given the fragments and their sums [n, 2] fp64, returns those of the whole tensors; None: they are
         whole."""
+        self.gradient_norm: float | None = None
+        """Norm of the whole gradient, `grad_scale` included, set by who knows it before `multi_tensor_step`; None: that
+        of the gradients given."""
         self._coefficients: list[float] = []
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -81,7 +84,18 @@ class FusedLamb(MultiTensorOptimizer):
                 f"FusedLamb.step does not support scale={scale!r}: unscale the gradients first"
             )
         self._coefficients = []
-        return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        clips = any(group["max_grad_norm"] > 0 for group in self.param_groups)
+        self.gradient_norm = math.sqrt(native.sum_of_squares(grads)) if clips else None
+        try:
+            super().step()
+        finally:
+            self.gradient_norm = None
+        return loss
 
     def multi_tensor_step(
         self,
@@ -99,7 +113,9 @@ class FusedLamb(MultiTensorOptimizer):
     @torch.no_grad()
     def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
         if group["max_grad_norm"] > 0:
-            norm = math.sqrt(native.sum_of_squares(table.grads)) * grad_scale
+            norm = self.gradient_norm
+            if norm is None:
+                norm = math.sqrt(native.sum_of_squares(table.grads)) * grad_scale
             grad_scale *= min(1.0, group["max_grad_norm"] / (norm + 1e-6))
         sums = torch.zeros(len(table.params), 2, dtype=torch.float64)
         lib = native.library()

@@ -86,6 +86,8 @@ class StepExecutor:
         self._check_unused(report.used)
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
+        if hasattr(self.store.optimizer, "gradient_norm"):
+            self.store.optimizer.gradient_norm = norm * clip  # type: ignore[attr-defined]
         with torch.no_grad():
             self._update(report.used, clip / self.scaler.scale)
         self.publisher.publish()
