@@ -41,6 +41,7 @@ from deepspeed.runtime.start_report import log_start
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
+from deepspeed.utils.transforms import inside_transform
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -186,7 +187,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         else:
             with autocast_context(precision, self.device.type):
                 outputs = self.module(*inputs, **kwargs)
-        if self.core is not None and torch.is_grad_enabled():
+        if self.core is not None and torch.is_grad_enabled() and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs

@@ -53,6 +53,7 @@ class ParamCoordinator:
         self.frames: list[Frame] = []
         self.active: list[Frame] = []
         self._uses = [0] * len(self.buckets)
+        self._kept: set[int] = set()
         self._clock = 0
         self._tasks: set[int] = set()
         self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(
@@ -100,6 +101,17 @@ class ParamCoordinator:
         self._uses[b] -= 1
         if not self._uses[b] and not self.keeps_all:
             self.release(b)
+
+    def keep(self, buckets: Sequence[int]) -> None:
+        """Let these stay gathered until the weights change, or ``release_all``."""
+        for b in set(buckets) - self._kept:
+            self._uses[b] += 1
+            self._kept.add(b)
+
+    def _let_go(self) -> None:
+        for b in self._kept:
+            self._uses[b] -= 1
+        self._kept.clear()
 
     def _end_of_forward(self) -> None:
         if not torch.is_grad_enabled():
@@ -179,9 +191,11 @@ class ParamCoordinator:
 
     def end_of_step(self) -> None:
         """The weights have changed; ``publish`` has released what was gathered."""
+        self._let_go()
         self.trace.end_of_step()
 
     def release_all(self) -> None:
+        self._let_go()
         for b in range(len(self.buckets)):
             if not self._uses[b]:
                 self.release(b)
@@ -203,5 +217,6 @@ class ParamCoordinator:
         self.frames.clear()
         self._finish(lambda _: True)
         self._uses = [0] * len(self.buckets)
+        self._kept.clear()
 
     reset_step = end_of_step

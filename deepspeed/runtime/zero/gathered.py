@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
+from deepspeed.utils.transforms import outside_transforms
 
 _COUNT = zero_params.GATHER_COUNT
 
@@ -49,6 +50,10 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
+        with outside_transforms():
+            self._gather()
+
+    def _gather(self) -> None:
         first = [param for param in self.params if getattr(param, _COUNT, 0) == 0]
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)

@@ -22,6 +22,7 @@ from deepspeed.runtime.backward import output_tensors
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.transforms import inside_transform, outside_transforms
 from deepspeed.utils.untraced import untraced
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
@@ -112,11 +113,16 @@ class DeepSpeedZeRoOffload:
         coordinator = self.param_coordinator
 
         def before_forward(module: nn.Module, args: Any) -> None:
-            coordinator.enter(needs)
+            with outside_transforms():
+                coordinator.enter(needs)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-            frame = coordinator.leave()
+            with outside_transforms():
+                frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
+                if inside_transform():  # its backwards, at several levels, do not pass the outputs in any known order
+                    coordinator.keep(frame.held)
+                    return
 
                 def before_backward(_: Tensor) -> None:
                     coordinator.backward(frame)
@@ -136,7 +142,8 @@ class DeepSpeedZeRoOffload:
             if not torch.compiler.is_compiling() and coordinator.frames:
                 b = index.get(id(param))
                 if b is not None and not coordinator.buckets[b].persistent:
-                    coordinator.touch(b)
+                    with outside_transforms():
+                        coordinator.touch(b)
 
         for module in self.module.modules():
             if any(is_zero_param(param) for param in module._parameters.values()):

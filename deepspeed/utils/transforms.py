@@ -1,0 +1,26 @@
+"""Hooks and the transforms of `torch.func` (`grad`, `vmap`, `jvp`, ...).
+
+Inside a transform every operation of torch is interpreted: a tensor made there is a wrapper without memory of its own,
+and autograd runs over values that are no gradients of the training step. What works on memory has to step outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+
+def inside_transform() -> bool:
+    """Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or one of their kin."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """A context in which tensors are plain ones, also when a transform is active around it."""
+    if not inside_transform():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
