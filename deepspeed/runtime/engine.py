@@ -349,7 +349,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
     # Facts --------------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm before clipping at the last step; None before the first."""
+        """Gradient norm before clipping at the last step (inf if that step was skipped); None before the first."""
         return self._global_norm
 
     def was_step_applied(self) -> bool:

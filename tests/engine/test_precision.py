@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -136,6 +137,24 @@ def test_amp_is_autocast_to_fp16_with_a_loss_scale() -> None:
     assert losses[-1] < losses[0]
     assert engine.optimizer.cur_scale == 16.0
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@distributed(world_size=2)
+def test_the_norm_of_a_skipped_step_is_inf(mode: str, stage: int, bad: str) -> None:
+    engine = build({**MODES[mode], "zero_optimization": {"stage": stage}})
+    for step in range(3):
+        loss = engine(torch.ones(4, WIDTH)).float().sum()
+        engine.backward(loss * float(bad) if step == 1 and engine.global_rank == 1 else loss)
+        engine.step()
+        assert engine.was_step_applied() is (step != 1)
+        norm = engine.get_global_grad_norm()
+        assert norm == math.inf if step == 1 else math.isfinite(norm)
+        if stage:
+            assert engine.optimizer.scaled_global_norm() == norm
     engine.destroy()
 
 

@@ -23,7 +23,8 @@ from deepspeed.utils.logging import logger
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient."""
+    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf where the step was
+    skipped, also if it was NaN."""
 
     applied: bool
     norm: float
@@ -81,7 +82,7 @@ class StepExecutor:
         norm = norm_from_squares(report.squares) / self.scaler.scale
         if self.plan.precision.check_overflow and not math.isfinite(norm):
             self._skip(norm)
-            return StepResult(False, norm, 0.0)
+            return StepResult(False, math.inf, 0.0)
         self.bad_steps = 0
         self._check_unused(report.used)
         clip = clip_coefficient(norm, self.plan.gradients.clip)
