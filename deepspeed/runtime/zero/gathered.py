@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
+from deepspeed.utils.logging import logger
 from deepspeed.utils.transforms import outside_transforms
 
 _COUNT = zero_params.GATHER_COUNT
@@ -26,7 +28,8 @@ class GatheredParameters:
     Args:
         params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
         modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
-            fp32 master weights. None: changes are not kept.
+            fp32 master weights. None: changes are not kept. Should a rank leave the block with an error, no change is
+            kept, and every rank raises: that one its own error, the others one that names it.
         fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
         enabled: False makes it do nothing.
     """
@@ -62,12 +65,20 @@ class GatheredParameters:
             bucket.coordinator.hold(bucket.layout.index)
         zero_params.all_gather(None, param_list=first)
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.enabled:
             return
-        if self.modifier_rank is not None and self.params:
-            with torch.no_grad():
-                self._keep_changes()
+        kept = False
+        try:
+            if self.modifier_rank is None or not self.params:
+                kept = error is None
+            else:
+                with torch.no_grad():
+                    kept = self._keep_changes(error)
+        finally:
+            self._partition(kept)
+
+    def _partition(self, kept: bool) -> None:
         last = []
         for param in self.params:
             setattr(param, _COUNT, getattr(param, _COUNT) - 1)
@@ -76,26 +87,87 @@ class GatheredParameters:
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
             bucket.coordinator.drop(bucket.layout.index)
+        if not kept:  # buckets that happen to be gathered hold what was written to them
+            for coordinator in {id(home.coordinator): home.coordinator for home in self._buckets()}.values():
+                coordinator.release_all()
 
-    def _keep_changes(self) -> None:
+    def _keep_changes(self, error: BaseException | None) -> bool:
+        """Take the modifier's values, unless a rank comes here with an error: then all ranks raise and keep nothing."""
+        if isinstance(error, CommunicationError):
+            return False  # the ranks have lost each other: nothing can be agreed on any more
+        misshapen = self._misshapen() if error is None else None
+        first = self.params[0]
+        failure = _agree_on_failure(first.ds_home.everyone, first.device, error or misshapen)
+        if failure is None:
+            self._publish()
+            return True
+        for home in self._buckets():
+            if home.persistent:
+                home.communicator.all_gather(home.full, home.own_slice()).wait()
+        if misshapen is not None:
+            raise misshapen
+        if error is None:
+            raise RuntimeError(
+                f"GatheredParameters: rank {failure.rank} left the block with an error, so no change was kept: "
+                f"{failure.text}"
+            )
+        return False
+
+    def _misshapen(self) -> Exception | None:
+        for param in self.params:
+            if tuple(param.shape) != tuple(param.ds_shape):
+                return RuntimeError(
+                    f"a parameter of shape {tuple(param.ds_shape)} has shape {tuple(param.shape)} at the end of "
+                    "GatheredParameters; a changed shape needs a new parameter."
+                )
+        return None
+
+    def _buckets(self) -> list[ShardedBucket]:
+        homes = {id(p.ds_home): p.ds_home for p in self.params}.values()
+        return [home for home in homes if isinstance(home, ShardedBucket)]
+
+    def _publish(self) -> None:
         assert self.modifier_rank is not None
         for param in self.params:
             communicator = param.ds_home.everyone
             source = communicator.ranks.index(self.modifier_rank)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
-            if tuple(value.shape) != tuple(param.ds_shape):
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.ds_shape)} has shape {tuple(value.shape)} at the end of "
-                    "GatheredParameters; a changed shape needs a new parameter."
-                )
             communicator.broadcast(value.view(-1), src=source).wait()
             param.ds_home.write_param(param.ds_position, value)
             access = getattr(param, "_ds_state_access", None)
             if access is not None:
                 access.weights_written(param)
-        for home in {id(p.ds_home): p.ds_home for p in self.params}.values():
-            if isinstance(home, ShardedBucket):
-                home.changed()
+        for home in self._buckets():
+            home.changed()
+
+
+class _Failure(NamedTuple):
+    rank: int
+    text: str
+
+
+_TEXT_BYTES = 512
+
+
+def _agree_on_failure(
+    communicator: Communicator, device: torch.device, error: BaseException | None
+) -> _Failure | None:
+    """The first rank with an error, or None if no rank has one. Collective: one number, and the text if there is one."""
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    if error is not None and communicator.size > 1:  # now: should the others not come here, this rank waits for them
+        logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
+    # The lowest rank that failed wins the maximum.
+    mine = 0 if error is None else communicator.size - communicator.rank
+    first = torch.tensor([mine], dtype=torch.int64, device=device)
+    communicator.all_reduce_max(first).wait()
+    if not first.item():
+        return None
+    position = communicator.size - int(first.item())
+    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
+    communicator.broadcast(message, src=position).wait()
+    text = bytes(message.tolist()).rstrip(b"\0").decode(errors="replace")
+    return _Failure(communicator.ranks[position], text)
 
 
 def _whole_buckets(params: list[Any]) -> Iterator[ShardedBucket]:

@@ -1,0 +1,120 @@
+"""GatheredParameters that is left with an error on some ranks: all ranks raise, nothing is kept, work goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from tests.pool import distributed
+
+LIVE = {
+    "everything stays gathered": {},
+    "beyond the budget": {"stage3_max_live_parameters": 10, "stage3_max_reuse_distance": 0},
+}
+
+
+def start(init: bool = False, **section: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20, **section},
+    }
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=init):
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))  # the weights are not persistent
+    return model if init else deepspeed.initialize(model=model, config=config)[0]
+
+
+def weights(params: list[Tensor]) -> list[Tensor]:
+    with deepspeed.zero.GatheredParameters(params):
+        return [param.detach().clone() for param in params]
+
+
+def spoil(params: list[Tensor], modifier: int, failing: tuple[int, ...], fail: Callable[[], None]) -> None:
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(params, modifier_rank=modifier):
+        for param in params:
+            param.fill_(float(dist.get_rank() + 7))
+        if dist.get_rank() in failing:
+            fail()
+
+
+def wrong() -> None:
+    raise KeyError("wrong key")
+
+
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("modifier", [0, 1])
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("init", [False, True])
+@distributed(world_size=2)
+def test_an_exception_reaches_every_rank(
+    init: bool, live: str, modifier: int, failing: tuple[int, ...]
+) -> None:
+    model = start(init, **LIVE[live])
+    params = list(model.parameters())
+    before = weights(params)
+    for _ in range(2):
+        begin = time.monotonic()
+        if dist.get_rank() in failing:
+            with pytest.raises(KeyError, match="wrong key"):
+                spoil(params, modifier, failing, wrong)
+        else:
+            with pytest.raises(RuntimeError, match=rf"rank {failing[0]} left .* KeyError: 'wrong key'"):
+                spoil(params, modifier, failing, wrong)
+        assert time.monotonic() - begin < 20  # not the timeout, which is minutes
+    assert all(torch.equal(a, b) for a, b in zip(weights(params), before, strict=True))
+    spoil(params, modifier, (), wrong)
+    assert all((value == modifier + 7).all() for value in weights(params))
+
+
+@distributed(world_size=2)
+def test_training_goes_on_as_if_nothing_had_been() -> None:
+    losses = []
+    for disturbed in (False, True):
+        engine = start()
+        for step in range(4):
+            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            if disturbed and step == 2:
+                with pytest.raises((RuntimeError, SystemExit)):
+                    spoil(list(engine.parameters()), 0, (1,), lambda: sys.exit(3))
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+    assert losses[:4] == losses[4:]
+
+
+@distributed(world_size=4)
+def test_the_rank_that_failed_is_named() -> None:
+    params = list(start(init=True).parameters())
+
+    def reshape() -> None:
+        params[0].data = params[0].data[:1]
+
+    with pytest.raises(RuntimeError) as caught:
+        spoil(params, 0, (2, 3), reshape)
+    own = "a changed shape needs a new parameter"
+    expected = own if dist.get_rank() >= 2 else f"rank 2 left the block .* {own}"
+    assert caught.match(expected)
+
+
+@distributed(world_size=2)
+def test_an_error_where_nothing_is_kept_stays_on_its_rank() -> None:
+    params = list(start().parameters())
+    before = weights(params)
+    try:
+        with deepspeed.zero.GatheredParameters(params):
+            if dist.get_rank() == 1:
+                wrong()
+    except KeyError:
+        assert dist.get_rank() == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights(params), before, strict=True))
