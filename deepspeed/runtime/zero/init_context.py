@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.runtime import config_reader
 from deepspeed.runtime.aio_config import get_aio_config, storage_options
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.gathered import GatheredParameters
@@ -346,21 +346,24 @@ def suspended_init_context() -> Iterator[None]:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The settings in a dict, a file, a config object, or none."""
+    """The settings in whatever ``initialize`` takes as a config: a dict, a JSON or HJSON file, base64 text, a config
+    object; or none."""
     if config is None:
         return {}
     if isinstance(config, dict):
         return config
     if hasattr(config, "_param_dict"):
         return config._param_dict
-    with open(config, encoding="utf-8") as file:
-        return json.load(file)
+    try:
+        return config_reader.read_config(config).data
+    except config_reader.UnreadableConfig as error:
+        raise DeepSpeedConfigError(f"zero.Init(config_dict_or_path=...): {error}") from None
 
 
 def _dtype_of(config: Any) -> torch.dtype:
     """fp16 or bf16 when the config enables it ("auto" counts as off), else the default dtype."""
     for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16)):
-        if (config or {}).get(section, {}).get("enabled", False) is True:
+        if ((config or {}).get(section) or {}).get("enabled", False) is True:
             return dtype
     return torch.get_default_dtype()
 
