@@ -195,17 +195,17 @@ class Restorer:
                 )
             self.report.notes.append("no optimizer state was saved")
             return
-        if not self.catalog.kinds():
-            self.state.clear_state()  # saved before the first step
-        else:
-            self.state.ensure_state()
+        with_state = {entry.name for entry in self.entries if self._has_state(self._find(entry))}
+        self.state.keep_state(with_state)
+        if with_state:
             self._check_kinds()
             self._count_states()
             values: dict[str, dict[str, Tensor]] = {}
             for index, tensors in self._shards():
-                self._fill_states(index, {kind: t for kind, t in tensors.items() if kind != MASTER}, values)
+                if index.name in with_state:
+                    self._fill_states(index, {k: t for k, t in tensors.items() if k != MASTER}, values)
             for kind, by_name in values.items():
-                self._set_values(kind, by_name)
+                self.state.set_scalar_state(kind, by_name)
         self._groups()
 
     def _count_states(self) -> None:
@@ -220,7 +220,7 @@ class Restorer:
             self.report.states += len(saved & own)
 
     def _check_kinds(self) -> None:
-        """Another optimizer's state must not be taken for this one's, nor zeros for what is missing."""
+        """Another optimizer's state must not be taken for this one's."""
         saved = self.catalog.kinds()
         for index, tensors in self._shards():
             wanted = {kind for kind in tensors if kind != MASTER}
@@ -230,7 +230,7 @@ class Restorer:
                     f"{', '.join(sorted(saved))}: it was saved with another optimizer. "
                     "load_optimizer_states=False loads the weights alone"
                 )
-            if self._name_of(index) is None or not self._saved_state(index):
+            if not self._has_state(self._name_of(index)):
                 self._without_state(index.name)
 
     def _without_state(self, name: str) -> None:
@@ -240,11 +240,11 @@ class Restorer:
         if self.strict and in_module and not was_trained:
             raise CheckpointError(
                 f"{name} is trained now, but was frozen when {self.catalog.folder} was saved: there is no optimizer "
-                "state for it. load_module_strict=False starts it from zero"
+                "state for it. load_module_strict=False starts it afresh"
             )
 
-    def _saved_state(self, index: ShardIndex) -> bool:
-        name = self._name_of(index)
+    def _has_state(self, name: str | None) -> bool:
+        """Whether there is optimizer state of the saved parameter ``name``; one without a gradient so far has none."""
         kinds = self.catalog.fragments.get(name or "", {})
         return any(kind != MASTER for kind in kinds) or bool(self.catalog.values.get(name or ""))
 
@@ -254,15 +254,12 @@ class Restorer:
         """Per-element state is written at once; other values are ``collected`` by kind and parameter."""
         name = self._name_of(index) or ""
         fragments, values = self.catalog.fragments.get(name, {}), self.catalog.values.get(name, {})
-        fresh = not self._saved_state(index)  # it had had no gradient yet
         for kind, tensor in tensors.items():
             per_element = tensor.dim() == 1 and tensor.numel() == index.numel
             if kind in fragments and not per_element and index.global_shape in ((), (1,)):
                 value = fragments[kind][0].data  # of a scalar parameter, where the two look alike
             else:
                 value = values.get(kind)
-            if fresh:
-                value = torch.zeros_like(tensor)
             if per_element and value is not None:
                 tensor.copy_(torch.as_tensor(value))
             elif per_element:
@@ -271,16 +268,6 @@ class Restorer:
                 collected.setdefault(kind, {})[index.name] = torch.as_tensor(value).clone().view(tensor.shape)
             else:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {kind} of {index.name}")
-
-    def _set_values(self, kind: str, by_name: dict[str, Tensor]) -> None:
-        """One call where all parameters have the same value, as step counts do."""
-        assert self.state is not None
-        first = next(iter(by_name.values()))
-        if all(torch.equal(value, first) for value in by_name.values()):
-            self.state.set_scalar_state(kind, first)
-            return
-        for name, value in by_name.items():
-            self.state.set_scalar_state(kind, value, name)
 
     def _groups(self) -> None:
         """Each group takes the hyperparameters under which its parameters were saved."""

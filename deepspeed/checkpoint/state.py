@@ -6,7 +6,7 @@ else of the core.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,16 +45,13 @@ class TrainingState(Protocol):
         "step"."""
         ...
 
-    def ensure_state(self) -> None:
-        """Create the optimizer's state where there is none yet."""
+    def keep_state(self, names: Container[str]) -> None:
+        """Afterwards the parameters in ``names`` have optimizer state, to be written; the others are as before their
+        first update."""
         ...
 
-    def clear_state(self) -> None:
-        """Forget the optimizer's state."""
-        ...
-
-    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
-        """Write a value such as "step" of the parameter ``name``."""
+    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
+        """Write a value such as "step" of each parameter that ``values`` names."""
         ...
 
     def publish(self) -> None:
@@ -75,8 +72,8 @@ class TrainingState(Protocol):
 
     def load_scalars(self, scalars: dict[str, Any]) -> None: ...
 
-    def pending_gradients(self) -> dict[str, dict[str, Tensor]] | None:
+    def pending_gradients(self) -> dict[str, Any] | None:
         """This rank's gradients since the last update."""
         ...
 
-    def load_pending_gradients(self, pending: dict[str, dict[str, Tensor]] | None) -> None: ...
+    def load_pending_gradients(self, pending: dict[str, Any] | None) -> None: ...

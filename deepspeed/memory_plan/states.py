@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.optim.elementwise import _stand_in
+from deepspeed.runtime.optim.first_state import stand_in
 from deepspeed.runtime.zero.step import joins_ranks
 from deepspeed.utils.logging import logger
 
@@ -58,22 +58,20 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None
 
 def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> StateSize:
     param = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
-    stand_in = _stand_in(optimizer, [param])
-    settings = {key: value for key, value in group.items() if key != "params"}
-    stand_in.param_groups = [{**settings, "params": [param]}]
+    substitute = stand_in(optimizer, group, [param])
     for hook in ("segment_sum", "whole_matrices"):  # they belong to an engine, and are collective
-        if hasattr(stand_in, hook):
-            setattr(stand_in, hook, None)
+        if hasattr(substitute, hook):
+            setattr(substitute, hook, None)
     param.grad = torch.ones_like(param)
     try:
         with torch.enable_grad():
-            type(optimizer).step(stand_in)
+            type(optimizer).step(substitute)
     except Exception as error:  # whatever a foreign optimizer raises: its state is not known
         logger.debug(
             f"{type(optimizer).__name__} cannot be tried: {error}; two fp32 values per element assumed"
         )
         return StateSize()
-    state = stand_in.state[param]
+    state = substitute.state[param]
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     return StateSize(
         per_element=tuple(t.element_size() for t in tensors if t.shape == param.shape),

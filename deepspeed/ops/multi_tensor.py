@@ -257,7 +257,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         owners = [(group, param) for group in self.param_groups for param in group["params"]]
         for saved_id, (group, param) in zip(saved_ids, owners, strict=True):
             saved = state_dict["state"].get(saved_id)
-            if saved is None:
+            if saved is None or param not in self.state:  # the latter: an engine has taken it
                 continue
             state, dtype = self.state[param], self._state_dtype(param, group)
             for name in self._names_for(group):

@@ -21,6 +21,7 @@ from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
+from deepspeed.runtime.zero.client_state import ClientState, has_hooks
 from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import (
     TrainedParams,
@@ -70,6 +71,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
+    client_state: ClientState | None
     optimizer: ZeroOptimizer | torch.optim.Optimizer
 
 
@@ -193,6 +195,9 @@ def build_core(
         scaler=scaler,
         executor=executor,
         access=access,
+        client_state=ClientState(optimizer, access)
+        if plan.wraps_optimizer and has_hooks(optimizer)
+        else None,
         optimizer=_facade(plan, optimizer, executor, access, sharded),
     )
 

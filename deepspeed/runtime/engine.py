@@ -497,6 +497,8 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         sharded, self.sharded = self.sharded, None
         if core is not None:
             core.reducer.destroy()
+            if core.client_state is not None:
+                core.client_state.release(core.store.optimizer)
             core.store.tier.close()
             for param in core.trained.params:
                 vars(param).pop("_ds_state_access", None)  # type: ignore[attr-defined]

@@ -268,12 +268,10 @@ def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, catalog: Catalog) -> None:
-    """A dynamic scale goes on where it was; a static one is the configuration's."""
-    saved = catalog.scalars.get("loss_scaler")
-    was_dynamic = catalog.index.get("dynamic_loss_scale", catalog.scalars.get("dynamic", False))
-    if saved and was_dynamic and engine.fp16_enabled() and engine.dynamic_loss_scale():
-        state = engine.state_access
-        state.load_scalars({"loss_scaler": {**state.scalars()["loss_scaler"], **saved}})
+    # Our first checkpoints say in the index whether it was dynamic, and that of fp16 alone.
+    before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
+    dynamic = catalog.scalars.get("dynamic", before)
+    engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
 
 
 def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, report: Report) -> None:

@@ -10,7 +10,7 @@ same parameters in the same order. Gradients exist from ``backward`` to ``step``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,7 +22,7 @@ ACCESS = "_ds_state_access"
 class StateAccess(Protocol):
     """What is used here of ``deepspeed.runtime.zero.access.StateAccess``.
 
-    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D and live.
+    Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D.
     """
 
     def full_master(self, param: nn.Parameter) -> Tensor | None: ...
@@ -34,6 +34,9 @@ class StateAccess(Protocol):
     def local_master(self, param: nn.Parameter) -> Tensor | None: ...
     def local_state(self, param: nn.Parameter, key: str) -> Tensor | None: ...
     def local_gradient(self, param: nn.Parameter) -> Tensor | None: ...
+    def set_local_master(self, param: nn.Parameter, value: Tensor) -> None: ...
+    def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None: ...
+    def set_local_gradient(self, param: nn.Parameter, value: Tensor) -> None: ...
 
 
 def _access(param: nn.Parameter) -> StateAccess | None:
@@ -50,17 +53,18 @@ def _required(param: nn.Parameter) -> StateAccess:
     return access
 
 
-def _write_local(target: Tensor | None, value: Tensor, what: str) -> None:
-    if target is None:
+def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
+    """Writes ``value`` over tensors that together are this rank's part; None: they do not exist now."""
+    if pieces is None:
         raise ValueError(
             f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
         )
-    if value.numel() != target.numel():
-        raise ValueError(
-            f"This rank's {what} has {target.numel()} elements, the given value {value.numel()}."
-        )
+    numels = [piece.numel() for piece in pieces]
+    if value.numel() != sum(numels):
+        raise ValueError(f"This rank's {what} has {sum(numels)} elements, the given value {value.numel()}.")
     with torch.no_grad():
-        target.copy_(value.detach().reshape(target.shape))
+        for piece, part in zip(pieces, value.detach().reshape(-1).split(numels), strict=True):
+            piece.copy_(part.view(piece.shape))
 
 
 def _check_shape(param: nn.Parameter, value: Tensor) -> None:
@@ -147,7 +151,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Writes this rank's part of the master weight; the model computes with it from the next ``step`` on."""
-    _write_local(_required(param).local_master(param), value, "part of the master weight")
+    _required(param).set_local_master(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -158,7 +162,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Writes this rank's part of an optimizer state tensor."""
-    _write_local(_required(param).local_state(param, optim_state_key), value, f"part of {optim_state_key!r}")
+    _required(param).set_local_state(param, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -169,7 +173,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Writes this rank's part of the reduced gradient."""
-    _write_local(_required(param).local_gradient(param), value, "part of the gradient")
+    _required(param).set_local_gradient(param, value)
 
 
 # --- The same as functions to bind to a parameter -------------------------------------------------

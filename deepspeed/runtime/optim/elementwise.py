@@ -7,9 +7,6 @@ sparse gradients, give different results or fail.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.runtime.optim.first_state import constructed_state, stand_in
 from deepspeed.utils.logging import logger
 
 _SHAPE, _CUT, _STEPS = (8, 8), 23, 4
@@ -70,27 +68,15 @@ def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]
     """Steps of a stand-in for `optimizer` with its settings but other parameters; returns the final
     values."""
     params = [torch.nn.Parameter(value.clone()) for value in values]
-    stand_in = _stand_in(optimizer, params)
+    group = {**optimizer.param_groups[0]}
+    if "lr" in group:
+        group["lr"] = 0.05  # a warm-up may stand at 0, where nothing would move
+    substitute = stand_in(optimizer, group, params)
+    if any(optimizer.state.values()):  # perhaps its step relies on what its constructor makes
+        for param in params:
+            substitute.state[param].update(constructed_state(optimizer, group, param))
     for step in grads:
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
-        type(optimizer).step(stand_in)
+        type(optimizer).step(substitute)
     return [param.detach() for param in params]
-
-
-def _stand_in(optimizer: Optimizer, params: list[torch.nn.Parameter]) -> Optimizer:
-    """The same class and attributes without calling its constructor, whose arguments are not known here."""
-    stand_in = object.__new__(type(optimizer))
-    attributes: dict[str, Any] = dict(optimizer.__dict__)
-    attributes.pop("step", None)  # schedulers replace it on the instance, bound to the original
-    for name, value in attributes.items():
-        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-            attributes[name] = OrderedDict()
-    group = {key: copy.deepcopy(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
-    if "lr" in group:
-        group["lr"] = 0.05  # a warm-up may stand at 0, where nothing would move
-    attributes.update(param_groups=[{**group, "params": params}], state=defaultdict(dict))
-    stand_in.__dict__.update(attributes)
-    if "_tables" in attributes:
-        stand_in.__dict__["_tables"] = {}
-    return stand_in

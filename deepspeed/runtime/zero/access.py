@@ -5,8 +5,8 @@ Checkpoints go through ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
+from deepspeed.runtime.zero.grad_sinks import GradBucket
 from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
+from deepspeed.utils.tensor_fragment import write_pieces
 
 MASTER = "fp32"
 
@@ -77,13 +79,80 @@ class StateAccess:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live."""
         for owned in self.store.fragments:
-            tensors = {MASTER: owned.master.detach().view(-1)}
-            for key, value in self.store.state_of(owned).items():
-                if isinstance(value, Tensor):
-                    tensors[key] = value.detach().view(-1) if value.shape == owned.master.shape else value
-                elif isinstance(value, (int, float)):
-                    tensors[key] = torch.tensor(value)
-            yield self.index_of(owned), tensors
+            yield self.index_of(owned), self._tensors(owned)
+
+    def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
+        tensors = {MASTER: owned.master.detach().view(-1)}
+        for key, value in self.store.state_of(owned).items():
+            if isinstance(value, Tensor):
+                tensors[key] = value.detach().view(-1) if value.shape == owned.master.shape else value
+            elif isinstance(value, (int, float)):
+                tensors[key] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        return tensors
+
+    def local_states(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """The same by parameter, however many pieces rest apart; live where it is one."""
+        for pieces in self._owned.values():
+            states = [self._tensors(owned) for owned in pieces]
+            tensors = states[0]
+            if len(pieces) > 1:
+                numel = pieces[0].fragment.numel
+                tensors = {
+                    key: torch.cat([state[key] for state in states]) if value.shape == (numel,) else value
+                    for key, value in tensors.items()
+                }
+            yield replace(self.index_of(pieces[0]), stop=self.index_of(pieces[-1]).stop), tensors
+
+    def write_local_states(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Inverse of ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
+        Masters that are not in ``saved`` stay."""
+        self.keep_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
+        for index, pieces in self._owned.items():
+            name, first = self.names[index], pieces[0].fragment.param_offset
+            for owned in pieces if name in saved else ():
+                part = slice(owned.fragment.param_offset - first, None)
+                self._write_fragment(owned, name, saved[name], part)
+
+    def _write_fragment(
+        self, owned: OwnedFragment, name: str, saved: Mapping[str, Tensor], part: slice
+    ) -> None:
+        with torch.no_grad():
+            for key, tensor in self._tensors(owned).items():
+                if key not in saved:
+                    if key != MASTER and len(saved.keys() - {MASTER}):
+                        raise ValueError(
+                            f"the state of {name} has no {key!r}: it is that of another optimizer"
+                        )
+                elif tensor.shape == (owned.fragment.numel,):
+                    tensor.copy_(saved[key].reshape(-1)[part][: tensor.numel()])
+                else:
+                    _write(self.store.state_of(owned), key, saved[key])
+
+    def states_by_param(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """This rank's optimizer state as the optimizer keeps it, by parameter; per-element state in one piece."""
+        for index, pieces in self._owned.items():
+            states = [self.store.state_of(owned) for owned in pieces]
+            if states[0]:
+                shape = pieces[0].master.shape
+                yield (
+                    self.store.params[index],
+                    {
+                        key: torch.cat([state[key] for state in states])
+                        if len(pieces) > 1 and isinstance(value, Tensor) and value.shape == shape
+                        else value
+                        for key, value in states[0].items()
+                    },
+                )
+
+    def name_of(self, param: Tensor) -> str | None:
+        """The name of a parameter that the engine trains, None of another."""
+        index = self._index.get(id(param))
+        return None if index is None else self.names[index]
+
+    def interval(self, param: nn.Parameter) -> tuple[int, int]:
+        """Elements of the flat parameter that this rank holds."""
+        pieces = [owned.fragment for owned in self._fragments(param)]
+        return (pieces[0].param_offset, pieces[-1].param_offset + pieces[-1].numel) if pieces else (0, 0)
 
     def index_of(self, owned: OwnedFragment) -> ShardIndex:
         start = owned.fragment.param_offset
@@ -95,22 +164,17 @@ class StateAccess:
             stop=start + owned.fragment.numel,
         )
 
-    def ensure_state(self) -> None:
-        self.store.ensure_state()
+    def keep_state(self, names: Container[str]) -> None:
+        """Afterwards the parameters in ``names`` have optimizer state, to be written; the others are as before their
+        first update."""
+        self.store.keep_state(lambda owned: self.names[owned.param_index] in names)
 
-    def clear_state(self) -> None:
-        """Forget all optimizer state (what is loaded next was saved before the first step)."""
-        self.store.clear_state()
-
-    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
-        """Write a per-parameter scalar such as ``step``, for one parameter or for all."""
+    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
+        """Write a value such as ``step`` of each parameter that ``values`` names."""
         for owned in self.store.fragments:
-            if name is None or self.names[owned.param_index] == name:
-                state = self.store.state_of(owned)
-                if isinstance(state.get(key), Tensor):
-                    state[key].copy_(value)
-                elif key in state:
-                    state[key] = type(state[key])(value.item())
+            value = values.get(self.names[owned.param_index])
+            if value is not None:
+                _write(self.store.state_of(owned), key, value)
 
     def publish(self) -> None:
         """After masters were written: refresh the model's weights on all ranks. Collective."""
@@ -146,14 +210,17 @@ class StateAccess:
             group.update(saved)
 
     def scalars(self) -> dict[str, Any]:
-        return {"loss_scaler": self.scaler.state_dict()}
+        return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        if "loss_scaler" in scalars:
-            self.scaler.load_state_dict(scalars["loss_scaler"])
+        """A dynamic loss scale goes on where it was; a static one is the configuration's."""
+        saved = scalars.get("loss_scaler")
+        if saved and scalars.get("dynamic") and self.scaler.dynamic:
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
 
-    def pending_gradients(self) -> dict[str, dict[str, Tensor]] | None:
-        """This rank's gradients since the last boundary: local sums and reduced slices, by bucket and parameter."""
+    def pending_gradients(self) -> dict[str, Any] | None:
+        """This rank's gradients since the last boundary: local sums, what came too late for its sum, reduced slices
+        with the layout of their bucket, and which parameters had a gradient."""
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
         for bucket in self.reducer.buckets:
@@ -162,20 +229,38 @@ class StateAccess:
                     local[self.names[slot.param]] = bucket.views[position]
             if bucket.reduced is not None:
                 reduced[str(bucket.layout.index)] = bucket.reduced
-        return {"local": local, "reduced": reduced} if local or reduced else None
+        late = {self.names[i]: grad.reshape(-1) for i, grad in self.reducer.late.items()}
+        if not local and not reduced and not late:
+            return None
+        layouts = {
+            str(b.layout.index): self._layout(b) for b in self.reducer.buckets if b.reduced is not None
+        }
+        used = [name for name, was_used in zip(self.names, self.reducer.used, strict=True) if was_used]
+        return {"local": local, "late": late, "reduced": reduced, "layouts": layouts, "used": used}
 
-    def load_pending_gradients(self, pending: dict[str, dict[str, Tensor]] | None) -> None:
+    def _layout(self, bucket: GradBucket) -> list[Any]:
+        """Which elements the slice of a bucket holds."""
+        slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in bucket.layout.slots]
+        return [bucket.start, bucket.stop, slots]
+
+    def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:
+        """KeyError or ValueError: they are of other parameters, or their buckets were cut otherwise."""
         self.reducer.clear()
         if pending is None:
             return
-        places = {self.names[slot.param]: (b, i, slot.param)
-                  for b in self.reducer.buckets for i, slot in enumerate(b.layout.slots)}  # fmt: skip
+        buckets = {str(bucket.layout.index): bucket for bucket in self.reducer.buckets}
+        for key, layout in pending.get("layouts", {}).items():
+            if self._layout(buckets[key]) != layout:
+                raise ValueError("gradients are cut otherwise")
+        index_of = {name: index for index, name in enumerate(self.names)}
         for name, value in pending["local"].items():
-            bucket, position, index = places[name]
-            bucket.accept(position, value)
-            self.reducer.used[index] = True
-        for index, value in pending["reduced"].items():
-            self.reducer.buckets[int(index)].restore(value)
+            self.reducer.restore(index_of[name], value)
+        for name, value in pending.get("late", {}).items():
+            self.reducer.restore(index_of[name], value, late=True)
+        for key, value in pending["reduced"].items():
+            buckets[key].restore(value)
+        for name in pending.get("used", ()):
+            self.reducer.used[index_of[name]] = True
 
     # By parameter (deepspeed.utils.safe_get_*, safe_set_*) --------------------------------------------------
 
@@ -190,17 +275,15 @@ class StateAccess:
 
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
         """A per-element optimizer state such as ``exp_avg``. Collective."""
-        self.store.ensure_state()
-        return self._assemble(param, [(o, self.store.state_of(o)[key]) for o in self._fragments(param)])
+        return self._assemble(param, [(o, self.store.first_state(o)[key]) for o in self._fragments(param)])
 
     def set_full_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        self.store.ensure_state()
-        self._scatter(value, [(o, self.store.state_of(o)[key]) for o in self._fragments(param)])
+        self._scatter(value, [(o, self._own_state(o, key)) for o in self._fragments(param)])
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """The reduced gradient in fp32, or None before the backward of a boundary. Collective."""
         owned = self._fragments(param)
-        if any(bucket.reduced is None for bucket in self.reducer.buckets):
+        if not self._reduced():
             return None
         full = self._assemble(param, [(o, o.gradient()) for o in owned])
         return None if full is None else full.float()
@@ -208,18 +291,33 @@ class StateAccess:
     def set_full_gradient(self, param: nn.Parameter, value: Tensor) -> None:
         self._scatter(value, [(o, o.gradient()) for o in self._fragments(param)])
 
-    def local_master(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's part, 1-D and live; empty where it owns none."""
-        return self._local(param, lambda o: o.master)
+    def local_master(self, param: nn.Parameter) -> Tensor:
+        """This rank's part, 1-D; empty where it owns none. Live, unless it rests in pieces (storage)."""
+        return self._local(param, [o.master for o in self._fragments(param)])
 
-    def local_state(self, param: nn.Parameter, key: str) -> Tensor | None:
-        self.store.ensure_state()
-        return self._local(param, lambda o: self.store.state_of(o)[key])
+    def set_local_master(self, param: nn.Parameter, value: Tensor) -> None:
+        write_pieces([o.master for o in self._fragments(param)], value, "part of the master weight")
+
+    def local_state(self, param: nn.Parameter, key: str) -> Tensor:
+        return self._local(param, [self.store.first_state(o)[key] for o in self._fragments(param)])
+
+    def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
+        write_pieces([self._own_state(o, key) for o in self._fragments(param)], value, f"part of {key!r}")
 
     def local_gradient(self, param: nn.Parameter) -> Tensor | None:
-        if any(bucket.reduced is None for bucket in self.reducer.buckets):
-            return None
-        return self._local(param, lambda o: o.gradient())
+        owned = self._fragments(param)
+        return self._local(param, [o.gradient() for o in owned]) if self._reduced() else None
+
+    def set_local_gradient(self, param: nn.Parameter, value: Tensor) -> None:
+        pieces = [o.gradient() for o in self._fragments(param)] if self._reduced() else None
+        write_pieces(pieces, value, "part of the gradient")
+
+    def _reduced(self) -> bool:
+        return all(bucket.reduced is not None for bucket in self.reducer.buckets)
+
+    def _own_state(self, owned: OwnedFragment, key: str) -> Tensor:
+        self.store.ensure_state(lambda other: other is owned)
+        return self.store.state_of(owned)[key]
 
     def _publish_one(self, param: nn.Parameter) -> None:
         with torch.no_grad():
@@ -231,9 +329,11 @@ class StateAccess:
             raise KeyError("this parameter is not trained by the engine")
         return self._owned.get(self._index[id(param)], [])
 
-    def _local(self, param: nn.Parameter, tensor_of: Any) -> Tensor:
-        owned = self._fragments(param)
-        return tensor_of(owned[0]).view(-1) if owned else torch.empty(0, device=param.device)
+    @staticmethod
+    def _local(param: nn.Parameter, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0].view(-1)
+        return torch.cat([part.view(-1) for part in parts]) if parts else torch.empty(0, device=param.device)
 
     def _assemble(self, param: nn.Parameter, parts: list[tuple[OwnedFragment, Tensor]]) -> Tensor | None:
         """Whole tensor from its parts on all ranks: each element has one owner, so the sum is exact."""
@@ -263,3 +363,11 @@ class StateAccess:
             for owned, tensor in parts:
                 start = owned.fragment.param_offset
                 tensor.view(-1).copy_(flat[start : start + owned.fragment.numel])
+
+
+def _write(state: dict[str, Any], key: str, value: Tensor) -> None:
+    """Set a value of one fragment's state, in the type that the optimizer keeps."""
+    if isinstance(state.get(key), Tensor):
+        state[key].copy_(value)
+    elif key in state:
+        state[key] = type(state[key])(value.item())

@@ -6,6 +6,7 @@ Accelerate, Lightning and scripts read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container
 from typing import Any
 
@@ -65,7 +66,7 @@ class ZeroOptimizer(ZeROOptimizer):
         self.executor.reducer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: fragments by parameter name with their intervals, groups, and the loss scale."""
+        """This rank's shard: its part of each parameter by name with its interval, groups, and the loss scale."""
         return {
             "zero_stage": self.executor.plan.zero.stage,
             "shards": {
@@ -74,34 +75,28 @@ class ZeroOptimizer(ZeROOptimizer):
                     "stop": index.stop,
                     **{k: v.clone() for k, v in tensors.items()},
                 }
-                for index, tensors in self.access.shards()
+                for index, tensors in self.access.local_states()
             },
-            "param_groups": self.access.param_groups,
+            "param_groups": copy.deepcopy(self.access.param_groups),
             **self.access.scalars(),
         }
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
-        """Inverse of ``state_dict`` for the same cut; ``engine.load_checkpoint`` loads any other."""
-        if any(
-            key != "fp32"
-            for shard in state["shards"].values()
-            for key in shard
-            if key not in ("start", "stop")
-        ):
-            self.access.ensure_state()
-        for index, tensors in self.access.shards():
-            saved = state["shards"].get(index.name)
+        """Inverse of ``state_dict`` for the same cut over ranks; ``engine.load_checkpoint`` loads any other."""
+        shards: dict[str, Any] = state["shards"]
+        for index, _tensors in self.access.local_states():
+            saved = shards.get(index.name)
             if saved is None or (saved["start"], saved["stop"]) != (index.start, index.stop):
                 raise ValueError(
                     f"the state of {index.name} was saved for another cut: use engine.load_checkpoint"
                 )
-            with torch.no_grad():
-                for key, tensor in tensors.items():
-                    if tensor.dim():
-                        tensor.copy_(saved[key])
-                    else:
-                        self.access.set_scalar_state(key, saved[key], index.name)
-        self.access.param_groups = state["param_groups"]
+        self.access.write_local_states(
+            {
+                name: {key: value for key, value in shard.items() if key not in ("start", "stop")}
+                for name, shard in shards.items()
+            }
+        )
+        self.access.param_groups = copy.deepcopy(state["param_groups"])
         self.access.load_scalars(state)
         self.access.publish()
 

@@ -12,7 +12,7 @@ after its bucket was launched, it is kept aside, and the ranks agree at the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.plan import Cadence, GradientPlan
 from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
 
 
@@ -224,6 +225,20 @@ class GradReducer:
             self._sync = True
             self.before_backward()
             self.flush()
+
+    @property
+    def late(self) -> Mapping[int, Tensor]:
+        """What came after its bucket was launched, by parameter."""
+        return self._late
+
+    def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
+        """Go on from a local sum of an earlier run, which spans several backwards."""
+        self.used[index] = True
+        if late:
+            self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
+        else:
+            b, position = self._place[index]
+            self.buckets[b].accept(position, value, lasting=True)
 
     def has_late(self) -> bool:
         return bool(self._late)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed.runtime.optim.first_state import constructed_state, first_state
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.grad_sinks import GradBucket
 from deepspeed.runtime.zero.layout import Fragment
+from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.tiers import ResidentTier
 
 PARAMS = "params"
@@ -91,6 +92,7 @@ class StateStore:
         self.fragments: list[OwnedFragment] = []
         for weights, grads in zip(param_buckets, grad_buckets, strict=True):
             self._own(weights, grads, master_dtype)
+        self._constructs = False  # whether the optimizer's step relies on state that its constructor makes
         self._adopt_existing_state()
         self.tier.adopt(self.by_group, self.state_of)
 
@@ -124,18 +126,43 @@ class StateStore:
                 self.by_group[group].append(owned)
 
     def _adopt_existing_state(self) -> None:
-        """State that the client's optimizer had gathered before ``initialize`` is cut like the weights."""
+        """State that the client's optimizer had before ``initialize`` is cut like the weights."""
         old = {id(p): self.optimizer.state.pop(p) for p in self.params if p in self.optimizer.state}
+        example = next((i for i, param in enumerate(self.params) if old.get(id(param))), None)
+        if example is not None:
+            group = self.optimizer.param_groups[self.group_of[example]]
+            probe = nn.Parameter(torch.zeros(1))
+            self._constructs = bool(constructed_state(self.optimizer, group, probe))
         for owned in self.fragments:
-            param = self.params[owned.param_index]
-            if id(param) in old:
-                low, numel = owned.fragment.param_offset, owned.fragment.numel
-                self.optimizer.state[owned.master] = {
-                    key: value.reshape(-1)[low : low + numel].clone().view(owned.master.shape)
-                    if isinstance(value, Tensor) and value.shape == param.shape and value.dim()
-                    else (value.clone() if isinstance(value, Tensor) else value)
-                    for key, value in old[id(param)].items()
-                }
+            state = old.get(id(self.params[owned.param_index]))
+            if state:
+                self.optimizer.state[owned.master] = self._cut_state(state, owned)
+
+    def _cut_state(self, state: dict[str, Any], owned: OwnedFragment) -> dict[str, Any]:
+        """The part of a whole parameter's ``state`` that belongs to ``owned``, where and in the dtype in which its
+        master is."""
+        param, master = self.params[owned.param_index], owned.master
+        shape = full_shape(param)
+        values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
+            return self._first_state(owned)  # made in its constructor for a parameter that was cut already
+        per_element = {key for key, value in values.items() if value.shape == shape}
+        if (
+            not shape and master.dim()
+        ):  # values such as "step" have the same shape: how are they for a vector?
+            first = self._first_state(owned)
+            per_element = {
+                k for k in values if isinstance(first.get(k), Tensor) and first[k].shape == master.shape
+            }
+        low, numel = owned.fragment.param_offset, owned.fragment.numel
+        cut = dict(state)
+        for key, value in values.items():
+            cut[key] = value.clone()
+            if key in per_element:
+                part = value.reshape(-1)[low : low + numel].view(master.shape)
+                dtype = master.dtype if value.dtype == param.dtype else value.dtype
+                cut[key] = part.to(master.device, dtype, copy=True)
+        return cut
 
     def lend(self, fragments_by_group: Sequence[Sequence[OwnedFragment]]) -> _Lent:
         """``with store.lend(...)``: the optimizer's groups hold the masters of the given fragments."""
@@ -165,59 +192,34 @@ class StateStore:
         if pairs:
             torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
 
-    def ensure_state(self) -> None:
-        """Make the optimizer create its state tensors, by a step that changes nothing (no gradient, lr 0). Local."""
-        missing = [[owned for owned in group if not self.state_of(owned)] for group in self.by_group]
-        if not any(missing):
-            return
-        optimizer: Any = self.optimizer
+    def ensure_state(self, wanted: Callable[[OwnedFragment], bool] = lambda owned: True) -> None:
+        """Make the state of those fragments that have none, as it is before their first update. Local."""
+        missing = [[o for o in group if wanted(o) and not self.state_of(o)] for group in self.by_group]
         for batch in self.tier.batches(missing):
-            with self.lend(batch), _without_collectives(optimizer), torch.no_grad():
-                self._empty_step()
+            for owned in (owned for group in batch for owned in group):
+                self.optimizer.state[owned.master] = self._first_state(owned)
+
+    def keep_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
+        """Afterwards the ``wanted`` fragments have state, whose values are to be written, and the others are as before
+        their first update."""
+        if any(self.state_of(owned) and not wanted(owned) for owned in self.fragments):
+            self.clear_state()
+        self.ensure_state(wanted)
 
     def clear_state(self) -> None:
-        """Forget all optimizer state."""
-        self.optimizer.state.clear()
+        """Forget all optimizer state: as before the first step."""
+        for owned in self.fragments:
+            self.optimizer.state.pop(owned.master, None)
         self.tier.forget_state()
+        if self._constructs:
+            self.ensure_state()
 
-    def _empty_step(self) -> None:
-        groups = self.optimizer.param_groups
-        rates = [group.get("lr") for group in groups]
-        for group in groups:
-            if "lr" in group:
-                group["lr"] = 0.0
-            for param in group[PARAMS]:
-                param.grad = torch.zeros_like(param)
-        try:
-            self.optimizer.step()
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                if "lr" in group:
-                    group["lr"] = rate
-                for param in group[PARAMS]:
-                    param.grad = None
-                    self._reset_step(self.optimizer.state[param])
+    def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
+        """The state of a fragment, or what it would start with; nothing is kept."""
+        return self.state_of(owned) or self._first_state(owned)
 
-    @staticmethod
-    def _reset_step(state: dict[str, Any]) -> None:
-        """The empty step must not count in bias corrections."""
-        step = state.get("step")
-        if step is None:
-            return
-        state["step"] = torch.zeros_like(step) if isinstance(step, Tensor) else 0
-
-
-@contextlib.contextmanager
-def _without_collectives(optimizer: Any) -> Iterator[None]:
-    """LAMB adds norms up over ranks; an empty step, which some ranks may not need, must not."""
-    segment_sum = getattr(optimizer, "segment_sum", None)
-    if segment_sum is not None:
-        optimizer.segment_sum = None
-    try:
-        yield
-    finally:
-        if segment_sum is not None:
-            optimizer.segment_sum = segment_sum
+    def _first_state(self, owned: OwnedFragment) -> dict[str, Any]:
+        return first_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)
 
 
 class _Lent:

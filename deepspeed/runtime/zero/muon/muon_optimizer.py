@@ -111,7 +111,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
         for group in self.param_groups:
             if group["use_muon"]:
                 for param in group["params"]:
-                    self.state[param].pop("step", None)  # Muon counts no steps
+                    self.state.get(param, {}).pop("step", None)  # Muon counts no steps
 
 
 def build_muon(

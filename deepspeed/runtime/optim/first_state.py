@@ -1,0 +1,113 @@
+"""What an optimizer keeps for a parameter before its first update, without updating anything.
+
+Not all of it is zero (NAdam's ``mu_product``, Rprop's ``step_size``, ASGD's ``eta`` and ``mu``), and no optimizer of
+torch can be asked for it: most make it inside ``step``, some in their constructor. So a stand-in takes one step with a
+gradient of zeros on a copy of the parameter, and a dict that records what is first assigned to each entry tells how it
+starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@torch.no_grad()
+def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """New state of ``param`` under the hyperparameters of ``group``; empty where the optimizer keeps none.
+
+    Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a gradient of
+    zeros.
+    """
+    if hasattr(optimizer, "state_for"):  # ours can be asked
+        substitute: Any = stand_in(optimizer, group, [])
+        return substitute.state_for(param, group)
+    copied = nn.Parameter(param.detach().clone())
+    recorder = _Recorder()
+    try:
+        with torch.random.fork_rng(devices=()):
+            _step_on_zeros(optimizer, group, copied, recorder)
+    except Exception as error:
+        # Perhaps its step relies on what its constructor makes.
+        state = constructed_state(optimizer, group, copied)
+        if not state:
+            raise RuntimeError(
+                f"the state that {type(optimizer).__name__} keeps for a new parameter cannot be made: its step on a "
+                f"gradient of zeros fails ({type(error).__name__}: {error})"
+            ) from error
+        return state
+    return recorder.starts
+
+
+def _step_on_zeros(
+    optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter, state: _Recorder
+) -> None:
+    substitute = stand_in(optimizer, group, [param])
+    substitute.state[param] = state
+    param.grad = torch.zeros_like(param)
+    type(optimizer).step(substitute)
+    left: Any = substitute.state[param]
+    if left is not state:  # it was replaced as a whole: take it as it is, without the step
+        state.starts.update(left)
+        if "step" in left:
+            state.starts["step"] = left["step"] * 0
+
+
+class _Recorder(dict):
+    """A parameter's state that keeps a copy of what is first assigned to each entry in ``starts``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.starts:
+            self.starts[key] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def constructed_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """What the constructor of the optimizer's class makes for ``param``; empty where it makes nothing or fails."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    given = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    try:
+        made = type(optimizer)([{**options_of(group), "params": [param]}], **given)
+    except Exception:  # whatever a foreign constructor asks for
+        return {}
+    return dict(made.state.get(param, {}))
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group, copied."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def stand_in(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Optimizer:
+    """The same class and attributes with other parameters, without calling its constructor, whose arguments are not
+    known here. It has no hooks and no state."""
+    substitute = object.__new__(type(optimizer))
+    attributes: dict[str, Any] = dict(optimizer.__dict__)
+    attributes.pop("step", None)  # schedulers replace it on the instance, bound to the original
+    for name, value in attributes.items():
+        if isinstance(value, OrderedDict) and name.endswith("_hooks"):
+            attributes[name] = OrderedDict()
+    attributes.update(param_groups=[{**options_of(group), "params": params}], state=defaultdict(dict))
+    substitute.__dict__.update(attributes)
+    if "_tables" in attributes:
+        substitute.__dict__["_tables"] = {}
+    return substitute

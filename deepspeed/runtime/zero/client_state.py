@@ -1,0 +1,114 @@
+"""``state_dict`` and ``load_state_dict`` of the client's own optimizer while the engine holds its state.
+
+The engine's masters stand for the parameters in ``optimizer.state``, which torch's methods know nothing of. Hooks show
+them this rank's state under the client's parameters instead, in the format of torch: whole tensors have the
+parameter's shape, parts are 1-D. What is loaded may be either, so state that was saved without the engine fits, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.params import full_numel, full_shape
+
+
+class ClientState:
+    """Hooks on ``optimizer`` that translate between its parameters and what ``access`` holds."""
+
+    def __init__(self, optimizer: Optimizer, access: StateAccess) -> None:
+        self.access = access
+        self._own: Any = None  # the real state while torch's method runs
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._show),
+            optimizer.register_state_dict_post_hook(self._hide),
+            optimizer.register_load_state_dict_pre_hook(self._take),
+            optimizer.register_load_state_dict_post_hook(self._put),
+        ]
+
+    def release(self, optimizer: Optimizer) -> None:
+        """The engine ends: the optimizer gets back the state of parameters of which this rank holds all."""
+        for handle in self._handles:
+            handle.remove()
+        optimizer.state = self._by_param(optimizer, parts=False)
+
+    # Saving -------------------------------------------------------------------------------------------------
+
+    def _show(self, optimizer: Optimizer) -> None:
+        shown = self._by_param(optimizer)
+        self._own, optimizer.state = optimizer.state, shown
+
+    def _hide(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state, self._own = self._own, None
+
+    def _by_param(self, optimizer: Optimizer, *, parts: bool = True) -> defaultdict[Any, dict[str, Any]]:
+        shown: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        masters = {id(owned.master) for owned in self.access.store.fragments}
+        for key, state in optimizer.state.items():
+            if id(key) not in masters:  # of a parameter that the engine does not train
+                shown[key] = state
+        for param, state in self.access.states_by_param():
+            start, stop = self.access.interval(param)
+            if parts or stop - start == full_numel(param):
+                shown[param] = {key: _whole(value, full_shape(param)) for key, value in state.items()}
+        return shown
+
+    # Loading ------------------------------------------------------------------------------------------------
+
+    def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep back what belongs to parameters of the engine; torch checks and loads the rest."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        rest = dict(state_dict["state"])
+        self._loaded = {}
+        for number, param in zip(numbers, params, strict=False):  # torch complains of other lengths
+            name = self.access.name_of(param)
+            if name is not None and number in rest:
+                self._loaded[name] = self._local(name, param, rest.pop(number))
+        self._own = optimizer.state
+        return {**state_dict, "state": rest}
+
+    def _local(self, name: str, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+        """This rank's part of the state of one parameter."""
+        start, stop = self.access.interval(param)
+        found: dict[str, Tensor] = {}
+        for key, value in state.items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(value, dtype=torch.float64)
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim() and value.numel() == full_numel(param):
+                value = value.reshape(-1)[start:stop]
+            elif value.dim() == 1 and value.numel() != stop - start:
+                raise ValueError(
+                    f"the state {key!r} of {name} has {value.numel()} elements; this rank holds {stop - start} of "
+                    f"{full_numel(param)}. State of another number of ranks: use engine.load_checkpoint"
+                )
+            found[key] = value
+        return found
+
+    def _put(self, optimizer: Optimizer) -> None:
+        rest = optimizer.state
+        optimizer.state, self._own = self._own, None
+        for key, state in rest.items():
+            if isinstance(key, Tensor) and self.access.name_of(key) is None:
+                optimizer.state[key] = state
+        loaded, self._loaded = self._loaded, {}
+        self.access.write_local_states(loaded)
+
+
+def _whole(value: Any, shape: torch.Size) -> Any:
+    """Flat state of all elements in the parameter's shape; anything else as it is."""
+    flat = isinstance(value, Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    return value.view(shape) if flat else value
+
+
+def has_hooks(optimizer: Any) -> bool:
+    """Whether it is an optimizer of torch's kind, and not merely an object with parameter groups."""
+    return hasattr(optimizer, "register_load_state_dict_post_hook")
