@@ -77,10 +77,11 @@ def check_config(
     config. Without `world_size` Accelerate's file tells it, then the launcher's environment, else it is 1. Values
     "auto" are no errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
     """
-    ranks, origin = _ranks(world_size)
+    ranks, origin = 1, "not known"
     try:
+        ranks, origin = _ranks(world_size)
         source = read_any(config)
-    except UnreadableConfig as error:
+    except (UnreadableConfig, DeepSpeedConfigError) as error:
         return ConfigReport(str(config)[:200], ranks, origin, errors=[Problem("config", str(error))])
     client = read_client(source, ranks)
     if client is None:

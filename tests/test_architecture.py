@@ -45,6 +45,7 @@ LAYER_OF = {
     "deepspeed.constants": "accelerator",
     "deepspeed.utils.exceptions": "accelerator",
     "deepspeed.utils.logging": "accelerator",
+    "deepspeed.utils.environment": "accelerator",
     "deepspeed.accelerator*": "accelerator",
     "deepspeed._compat*": "tools",
     "deepspeed.launcher*": "tools",

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.utils import environment
+from deepspeed.utils.environment import Identity
 from deepspeed.utils.logging import logger
 
-from . import environment
 from .collectives import use_shared_memory
-from .environment import Identity
 from .logging import configure
 from .pending import CommunicationError
 
@@ -87,7 +87,12 @@ def _identify(schedulers: bool, port: int) -> Identity:
     """Who this process is; written to the environment where a launcher other than torchrun told it."""
     identity = environment.discover(os.environ, port, schedulers=schedulers)
     if identity is None:
-        return Identity(rank=0, world_size=1, local_rank=0, source="alone")
+        if schedulers and (tasks := environment.is_alone_in_an_allocation(os.environ)):
+            logger.warning(
+                f"Slurm gave this job {tasks} tasks (SLURM_NTASKS={tasks}), but this process was started once, without "
+                f"srun: it trains alone, as rank 0 of 1. For {tasks} ranks start it with 'srun python ...'."
+            )
+        return environment.this_process({})
     if identity.master_addr is None:
         identity = _ask_mpi(identity)
     identity.apply(os.environ)

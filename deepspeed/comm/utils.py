@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import os
 
-from . import environment
-from .environment import Identity
-
-
-def _identity() -> Identity:
-    found = environment.discover(os.environ, 0)
-    return found or Identity(
-        rank=0, world_size=1, local_rank=int(os.environ.get("LOCAL_RANK", 0)), source="alone"
-    )
+from deepspeed.utils.environment import this_process
 
 
 def get_local_rank_from_launcher() -> int:
-    return _identity().local_rank
+    return this_process(os.environ).local_rank
 
 
 def get_world_rank_from_launcher() -> int:
-    return _identity().rank
+    return this_process(os.environ).rank
 
 
 def get_world_size_from_launcher() -> int:
-    return _identity().world_size
+    return this_process(os.environ).world_size

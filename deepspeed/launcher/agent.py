@@ -32,13 +32,25 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from deepspeed.constants import RANK_ENDED
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.processes import ExitWatch, grace_seconds, kill_descendants, run_dir_prefix
+from deepspeed.launcher.processes import (
+    ERROR_REPORT,
+    ExitWatch,
+    end_failed_ranks,
+    grace_seconds,
+    kill_descendants,
+    run_dir_prefix,
+)
 from deepspeed.launcher.shim import ERROR_FILE
 
 logger = logging.getLogger("deepspeed.launcher")
 
 MESSAGE_LENGTH = 400
-_OF_A_PEER = re.compile(rf"{RANK_ENDED}|Connection (closed|reset)|Broken pipe", re.IGNORECASE)
+# What an exception says that is raised because another rank is gone: ours, gloo's, NCCL's and the store's words.
+_OF_A_PEER = re.compile(
+    rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
+    r"|\bDist(Backend|Network|Store)Error",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,7 @@ class RankFiles(LogsSpecs):
         for local_rank, env in envs.items():
             folder = self._run_dir / str(local_rank)
             folder.mkdir(exist_ok=True)
-            error_files[local_rank] = env[ERROR_FILE] = str(folder / "error.json")
+            error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
             if self._log_dir is not None:
                 stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}.log")
         # Standard error stays inherited here: the shim lets it join standard output, in one file, in order.
@@ -130,19 +142,22 @@ class Supervisor(LocalElasticAgent):
         )
         super().__init__(spec, RankFiles(run_dir, job.log_dir))
         self.watch = ExitWatch({})
+        self.run_dir = run_dir
+        self.stopped_at: float | None = None  # when the agent began to stop ranks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
         assert context is not None
         # Wherever the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
-        object.__setattr__(context, "close", functools.partial(_close_within, context.close, grace_seconds()))
+        object.__setattr__(context, "close", functools.partial(self._close, context.close))
         self.watch = ExitWatch(context.pids())
+        end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
         return workers
 
-
-def _close_within(close: Any, limit_s: float, death_sig: Any = None, timeout: float = 30) -> None:
-    close(death_sig, min(timeout, limit_s))
+    def _close(self, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
+        self.stopped_at = self.stopped_at or time.time()
+        close(death_sig, min(timeout, grace_seconds()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +171,13 @@ class Failure:
     traceback: str
     first: bool  # of the ranks that an exception ended, by their own account
     on_screen: bool  # the rank printed its traceback itself
+    lost_peer: bool = False  # by its message it failed because another rank had
+    stopped: bool = False  # by the agent, because another rank had failed
 
     @classmethod
-    def of(cls, rank: int, process: ProcessFailure, ended_at: float | None) -> Failure:
+    def of(
+        cls, rank: int, process: ProcessFailure, ended_at: float | None, stopped_at: float | None = None
+    ) -> Failure:
         """Read from the rank's error file, where an exception was the cause, else from its exit."""
         report: dict[str, Any] = {}
         try:
@@ -168,10 +187,12 @@ class Failure:
         inner: Any = report.get("message", {})
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
         # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
-        exit_code = 1 if report and process.exitcode < 0 else process.exitcode
+        exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
         message = str(inner.get("message", ""))
         # A killed process loses its connections before it counts as ended: whom that surprises did not fail first.
-        raised_at = None if ended_at and _OF_A_PEER.search(message) else report.get("time")
+        lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
+        raised_at = None if ended_at and lost_peer else report.get("time")
+        late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
         return cls(
             rank=rank,
             # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
@@ -181,6 +202,8 @@ class Failure:
             traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
             first=report.get("first", False),
             on_screen=report.get("on_screen", False),
+            lost_peer=lost_peer,
+            stopped=late and not report and -process.exitcode in (signal.SIGTERM, signal.SIGKILL),
         )
 
     @property
@@ -198,13 +221,17 @@ class Failure:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """By time; but of two exceptions in the same millisecond that one is earlier whose rank printed its traceback."""
-    failures = list(failures)
-    printed = [failure.at for failure in failures if failure.first]
+    """Causes before effects, and each by time: whom the agent stopped comes last, whoever lost a peer before them.
 
-    def moment(failure: Failure) -> tuple[float, bool]:
+    Of two exceptions in the same millisecond that one is earlier whose rank printed its traceback.
+    """
+    failures = list(failures)
+    printed = [failure.at for failure in failures if failure.first and not failure.lost_peer]
+
+    def moment(failure: Failure) -> tuple[bool, bool, float, bool]:
         has_report = bool(failure.traceback) and bool(printed)
-        return (max(failure.at, *printed) if has_report else failure.at), not failure.first
+        at = max(failure.at, *printed) if has_report else failure.at
+        return failure.stopped, failure.lost_peer, at, not failure.first
 
     return sorted(failures, key=moment)
 
@@ -248,19 +275,20 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
     """Says which rank failed first and why, the others in a line each; returns the exit code."""
     ended_at = supervisor.watch.ended_at
     failures = [
-        Failure.of(rank, process, ended_at.get(process.local_rank))
+        Failure.of(rank, process, ended_at.get(process.local_rank), supervisor.stopped_at)
         for rank, process in result.failures.items()
     ]
     first, *others = in_order(failures)
     lines = [f"rank {first.rank} of {job.script} failed first: {first.how}"]
     ends: dict[str, list[int]] = {}
     for failure in others:
-        if failure.exit_code in (-signal.SIGTERM, -signal.SIGKILL):
+        if failure.stopped:
             end = "stopped by the launcher"
         elif failure.message and failure.message == first.message:
             end = "the same"
         else:
-            end = f"{failure.message or failure.how}, {failure.at - first.at:.1f} s later"
+            later = max(failure.at - first.at, 0.0)  # who lost a peer may have noticed before it had ended
+            end = f"{failure.message or failure.how}, {later:.1f} s later"
         ends.setdefault(end, []).append(failure.rank)
     for end, ranks in ends.items():
         plural = "s" if len(ranks) > 1 else ""

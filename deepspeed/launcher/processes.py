@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from deepspeed.launcher.shim import LINUX
+from deepspeed.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL
 
 PR_SET_CHILD_SUBREAPER = 36
 DEFAULT_GRACE_S = 2.5
 COLLECT_EVERY_S = 5.0
+LOOK_EVERY_S = 0.25
+ERROR_REPORT = "error.json"  # of a rank, in its folder
 
 
 def grace_seconds() -> float:
@@ -89,6 +93,27 @@ def _is_alive(process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[int, float]) -> None:
+    """Starts a thread that ends a rank which has reported a failure and does not end by itself within the grace time:
+    a thread or an exit handler of its script holds it, and until it is gone the other ranks wait for it.
+    """
+
+    def look() -> None:
+        while not (run_dir / FIRST_FAILURE).exists():
+            if len(ended_at) == len(pids) or not run_dir.exists():
+                return
+            time.sleep(LOOK_EVERY_S)
+        for signum in (signal.SIGTERM, SIGKILL):
+            time.sleep(grace_seconds())
+            for local_rank, pid in pids.items():
+                if local_rank not in ended_at and (run_dir / str(local_rank) / ERROR_REPORT).exists():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signum)
+
+    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a number could be another process's by now
+        threading.Thread(target=look, name="failed-ranks", daemon=True).start()
 
 
 class ExitWatch:

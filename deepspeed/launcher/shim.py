@@ -5,9 +5,9 @@
 KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
 to the life of the launcher, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
-that leaves a script is written to the file that torch's elastic agent reads (``TORCHELASTIC_ERROR_FILE``),
-and only the rank that fails first prints its traceback: the others fail because of it, and their tracebacks
-would bury the one that matters.
+that leaves a script, and a ``sys.exit`` with another code than 0, is written to the file that torch's elastic agent
+reads (``TORCHELASTIC_ERROR_FILE``), and only the rank that fails first prints its traceback: the others fail because
+of it, and their tracebacks would bury the one that matters.
 """
 
 from __future__ import annotations
@@ -65,13 +65,24 @@ def main() -> None:
     run = run_module if kind == "module" else run_script
     try:
         run(target)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _tell_the_interpreter(end)
+            report_exit(end, options.own_log)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        _tell_the_interpreter(interrupt)
         sys.exit(INTERRUPTED)  # the launcher reports the interrupt once, for all ranks
     except BaseException as error:
+        _tell_the_interpreter(error)
         report(error, options.own_log)
         sys.exit(1)
+
+
+def _tell_the_interpreter(error: BaseException) -> None:
+    """Sets what Python itself sets for an exception that nobody caught: what runs at its end looks there to learn
+    whether all went well (a rank that failed must not wait for the others)."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def run_program(target: str, arguments: list[str]) -> None:
@@ -134,19 +145,72 @@ def report(error: BaseException, own_log: bool) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, trace))
-    message = "".join(traceback.format_exception_only(type(error), error)).strip()
+    origin = _oldest(error)
+    _write(
+        path,
+        message=_one_line_of(error),
+        origin=_one_line_of(origin) if origin is not error else "",
+        callstack=text,
+        time=now,
+        first=first,
+        on_screen=first and not own_log,
+        exit_code=1,
+    )
+
+
+def report_exit(end: SystemExit, own_log: bool) -> None:
+    """Writes the exit code down for the launcher, before what others notice of this rank's end. A text in place of a
+    code is printed by the first rank only."""
+    now = time.time()
+    first = _is_first_failure()
+    path = os.environ.get(ERROR_FILE)
+    text = "" if isinstance(end.code, int) else str(end.code)
+    if path:
+        code = end.code & 0xFF if isinstance(end.code, int) else 1
+        _write(
+            path,
+            message=text,
+            origin="",
+            callstack="",
+            time=now,
+            first=first,
+            on_screen=first,
+            exit_code=code,
+        )
+    if text and not (first or own_log):
+        end.code = 1
+
+
+def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:
+    """torch's layout, from which ProcessFailure reads message, call stack and time, and our own facts beside it."""
     record: dict[str, Any] = {
-        # torch's layout: ProcessFailure reads message, call stack and time from here.
         "message": {
             "message": message,
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time))},
         },
-        "time": now,
-        "first": first,
-        "on_screen": first and not own_log,
+        "origin": origin,
+        "time": time,
+        **facts,
     }
     with open(path, "w", encoding="utf-8") as file:
         json.dump(record, file)
+
+
+def _one_line_of(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
+def _oldest(error: BaseException) -> BaseException:
+    """The exception with which it began: a ``finally`` that talks to other ranks raises a second one over it."""
+    seen = {id(error)}
+    while True:
+        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if earlier is None or id(earlier) in seen:
+            return error
+        seen.add(id(earlier))
+        error = earlier
 
 
 def _is_first_failure() -> bool:

@@ -36,6 +36,7 @@ from deepspeed.runtime.constants import (
 )
 from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
+from deepspeed.utils.environment import ALONE, Identity, this_process
 from deepspeed.utils.logging import logger
 
 __all__ = [
@@ -303,25 +304,26 @@ def global_rank() -> int:
     """This process's rank: from torch.distributed, else the launcher's environment, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return _environment_number("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0
+    return _identity().rank
 
 
 def world_size() -> tuple[int, str]:
     """(ranks of the job, where the number is from), also before torch.distributed is initialised."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size(), "from torch.distributed"
-    count = _environment_number("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-    if count:
-        return count, "from the launcher's environment"
-    return 1, "no launcher and no process group found"
+    identity = _identity()
+    if identity.source == ALONE:
+        return 1, "no launcher and no process group found"
+    return identity.world_size, "from the launcher's environment"
 
 
-def _environment_number(*names: str) -> int | None:
-    for name in names:
-        text = os.environ.get(name, "")
-        if text.isdigit():
-            return int(text)
-    return None
+def _identity() -> Identity:
+    """What `init_distributed` will find, by the same reading."""
+    try:
+        return this_process(os.environ)
+    except ValueError as error:
+        text = f"the ranks of the job are unknown: {error}"
+        raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None
 
 
 def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> tuple[int, str]:

@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 import torch.distributed
 
+from deepspeed.utils.environment import this_process
+
 log_levels = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -76,11 +78,14 @@ logger = LoggerFactory.create_logger(name="DeepSpeed", level=logging.WARNING)
 
 
 def this_rank() -> int:
-    """Rank in the default process group, before that the launcher's ``RANK``, else 0."""
+    """Rank in the default process group, before that the one the launcher gave, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdigit() else 0
+    try:
+        return this_process(os.environ).rank
+    except ValueError:  # for those who need the whole of it to complain about
+        rank = os.environ.get("RANK", "")
+        return int(rank) if rank.isdigit() else 0
 
 
 def is_rank_zero() -> bool:

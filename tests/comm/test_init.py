@@ -13,8 +13,9 @@ import time
 import pytest
 
 from deepspeed import constants
-from deepspeed.comm import environment, init
-from deepspeed.comm.environment import Identity, discover, first_host
+from deepspeed.comm import init
+from deepspeed.utils import environment
+from deepspeed.utils.environment import Identity, discover, first_host
 from tests.launcher.programs import deepspeed
 from tests.pool import ROOT
 
@@ -167,6 +168,16 @@ def test_one_process_without_any_environment():
             dist.init_distributed()
         """)
     )
+
+
+def test_a_batch_script_says_how_to_get_the_other_tasks():
+    body = """
+        dist.init_distributed()
+        assert dist.get_world_size() == 1
+    """
+    said = finish(start(body, SLURM_NTASKS="4", SLURM_PROCID="0"))
+    assert "SLURM_NTASKS=4" in said and "srun python" in said
+    assert "srun" not in finish(start(body))
 
 
 @pytest.mark.parametrize(

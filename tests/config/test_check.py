@@ -67,6 +67,7 @@ def test_choices_named_auto_are_not_open() -> None:
 
 
 def test_launcher_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     report = check_config({"train_batch_size": 8})
     assert report.ranks == 4 and report.batch is not None and report.batch.micro == 2

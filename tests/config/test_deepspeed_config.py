@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ from deepspeed.runtime.config import (
     global_rank,
     world_size,
 )
-from deepspeed.utils.logging import logger
+from deepspeed.utils.environment import this_process
+from deepspeed.utils.logging import logger, this_rank
 from tests.pool import distributed
 
 LAUNCHER = (
@@ -30,8 +32,11 @@ LAUNCHER = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE",
     "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_RANK",
     "SLURM_NTASKS",
     "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
 )
 
 
@@ -325,9 +330,22 @@ class Mesh:
         return self._size
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
-def test_launcher_environment_counts_before_init(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "4")
+LAUNCHERS = [
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+]
+
+
+@pytest.mark.parametrize("rank, size", LAUNCHERS)
+def test_launcher_environment_counts_before_init(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank, "3")
+    monkeypatch.setenv(size, "4")
+    assert global_rank() == this_rank() == 3
     config = DeepSpeedConfig({"train_batch_size": 8})
     assert (config.world_size, config.train_micro_batch_size_per_gpu) == (4, 2)
     with pytest.raises(DeepSpeedConfigError, match="from the launcher's environment"):
@@ -336,7 +354,17 @@ def test_launcher_environment_counts_before_init(variable: str, monkeypatch: pyt
         )
 
 
+def test_a_batch_script_of_slurm_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In it SLURM_NTASKS tells of the allocation, not of this process: only srun starts one rank per task."""
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NPROCS": "4"}.items():
+        monkeypatch.setenv(name, value)
+    config = DeepSpeedConfig({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
+    assert (config.world_size, config.gradient_accumulation_steps) == (1, 4)
+    assert config.world_size == this_process(os.environ).world_size
+
+
 def test_sources_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert data_parallel_world({}, Mpu(data=2))[0] == 2
     assert data_parallel_world({}, Mpu(sequence=4))[0] == 2
@@ -348,12 +376,20 @@ def test_sources_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         data_parallel_world({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": "auto"})[0] == 2
     )
     monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")
     assert data_parallel_world({}) == (1, "no launcher and no process group found")
 
 
 def test_nonsense_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config says what `init_distributed` would say; the logger has no rank to complain about, and is 0."""
     monkeypatch.setenv("WORLD_SIZE", "many")
-    assert world_size()[0] == 1 and global_rank() == 0
+    with pytest.raises(DeepSpeedConfigError, match="RANK is not set although its partner is"):
+        world_size()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE='many': expected an integer"):
+        global_rank()
+    assert "WORLD_SIZE='many'" in str(check_config({"train_batch_size": 8}))
+    assert this_rank() == 0
 
 
 @distributed(world_size=2)

@@ -31,6 +31,15 @@ if rank == 0:
     time.sleep(2)
 elif sys.argv[1] == "fails":
     raise ValueError("on purpose")
+if sys.argv[1] == "destroys":
+    engine.eval()
+    with torch.no_grad():
+        engine(torch.ones(1, 8))
+    if rank == 1:
+        engine.destroy()
+        print("rank 1 saw", sum(p.numel() for p in model.parameters()), flush=True)
+        time.sleep(4)
+        sys.exit()
 with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
     print("rank", rank, "saw", sum(p.numel() for p in engine.module.parameters()), flush=True)
 """
@@ -47,6 +56,13 @@ def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_last_rank_still_gets_its_slices(tmp_path: Path) -> None:
     done = launched(tmp_path, "ends")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
+
+
+def test_a_rank_that_destroyed_its_engine_serves_the_last_gather(tmp_path: Path) -> None:
+    """Its parameters were gathered, so that nothing made it wait for the other one, which comes two seconds later."""
+    done = launched(tmp_path, "destroys")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
 

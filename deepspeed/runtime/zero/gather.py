@@ -125,7 +125,7 @@ class FetchingGather(LocalGather):
         self.server.advance()
 
     def close(self) -> None:
-        self.server.close()
+        self.server.retire()
 
 
 class ScheduledGather(FetchingGather):

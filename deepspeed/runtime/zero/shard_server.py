@@ -8,6 +8,8 @@ a request says which version it wants, and a rank that has not finished that upd
 [Note: the end of a process] A rank that is done first would take its slices along while others still read them. At
 the interpreter's end every rank tells the others and serves on until they are at their end, too, or are gone, or have
 asked for nothing for ``LINGER_S``. A rank that ends with an uncaught exception does not stay: its launcher waits.
+(Nor one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that destroys
+its engine serves on in the same way, in the background.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import CommunicationError, Communicator
+from deepspeed.constants import RANK_ENDED
 
 _REQUEST = struct.Struct("<qq")  # bucket, version
 _TOKEN_BYTES = 16
@@ -80,7 +83,10 @@ class ShardServer:
         full[mine * n : (mine + 1) * n].copy_(self.shards[bucket])
         others = [rank for rank in range(self.communicator.size) if rank != mine]
         for rank in others:
-            self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
+            try:
+                self._connection(rank).sendall(_REQUEST.pack(bucket, self.version))
+            except OSError as error:
+                raise self._lost(rank, error) from error
         for rank in others:
             self._receive(rank, full[rank * n : (rank + 1) * n])
         self.fetches += 1
@@ -96,12 +102,23 @@ class ShardServer:
                     raise ConnectionError("the connection was closed")
                 view = view[count:]
         except OSError as error:
-            raise RuntimeError(
-                f"rank {self.communicator.ranks[rank]} did not deliver its slice of the parameters within "
-                f"{self.timeout_s:.0f} s ({error}): it ended or hangs; its own message is in its log."
-            ) from error
+            raise self._lost(rank, error) from error
         if host is not target:
             target.copy_(host)
+
+    def _lost(self, rank: int, error: OSError) -> CommunicationError:
+        """The error for a slice that did not come: late, or never because its rank is gone."""
+        name = f"rank {self.communicator.ranks[rank]}"
+        if isinstance(error, TimeoutError):
+            return CommunicationError(
+                f"{name} did not deliver its slice of the parameters within {self.timeout_s:.0f} s. {RANK_ENDED} (then "
+                "its own message is in its log) or it hangs; if it only is slow, raise the timeout: "
+                "DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+            )
+        return CommunicationError(
+            f"{name} was gone before it delivered its slice of the parameters ({error}). {RANK_ENDED} (then its own "
+            "message is in its log) or it closed its engine long before this one."
+        )
 
     def _connection(self, rank: int) -> socket.socket:
         if rank not in self._peers:
@@ -138,11 +155,11 @@ class ShardServer:
                         self._changed.wait_for(lambda: self._leaving or self._closed)
                         return
                     self._changed.wait_for(lambda: self.version >= version or self._closed)  # noqa: B023
-                if self._closed:
-                    return
-                self.served += 1
-                # A view keeps the memory while it is sent, also if offload_states() moves the slice meanwhile.
-                shard = self.shards[bucket].detach()
+                    if self._closed:
+                        return
+                    self.served += 1
+                    # A view keeps the memory while it is sent, also if offload_states() moves the slice meanwhile.
+                    shard = self.shards[bucket].detach()
                 shard = shard if shard.device.type == "cpu" else shard.cpu()
                 connection.sendall(_bytes_of(shard))
 
@@ -156,11 +173,23 @@ class ShardServer:
                 with contextlib.suppress(OSError):
                     self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
 
-    def linger(self) -> None:
+    def retire(self) -> None:
+        """Serve on in the background until the other ranks have come as far as this one, and close then. They may be
+        in the last gather before the end; the slices live as long."""
+        if self.communicator.size == 1 or self._leaving:
+            return
+        self.leave()
+        threading.Thread(target=self._retire, name="shard-server", daemon=True).start()
+
+    def _retire(self) -> None:
+        self.linger(self.timeout_s)
+        self.close()
+
+    def linger(self, limit_s: float) -> None:
         """Serve until the other ranks are leaving or gone: then they close the connection."""
-        for connection in self._peers.values():
+        for connection in list(self._peers.values()):
             with contextlib.suppress(OSError):
-                connection.settimeout(LINGER_S)
+                connection.settimeout(limit_s)
                 while self._is_asked(connection):
                     pass
 
@@ -172,10 +201,15 @@ class ShardServer:
         except TimeoutError:
             return self.served > served
 
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving
+
     def close(self) -> None:
         _open.discard(self)
         with self._changed:
             self._closed = True
+            self.shards = []
             self._changed.notify_all()
         for connection in (self._listener, *self._peers.values(), *self._accepted):
             with contextlib.suppress(OSError):
@@ -189,9 +223,10 @@ def _leave() -> None:
     if getattr(sys, "last_value", None) is not None:
         return
     for server in list(_open):
-        server.leave()
+        if not server.is_leaving:
+            server.leave()
     for server in list(_open):
-        server.linger()
+        server.linger(LINGER_S)
     for server in list(_open):
         server.close()  # ends its threads, which must not wake up in the middle of the interpreter's end
 

@@ -1,5 +1,9 @@
 """Who am I? The rank of this process, as launchers and clouds tell it through environment variables.
 
+Everybody who needs a rank before there is a process group asks here: the config, `init_distributed`, the logger, the
+memory plan. Two readers with rules of their own would disagree one day, and a config that counts four ranks in a job
+of one trains on a quarter of the batch.
+
 Pure functions of a mapping: nothing here touches torch.distributed, and only `apply` writes the environment.
 """
 
@@ -10,6 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
+ALONE = "alone"  # the source of an identity that nobody told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,21 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
         master_port=port or default_port,
         source=launcher.name,
     )
+
+
+def this_process(env: Mapping[str, str]) -> Identity:
+    """`discover`, and rank 0 of 1 where nothing speaks of a job."""
+    alone = Identity(rank=0, world_size=1, local_rank=_optional(env, "LOCAL_RANK") or 0, source=ALONE)
+    return discover(env, 0) or alone
+
+
+def is_alone_in_an_allocation(env: Mapping[str, str]) -> int:
+    """The tasks that Slurm was asked for, where this process was not started as one of them (else 0): a batch script
+    or an interactive shell runs once, whatever the allocation."""
+    if discover(env, 0) is not None:
+        return 0
+    tasks = env.get("SLURM_NTASKS", "")
+    return int(tasks) if tasks.isdigit() and int(tasks) > 1 else 0
 
 
 def _master(
