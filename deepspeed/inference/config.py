@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, field_validator
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, Says, deprecated
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils.extras import install_hint
 
 
 class DtypeEnum(Enum):
@@ -200,5 +201,5 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     @classmethod
     def has_triton(cls, value: bool) -> bool:
         if value and importlib.util.find_spec("triton") is None:
-            raise ValueError("the package 'triton' is not installed: pip install 'deepspeed[triton]'")
+            raise ValueError(f"the package 'triton' is not installed: {install_hint('triton', extra='triton')}")
         return value

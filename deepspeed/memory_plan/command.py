@@ -26,6 +26,7 @@ from deepspeed.memory_plan.request import Request, answer
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.config_reader import UnreadableConfig
 from deepspeed.runtime.plan import make_plan
+from deepspeed.utils.extras import install_hint
 
 EPILOG = """\
 The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
@@ -210,7 +211,8 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
         import transformers
     except ImportError:
         raise ModelError(
-            f"--model {name} is read by transformers: pip install deepspeed[transformers], or give module:function"
+            f"--model {name} is read by transformers, which is not installed: "
+            f"{install_hint('transformers', extra='transformers')}, or give module:function"
         ) from None
     path = Path(name)
     try:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,8 +96,53 @@ def watched(engine: Any) -> Iterator[list[int]]:
         look()
 
 
+# Operators that hand their work to a library of matrix products, which may pack or convert what it multiplies. How much
+# it takes for that depends on the kind of CPU and the number of threads.
+PRODUCTS = re.compile(r"aten::(addmm|mm|baddbmm|bmm|addmv|mv|(mkldnn|onednn)_\w+|\w*convolution\w*)$")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was taken from torch's CPU allocator (``size`` above zero) or given back to it, and by which thread."""
+
+    ts: float
+    thread: Any
+    address: int
+    size: int
+
+
+def without_scratch(changes: Sequence[Change], events: Sequence[dict[str, Any]]) -> list[Change]:
+    """``changes`` in the order of time, without memory that one matrix product took and gave back before it ended.
+
+    What a product returns outlives it and stays, and so does everything that other operators take: scratch of a matrix
+    library is the only thing that is left out.
+    """
+    products: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "cpu_op" and PRODUCTS.match(event["name"]):
+            products[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+
+    def product_of(change: Change) -> tuple[float, float] | None:
+        return next((p for p in products[change.thread] if p[0] <= change.ts <= p[1]), None)
+
+    taken: dict[int, Change] = {}
+    scratch: set[Change] = set()
+    ordered = sorted(changes, key=lambda change: change.ts)
+    for change in ordered:
+        if change.size > 0:
+            taken[change.address] = change
+            continue
+        begin = taken.pop(change.address, None)
+        if begin is not None and (inside := product_of(begin)) is not None and inside == product_of(change):
+            scratch |= {begin, change}
+    return [change for change in ordered if change not in scratch]
+
+
 class Allocations:
-    """Bytes that torch's CPU allocator has handed out since the beginning, by the profiler's own events."""
+    """Bytes that torch's CPU allocator has handed out since the beginning, by the profiler's own events.
+
+    Scratch of matrix products is left out (``without_scratch``).
+    """
 
     def __enter__(self) -> Allocations:
         self._profile = torch.profiler.profile(
@@ -113,15 +162,19 @@ class Allocations:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             self._events = json.loads(path.read_text())["traceEvents"]
+        changes = [
+            Change(e["ts"], e["tid"], e["args"]["Addr"], e["args"]["Bytes"])
+            for e in self._events
+            if e.get("name") == "[memory]"
+        ]
+        kept = without_scratch(changes, self._events)
+        sums = itertools.accumulate(change.size for change in kept)
+        self._sums = [(change.ts, total) for change, total in zip(kept, sums, strict=True)]
 
     def peak(self, span: str) -> int:
         """The largest sum inside the spans of that name."""
         inside = [(e["ts"], e["ts"] + e["dur"]) for e in self._events if e.get("name") == span]
-        taken = [(e["ts"], e["args"]) for e in self._events if e.get("name") == "[memory]"]
-        taken.sort(key=lambda entry: entry[0])
-        before = (
-            taken[0][1]["Total Allocated"] - taken[0][1]["Bytes"]
-        )  # the sum runs on over profiles of a process
-        sums = [(ts, memory["Total Allocated"] - before) for ts, memory in taken]
-        at_entry = [total for ts, total in sums if ts < inside[0][0]][-1:]
-        return max(at_entry + [total for ts, total in sums if any(low <= ts <= high for low, high in inside)])
+        at_entry = [total for ts, total in self._sums if ts < inside[0][0]][-1:]
+        return max(
+            at_entry + [total for ts, total in self._sums if any(low <= ts <= high for low, high in inside)]
+        )

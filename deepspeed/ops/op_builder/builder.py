@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import native
 from deepspeed.ops.op_builder.table import Op
+from deepspeed.utils.extras import install_hint
 from deepspeed.utils.logging import logger
 
 PYTORCH = "pytorch"
@@ -74,7 +75,8 @@ class OpBuilder:
         """How to get a faster path than the present one; empty if there is none."""
         on_gpu = get_accelerator().device_name() == "cuda"
         if "triton" in self.OP.runs_on and on_gpu and importlib.util.find_spec("triton") is None:
-            return "Triton was not found: pip install triton, for GPU kernels instead of PyTorch operations."
+            command = install_hint("triton", extra="triton")
+            return f"Triton was not found: {command}, for GPU kernels instead of PyTorch operations."
         if "native" in self.OP.runs_on and native.library() is None:
             return (
                 "The native library was not built with this package: install a C++20 compiler (Debian: apt "

@@ -1,0 +1,44 @@
+"""How to get an optional dependency: one place that words the hint."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import metadata
+
+DISTRIBUTION = "deepspeed"
+
+
+def requirements_of(extra: str) -> list[str]:
+    """What ``extra`` adds to an installation of this package, such as ``["transformers>=4.45"]``.
+
+    Empty where the package runs from a folder that was never installed: then nothing is known of its extras.
+    """
+    try:
+        declared = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
+    found = []
+    for line in declared:
+        requirement, _, marker = line.partition(";")
+        if re.search(rf"extra\s*==\s*[\"']{re.escape(extra)}[\"']", marker):
+            found.append(requirement.strip().replace(" ", ""))
+    return found
+
+
+def install_hint(package: str, *, extra: str) -> str:
+    """The command that installs ``package``, with the versions that our ``extra`` asks for.
+
+    It names the package itself and never ``deepspeed[extra]``: pip would take that from a package index, where the
+    name belongs to another project.
+    """
+    wanted = [line for line in requirements_of(extra) if _name_of(line) == _normal(package)]
+    return f"pip install {shlex.join(wanted or [package])}"
+
+
+def _name_of(requirement: str) -> str:
+    return _normal(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

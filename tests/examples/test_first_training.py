@@ -1,0 +1,51 @@
+"""The tutorial: its files are written and its commands are run, in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launcher.programs import REPOSITORY, environment
+
+PAGE = REPOSITORY / "docs" / "first_training.md"
+BLOCK = re.compile(r'^```(\w+)(?: title="([\w.]+)")?\n(.*?)^```$', flags=re.S | re.M)
+
+
+def as_pattern(line: str) -> str:
+    """The line with any numbers: losses are not the same on every machine."""
+    return r"\d+(\.\d+)?".join(re.escape(part) for part in re.split(r"\d+(?:\.\d+)?", line))
+
+
+def run(command: str, folder: Path) -> str:
+    """What it prints; our commands stand beside the interpreter that runs this test."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    result = subprocess.run(
+        shlex.split(command),
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1", PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def test_the_tutorial(tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+    for language, title, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
+        if language != "console":
+            (tmp_path / title).write_text(text, encoding="utf-8")
+            continue
+        command, *promised = text.splitlines()
+        said = seen[command] = run(command.removeprefix("$ "), tmp_path)
+        for line in promised:
+            assert re.search("^" + as_pattern(line), said, flags=re.M), (command, line, said)
+    assert {"train.py", "ds_config.json", "write.py", "weights"} <= {path.name for path in tmp_path.iterdir()}
+    assert len(seen) == 6
+    losses = [float(loss) for said in seen.values() for loss in re.findall(r"loss (\d+\.\d+)", said)]
+    assert len(losses) == 5 and max(losses) < 3.5  # 4.85 is the loss of a model that knows nothing
