@@ -12,6 +12,7 @@ ranks that hold the same dense weights once again:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -207,6 +208,8 @@ class ProcessMesh:
                 groups.setdefault(ranks, group)
         if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
             ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
+        if list(ranks_of) == [("sp",)]:  # a unit for sequence parallelism alone: all else is data-parallel
+            ranks_of |= _around_sequences(rank, ranks_of[("sp",)])
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
         mesh = cls(rank, ranks_of, groups=groups, timeout=timeout)
@@ -260,6 +263,9 @@ class ProcessMesh:
                 raise ValueError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")
         wide = [axis for axis in key if self.size(axis) > 1]
         if len(wide) > 1:
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if math.prod(self.size(axis) for axis in wide) == world:
+                return tuple(range(world))
             raise ValueError(f"the model-parallel unit has no group over {' x '.join(wide)}")
         return self.ranks(wide[0]) if wide else (self.global_rank,)
 
@@ -287,6 +293,19 @@ _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("ep",): ("get_expert_model_parallel_group", "get_expert_parallel_group"),
     ("expert_dp",): ("get_expert_data_parallel_group",),
 }
+
+
+def _around_sequences(rank: int, sequence: tuple[int, ...]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """The groups over dp and over dp x sp, given that of the ranks that share a sequence."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    size = len(sequence)
+    if world % size or sequence != tuple(range(rank - rank % size, rank - rank % size + size)):
+        raise ValueError(
+            f"the model-parallel unit has no data-parallel group, and its sequence-parallel group {list(sequence)} is "
+            f"not one of the runs of {size} neighbouring ranks of {world}; give it get_data_parallel_group() and "
+            "get_sequence_data_parallel_group()"
+        )
+    return {("dp",): tuple(range(rank % size, world, size)), ("dp", "sp"): tuple(range(world))}
 
 
 def _mpu_group(mpu: Any, getters: Sequence[str]) -> ProcessGroup | None:

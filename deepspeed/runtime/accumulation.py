@@ -6,14 +6,17 @@ from __future__ import annotations
 class AccumulationClock:
     """Counts micro-batches; one owner of the answer to "is this the boundary?".
 
-    Managed: every ``steps``-th micro-batch is a boundary unless the caller forces the answer (Accelerate does,
-    before every backward). Unmanaged: each ``step()`` of the engine is a boundary and nothing before it is.
+    Managed: the ``steps``-th micro-batch after the last boundary is the next, unless the caller forces the answer
+    (Accelerate does, before every backward). ``steps`` may change at any time: what counts is how many there have been
+    since that boundary, so a smaller number that is reached already makes the coming one a boundary. Unmanaged: each ``step()`` of the engine is a boundary and nothing before it is.
     """
 
     def __init__(self, steps: int, *, managed: bool = True) -> None:
         self.steps = steps
         self.managed = managed
-        self.micro_steps = 0
+        self.position = 0
+        """Micro-batches since the last boundary."""
+        self._micro_steps = 0
         self.stepping = False
         self._forced: bool | None = None
 
@@ -31,12 +34,20 @@ class AccumulationClock:
             return self.stepping
         if self._forced is not None:
             return self._forced
-        return (self.micro_steps + 1) % self.steps == 0
+        return self.position + 1 >= self.steps
 
     @property
-    def position(self) -> int:
-        """Micro-batches since the last boundary."""
-        return self.micro_steps % self.steps
+    def micro_steps(self) -> int:
+        """Micro-batches in all."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        """As if ``steps`` had always been what it is; set ``position`` afterwards where it is known better."""
+        self._micro_steps = value
+        self.position = value % self.steps
 
     def tick(self) -> None:
-        self.micro_steps += 1
+        """A micro-batch is over, and so is its update if it was a boundary."""
+        self.position = 0 if self.at_boundary else self.position + 1
+        self._micro_steps += 1

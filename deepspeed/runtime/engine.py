@@ -120,7 +120,8 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             self.local_rank = dist.get_local_rank()
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.dp_world_size = self.seq_dp_world_size = self.mesh.size("dp", "sp")
+        self.dp_world_size = self.mesh.size("dp")  # ranks with data of their own
+        self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
 
     def _take_module(self, model: nn.Module, *, move: bool) -> None:
@@ -253,8 +254,8 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             if self.clock.at_boundary:
                 self._take_model_step(core, lr_kwargs or {})
         finally:
-            self.clock.stepping = False
             self.clock.tick()
+            self.clock.stepping = False
         self.events.emit("after_step")
 
     def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
@@ -331,11 +332,14 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self._require_core("allreduce_gradients").reducer.finish()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple."""
+        """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
+
+        Best between updates: gradients that are accumulated already keep the weight that they had.
+        """
         per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size % per_step:
+        if train_batch_size < 1 or train_batch_size % per_step:
             raise ValueError(
-                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x ranks = "
+                f"train_batch_size={train_batch_size} is not a multiple of micro-batch x data-parallel ranks = "
                 f"{self.train_micro_batch_size_per_gpu()} x {self.dp_world_size}"
             )
         self._config.train_batch_size = train_batch_size

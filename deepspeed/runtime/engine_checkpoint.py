@@ -91,6 +91,7 @@ def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Train
         positions={
             "micro_steps": engine.micro_steps,
             "accumulation_steps": engine.gradient_accumulation_steps(),
+            "accumulated": engine.clock.position,
             "world_size": engine.world_size,
             "fp16": bool(engine.fp16_enabled()),
             "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
@@ -109,7 +110,7 @@ def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
     dp_rank, mp_rank = engine.mesh.rank("dp", "sp"), engine.mesh.rank("tp")
     return Place(
         dp_rank=dp_rank,
-        dp_size=engine.dp_world_size,
+        dp_size=engine.seq_dp_world_size,
         mp_rank=mp_rank,
         mp_size=engine.mp_world_size,
         writes_model=dp_rank == 0 or (ranks.keeps_folder and engine.mp_world_size == 1),
@@ -284,6 +285,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
     state.load_pending_gradients(None)
     if same:
         engine.micro_steps = int(index["micro_steps"])
+        engine.clock.position = int(index.get("accumulated", engine.clock.position))
     if not index.get("pending"):
         return
     try:
@@ -296,7 +298,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
             raise
         state.load_pending_gradients(None)
         steps = engine.gradient_accumulation_steps()
-        dropped = int(index["micro_steps"]) % int(index["accumulation_steps"])
+        dropped = int(index.get("accumulated", int(index["micro_steps"]) % int(index["accumulation_steps"])))
         engine.micro_steps = int(index["micro_steps"]) // int(index["accumulation_steps"]) * steps
         report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
 

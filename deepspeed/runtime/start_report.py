@@ -53,7 +53,7 @@ def log_start(engine: DeepSpeedEngine) -> None:
         f"DeepSpeed info: version={version}, torch={torch.__version__}, ranks={engine.world_size}, "
         f"device={engine.device}, ZeRO stage={zero.stage}, precision={engine.plan.precision.name}, "
         f"batch={engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
-        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} ranks",
+        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks",
         ranks=[0],
     )
     core = engine.core

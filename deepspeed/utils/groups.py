@@ -106,8 +106,8 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """Global rank of the first data-parallel replica."""
-    return _ranks("dp")[0]
+    """Global rank of the first of those that hold the same weights."""
+    return _ranks("dp", "sp")[0]
 
 
 # --- Tensor parallel, also called model parallel --------------------------------------------------

@@ -154,7 +154,9 @@ def _agree_on_failure(
 ) -> _Failure | None:
     """The first rank with an error, or None if no rank has one. Collective: one number, and the text if there is one."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    if error is not None and communicator.size > 1:  # now: should the others not come here, this rank waits for them
+    if (
+        error is not None and communicator.size > 1
+    ):  # now: should the others not come here, this rank waits for them
         logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
     # The lowest rank that failed wins the maximum.
     mine = 0 if error is None else communicator.size - communicator.rank

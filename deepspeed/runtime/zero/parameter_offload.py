@@ -120,7 +120,9 @@ class DeepSpeedZeRoOffload:
             with outside_transforms():
                 frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
-                if inside_transform():  # its backwards, at several levels, do not pass the outputs in any known order
+                if (
+                    inside_transform()
+                ):  # its backwards, at several levels, do not pass the outputs in any known order
                     coordinator.keep(frame.held)
                     return
 
