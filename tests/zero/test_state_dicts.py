@@ -74,7 +74,9 @@ def train(engine: Any, first: int, last: int) -> dict[str, Tensor]:
         engine.backward(engine(torch.randn(2, 16, generator=generator).to(dtype)).float().square().mean())
         engine.step()
     trained = [p for p in engine.module.parameters() if p.requires_grad]
-    return {str(i): whole for i, p in enumerate(trained) if (whole := safe_get_full_fp32_param(p)) is not None}
+    return {
+        str(i): whole for i, p in enumerate(trained) if (whole := safe_get_full_fp32_param(p)) is not None
+    }
 
 
 def through_a_file(value: Any) -> Any:
