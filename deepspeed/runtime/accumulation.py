@@ -8,7 +8,9 @@ class AccumulationClock:
 
     Managed: the ``steps``-th micro-batch after the last boundary is the next, unless the caller forces the answer
     (Accelerate does, before every backward). ``steps`` may change at any time: what counts is how many there have been
-    since that boundary, so a smaller number that is reached already makes the coming one a boundary. Unmanaged: each ``step()`` of the engine is a boundary and nothing before it is.
+    since that boundary, so a smaller number that is reached already makes the coming one a boundary.
+
+    Unmanaged: each ``step()`` of the engine is a boundary and nothing before it is.
     """
 
     def __init__(self, steps: int, *, managed: bool = True) -> None:

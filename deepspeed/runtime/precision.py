@@ -10,26 +10,49 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.plan import PrecisionPlan
-from deepspeed.runtime.zero.params import is_zero_param
+from deepspeed.runtime.zero.params import follow_dtype, is_zero_param
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them.
 
     By default buffers stay as they are: rotary frequencies and running statistics lose too much in 16 bits.
+
+    [Note: batch norm] Weights and running statistics of a batch norm must have one dtype; torch takes fp32 with 16-bit
+    inputs, and returns 16 bits. So such a module stays in fp32, weights and all, in a 16-bit model, or has the dtype of
+    ``plan.buffer`` throughout. One without weights (a "frozen" one) multiplies its inputs by its statistics, whose
+    dtype its outputs get: they are cast to that of the model.
     """
+    norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
+    own = {norm: plan.buffer or (torch.float32 if norm._parameters else plan.param) for norm in norms}
     with torch.no_grad():
-        if plan.param is not None:
-            for param in module.parameters():
-                if param.is_floating_point() and param.dtype != plan.param:
-                    param.data = param.data.to(plan.param)
-                    if is_zero_param(param):  # made under zero.Init in another dtype
-                        param.ds_home.cast(param, plan.param)  # type: ignore[attr-defined]
-        if plan.buffer is not None:
-            for owner in module.modules():
-                for name, buffer in owner._buffers.items():
-                    if buffer is not None and buffer.is_floating_point():
-                        owner._buffers[name] = buffer.to(plan.buffer)
+        for owner in module.modules():
+            for param in owner.parameters(recurse=False):
+                _cast_param(param, own.get(owner, plan.param))
+            for name, buffer in owner._buffers.items():
+                dtype = own.get(owner, plan.buffer)
+                if buffer is not None and dtype is not None and buffer.is_floating_point():
+                    owner._buffers[name] = buffer.to(dtype)
+
+
+def _is_low(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with statistics, and the
+    classes that other packages write in their image."""
+    buffers = module._buffers
+    return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
+
+
+def _cast_param(param: nn.Parameter, dtype: torch.dtype | None) -> None:
+    if dtype is None or not param.is_floating_point():
+        return
+    if param.dtype != dtype:
+        param.data = param.data.to(dtype)
+    if is_zero_param(param):
+        follow_dtype(param)
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:

@@ -34,8 +34,8 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
 def expected_weights(clips: tuple[bool, bool] = (True, True)) -> list[torch.Tensor]:
     """The LAMB of the paper after torch's clipping, in fp64."""
     model = make_model().double()
+    optimizer = Lamb(groups_of(model), lr=0.01, weight_decay=0.1)
     for step in range(STEPS):
-        optimizer = Lamb(groups_of(model), lr=0.01, weight_decay=0.1) if step == 0 else optimizer
         model.zero_grad()
         x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).double()
         model(x).pow(2).sum().backward()
@@ -62,10 +62,11 @@ def test_alone(clips: tuple[bool, bool]) -> None:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        (loss := loss_of(model, step)).backward()
+        (loss := loss_of(model, next(steps))).backward()
         return loss
 
-    for step in range(STEPS):
+    steps = iter(range(STEPS))
+    for _ in range(STEPS):
         assert optimizer.step(closure) > 0
     assert_near(model, expected_weights(clips))
 

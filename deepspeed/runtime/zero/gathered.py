@@ -133,6 +133,7 @@ class GatheredParameters:
             source = communicator.ranks.index(self.modifier_rank)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             communicator.broadcast(value.view(-1), src=source).wait()
+            zero_params.follow_dtype(param)
             param.ds_home.write_param(param.ds_position, value)
             access = getattr(param, "_ds_state_access", None)
             if access is not None:
@@ -152,7 +153,7 @@ _TEXT_BYTES = 512
 def _agree_on_failure(
     communicator: Communicator, device: torch.device, error: BaseException | None
 ) -> _Failure | None:
-    """The first rank with an error, or None if no rank has one. Collective: one number, and the text if there is one."""
+    """The first rank with an error, or None if there is none. Collective: one number, and the text if there is one."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
     if (
         error is not None and communicator.size > 1

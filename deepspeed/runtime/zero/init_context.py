@@ -83,6 +83,8 @@ class _Active:
         self.contexts: list[Init] = []
         self.restores: list[Callable[[], None]] = []
         self.suspended = 0
+        self.composing = 0
+        """Constructors of torch's own classes that are running now (Note: torch's composites)."""
 
 
 _active = _Active()
@@ -294,24 +296,44 @@ def _init_subclass(cls: type, **kwargs: Any) -> None:
 
 
 def _wrap_init(cls: Any) -> None:
+    """Let the constructor of ``cls`` be followed by the context's method.
+
+    [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize the parameters of their
+    children once more, which would be lost on parameters that are cut already. What torch's own classes build is
+    cut when they are complete.
+    """
     original = cls.__dict__["__init__"]
+    torchs_own = _builds_children(cls)
 
     @functools.wraps(original)
     def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # A constructor calls those of its base classes: the outermost one has the last word.
         depth = module.__dict__.get(_DEPTH, 0)
         module.__dict__[_DEPTH] = depth + 1
+        _active.composing += torchs_own
         try:
             original(module, *args, **kwargs)
         finally:
+            _active.composing -= torchs_own
             if depth:
                 module.__dict__[_DEPTH] = depth
             else:
                 module.__dict__.pop(_DEPTH, None)
-        if depth == 0 and _active.contexts and not _active.suspended:
-            _active.contexts[-1]._post_init_method(module)
+        if depth or _active.composing or not _active.contexts or _active.suspended:
+            return
+        composite = any(map(_builds_children, type(module).__mro__))
+        for part in reversed(list(module.modules())) if composite else [module]:
+            _active.contexts[-1]._post_init_method(part)
 
     _replace(cls, "__init__", __init__)
+
+
+def _builds_children(cls: type) -> bool:
+    """Whether the constructor of ``cls`` itself is torch's, and no container's, which only keep what they are given."""
+    own = cls is not nn.Module and "__init__" in cls.__dict__
+    return (
+        own and cls.__module__.startswith("torch.nn.modules.") and not cls.__module__.endswith(".container")
+    )
 
 
 def _apply_gathered(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:

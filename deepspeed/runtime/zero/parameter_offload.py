@@ -120,9 +120,7 @@ class DeepSpeedZeRoOffload:
             with outside_transforms():
                 frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
-                if (
-                    inside_transform()
-                ):  # its backwards, at several levels, do not pass the outputs in any known order
+                if inside_transform():  # backwards at several levels pass the outputs in no known order
                     coordinator.keep(frame.held)
                     return
 

@@ -53,9 +53,11 @@ GATHER_COUNT = "_ds_gather_count"
 """Attribute of a parameter: how many ``GatheredParameters`` blocks it is open in."""
 
 _ids = itertools.count()
+_DEEPCOPY = "__deepcopy__"
 
 _ATTRIBUTES = (
     GATHER_COUNT,
+    _DEEPCOPY,
     "ds_active_sub_modules",
     "ds_home",
     "ds_id",
@@ -114,6 +116,7 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
         partition_numel,
     ):
         setattr(param, method.__name__, MethodType(method, param))
+    setattr(param, _DEEPCOPY, MethodType(_deepcopy, param))
     _house(param, home, position)
 
 
@@ -126,6 +129,14 @@ def adopt(param: nn.Parameter, home: Home, position: int) -> None:
         convert(param, home, position)
         attributes: Any = param
         attributes.ds_shape, attributes.ds_numel = shape, shape.numel()
+
+
+def adopt_copy(param: nn.Parameter, original: nn.Parameter, home: Home) -> None:
+    """Make ``param``, which is empty, a partitioned parameter like ``original``, held by ``home``."""
+    convert(param, home, 0)
+    attributes: Any = param
+    attributes.ds_shape, attributes.ds_numel = full_shape(original), full_numel(original)
+    attributes.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _house(param: nn.Parameter, home: Home, position: int) -> None:
@@ -152,9 +163,28 @@ def forget(param: nn.Parameter) -> None:
         vars(param).pop(name, None)  # type: ignore[attr-defined]
 
 
+def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` (``nn.TransformerEncoder`` makes its layers so): where only this rank's slice exists, a
+    parameter with a slice of its own. A whole one is copied as an ordinary parameter, which belongs to no engine."""
+    twin = getattr(param.ds_home, "twin", None)
+    if twin is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
+        return nn.Parameter.__deepcopy__(param, memo)
+    if id(param) not in memo:
+        memo[id(param)] = twin(param)
+    return memo[id(param)]
+
+
+def follow_dtype(param: Any) -> None:
+    """``module.double()`` and its kin change what is left of a partitioned parameter: bring its slice along."""
+    cast = getattr(param.ds_home, "cast", None)
+    if cast is not None and param.ds_tensor.dtype != param.dtype:
+        cast(param, param.dtype)
+
+
 def read_full(param: Tensor, out: Tensor) -> None:
     """Copy the whole parameter into ``out`` of its full shape. Collective for partitioned ones."""
     if is_zero_param(param):
+        follow_dtype(param)
         param.ds_home.read_param(param.ds_position, out)  # type: ignore[attr-defined]
     else:
         out.copy_(param.data)
@@ -184,6 +214,7 @@ def all_gather(param: Any, param_list: Any = None, async_op: bool = False, hiera
     """Make this parameter (or those of ``param_list``) whole until ``partition`` is called. Collective."""
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            follow_dtype(each)
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.empty(each.ds_shape, dtype=each.dtype, device=each.device)
                 each.ds_home.read_param(each.ds_position, whole)
@@ -203,6 +234,7 @@ def partition(
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
         if has_been_updated:
+            follow_dtype(each)
             each.ds_home.write_param(each.ds_position, each.data)
         gathered = getattr(each.ds_home, "views", None)
         if free_data and not (gathered and each.data_ptr() == gathered[each.ds_position].data_ptr()):

@@ -55,6 +55,16 @@ class SoloShard:
         part = value.detach().reshape(-1)[start : start + self.shard.numel()]
         self.shard[: part.numel()].copy_(part)
 
+    def twin(self, param: nn.Parameter) -> nn.Parameter:
+        """A new parameter with a slice of its own, equal to ``param``'s."""
+        zero_params.follow_dtype(param)
+        copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
+        home = object.__new__(type(self))
+        home.__dict__.update(self.__dict__)
+        home.shard = self.shard.clone() if self.keep is None else self.keep(self.shard)
+        zero_params.adopt_copy(copy, param, home)
+        return copy
+
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> None:
         shard = self.shard.to(dtype)
         self.shard = shard if self.keep is None else self.keep(shard)
