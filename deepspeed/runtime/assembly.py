@@ -35,6 +35,8 @@ from deepspeed.runtime.zero.cutting import (
 from deepspeed.runtime.zero.gather_rules import mark_leaves
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.host_copies import HostCopies, off_host
+from deepspeed.runtime.zero.late_params import LateParams
+from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.mics import ReplicatedGradBucket
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
@@ -72,6 +74,7 @@ class TrainingCore:
     executor: StepExecutor
     access: StateAccess
     client_state: ClientState | None
+    late_params: LateParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
 
 
@@ -101,6 +104,16 @@ def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[A
     """Parameters or group dicts as a list; frozen parameters given bare are left out, as nothing updates them."""
     given = list(model_parameters) if model_parameters is not None else list(module.parameters())
     return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
+
+
+def left_out(
+    model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[nn.Parameter]:
+    """Frozen parameters that would be in the only group of a configured optimizer were they trainable."""
+    given = list(model_parameters) if model_parameters is not None else list(module.parameters())
+    if len(optimizer.param_groups) > 1 or any(isinstance(entry, dict) for entry in given):
+        return []
+    return [param for param in given if not param.requires_grad]
 
 
 def require_optimizer(plan: Plan, given: bool) -> None:
@@ -136,8 +149,10 @@ def build_core(
     mesh: ProcessMesh,
     clock: AccumulationClock,
     sharded: ShardedModel | None = None,
+    spare: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them."""
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them. ``spare``:
+    frozen ones that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")
@@ -157,7 +172,8 @@ def build_core(
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not joins_ranks(optimizer),
     )
-    grad_buckets = _grad_buckets(module, param_buckets, groups, plan, tier)
+    make_grads = partial(_grad_buckets, module, groups=groups, plan=plan, tier=tier)
+    grad_buckets = make_grads(param_buckets)
     reducer = GradReducer(
         trained.params,
         grad_buckets,
@@ -184,8 +200,12 @@ def build_core(
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
     access = StateAccess(store, reducer, scaler, publisher, groups.shard, trained.names, trained.shared)
-    for param in trained.params:
-        param._ds_state_access = access  # type: ignore[attr-defined]
+    make_late = partial(_late_buckets, module, plan, executor, make_grads, sharded=sharded is not None)
+    late_params = executor.late_params = LateParams(module, executor, access, make_late, spare)
+    if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
+        late_params.on_admit.append(
+            lambda: setattr(optimizer, "whole_matrices", WholeMatrices(store, groups.shard))
+        )
     reducer.install_hooks()
     return TrainingCore(
         trained=trained,
@@ -198,6 +218,7 @@ def build_core(
         client_state=ClientState(optimizer, access)
         if plan.wraps_optimizer and has_hooks(optimizer)
         else None,
+        late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded),
     )
 
@@ -275,6 +296,63 @@ def _grad_buckets(
             )
         )
     return result
+
+
+def _late_buckets(
+    module: nn.Module,
+    plan: Plan,
+    executor: StepExecutor,
+    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
+    added: TrainedParams,
+    first: int,
+    *,
+    sharded: bool,
+) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
+    """Buckets for parameters that begin to train later, which get the numbers from ``first`` on."""
+    store, reducer = executor.store, executor.reducer
+    if sharded:
+        weights = _renumber_homes(store, reducer, added, first)
+    else:
+        layouts = cut_whole(param_specs(module, added, plan), plan, executor.communicator.size)
+        weights = [
+            ParamBucket(
+                layout.renumbered(lambda _, slot: first + slot.param, len(store.param_buckets) + i),
+                [*store.params, *added.params],
+                executor.communicator,
+            )
+            for i, layout in enumerate(layouts)
+        ]
+        for bucket in weights:
+            bucket.flatten(flat=plan.state_offload is not None)
+    known = {id(grads.layout): grads for grads in reducer.buckets}
+    new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
+    grads = [known.get(id(bucket.layout)) or next(new) for bucket in weights]
+    executor.before_step[:0] = [
+        copies.synchronize for copies in {b.host for b in grads} if copies is not None
+    ]
+    return weights, grads
+
+
+def _renumber_homes(
+    store: StateStore, reducer: GradReducer, added: TrainedParams, first: int
+) -> list[ParamBucket]:
+    """Stage 3: the buckets are there, but have other numbers, or none, for the parameters."""
+    number = {id(param): index for index, param in enumerate(added.params, first)}
+    homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
+    for home in homes.values():
+        trained = home in store.param_buckets
+        old, params = home.layout, home.params
+        home.renumber(
+            old.renumbered(
+                lambda i, slot, params=params, trained=trained: number.get(
+                    id(params[i]), slot.param if trained else NOBODY
+                )
+            )
+        )
+        for grads in reducer.buckets:
+            if grads.layout is old:
+                grads.layout = home.layout
+    return sorted(homes.values(), key=lambda home: home.layout.index)
 
 
 def _facade(

@@ -21,6 +21,7 @@ from deepspeed.runtime.assembly import (
     broadcast_weights,
     build_core,
     check_ranks_agree,
+    left_out,
     require_optimizer,
     resolve_optimizer,
     shard_module,
@@ -148,8 +149,9 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.core: TrainingCore | None = None
         self.optimizer: Any = self.sharded.offload if self.sharded is not None else None
         if self.basic_optimizer is not None:
+            spare = left_out(model_parameters, self.module, self.basic_optimizer) if optimizer is None else []
             self.core = build_core(
-                self.module, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded
+                self.module, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded, spare
             )
             self.optimizer = self.core.optimizer
         self.param_names = {param: name for name, param in self.module.named_parameters()}
@@ -504,12 +506,12 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             if core.client_state is not None:
                 core.client_state.release(core.store.optimizer)
             core.store.tier.close()
-            for param in core.trained.params:
+            for param in core.store.params:
                 vars(param).pop("_ds_state_access", None)  # type: ignore[attr-defined]
         if sharded is not None:
             sharded.destroy()
         elif core is not None:
-            for bucket in core.param_buckets:
+            for bucket in core.store.param_buckets:
                 bucket.destroy()
         engine_checkpoint.wait_for_flushes()
 

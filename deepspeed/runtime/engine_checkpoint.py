@@ -162,6 +162,8 @@ def load_checkpoint(
             partial=ranks.node_local,
             order=_optimizer_order(engine) if what.optimizer else None,
         )
+    if what.optimizer and engine.core is not None:  # it may have been saved after something was unfrozen
+        engine.core.late_params.admit_saved({name for group in catalog.groups for name in group.names})
     restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
     masters = what.masters and bool(catalog.fragments)
     with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):

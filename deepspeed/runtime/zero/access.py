@@ -17,6 +17,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
@@ -59,12 +60,23 @@ class StateAccess:
         self.scaler = scaler
         self.publisher = publisher
         self.communicator = communicator
-        self.names = list(names)
-        self.shared = list(shared)
-        self._index = {id(param): i for i, param in enumerate(store.params)}
+        self.names: list[str] = []
+        self.shared: list[tuple[str, ...]] = []
+        self._index: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}
-        for owned in store.fragments:
-            self._owned.setdefault(owned.param_index, []).append(owned)
+        self.admit(names, shared)
+
+    def admit(self, names: Sequence[str], shared: Sequence[tuple[str, ...]]) -> None:
+        """The store has the parameters of these names as well, at its end."""
+        first = len(self.names)
+        self.names += names
+        self.shared += shared
+        for index, param in enumerate(self.store.params[first:], first):
+            self._index[id(param)] = index
+            param._ds_state_access = self  # type: ignore[attr-defined]
+        for owned in self.store.fragments:
+            if owned.param_index >= first:
+                self._owned.setdefault(owned.param_index, []).append(owned)
 
     # For checkpoints ----------------------------------------------------------------------------------------
 
@@ -240,7 +252,8 @@ class StateAccess:
 
     def _layout(self, bucket: GradBucket) -> list[Any]:
         """Which elements the slice of a bucket holds."""
-        slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in bucket.layout.slots]
+        trained = [slot for slot in bucket.layout.slots if slot.param != NOBODY]
+        slots = [[self.names[slot.param], slot.offset, slot.numel] for slot in trained]
         return [bucket.start, bucket.stop, slots]
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:

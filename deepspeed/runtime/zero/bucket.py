@@ -37,6 +37,11 @@ class ParamBucket:
         self.shard: Tensor | None = None
         self._addresses: list[int] = []
 
+    def renumber(self, layout: BucketLayout) -> None:
+        """The same layout with other indices of parameters."""
+        self.layout = layout
+        self.fragments = layout.owned(self.rank)
+
     def flatten(self, *, flat: bool = False) -> None:
         """Move the weights into one buffer, parameter by parameter; each old storage is free at once."""
         self._addresses = [param.data_ptr() for param in self.params]

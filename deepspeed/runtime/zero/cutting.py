@@ -48,7 +48,12 @@ class TrainedParams:
 
 def trained_params(module: nn.Module, groups: Iterable[dict[str, Any]]) -> TrainedParams:
     """Trainable parameters that the optimizer's ``groups`` hold; those outside ``module`` come last."""
-    held = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+    return named_params(module, [p for group in groups for p in group["params"] if p.requires_grad])
+
+
+def named_params(module: nn.Module, params: Iterable[nn.Parameter]) -> TrainedParams:
+    """Exactly ``params``, each once, in the order of ``module``; those outside it come last."""
+    held = {id(p): p for p in params}
     units = assign_units(module)
     aliases: dict[int, list[str]] = {}
     order: list[nn.Parameter] = []

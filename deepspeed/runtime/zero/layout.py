@@ -7,13 +7,16 @@ to end, padded, and cut evenly over the ranks of its group: rank ``r`` owns slic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 ALIGNMENT = 16
 """Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard."""
+
+NOBODY = -1
+"""Index of a parameter in a slot that is not trained (a frozen one in a bucket with trained ones)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,11 @@ class BucketLayout:
             if low < high:
                 fragments.append(Fragment(slot.param, low - slot.offset, low - start, high - low))
         return tuple(fragments)
+
+    def renumbered(self, new: Callable[[int, Slot], int], index: int | None = None) -> BucketLayout:
+        """The same layout with ``new(position, slot)`` for the parameters' indices."""
+        slots = tuple(replace(slot, param=new(i, slot)) for i, slot in enumerate(self.slots))
+        return replace(self, slots=slots, index=self.index if index is None else index)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Intervals of padding between slots and at the end."""

@@ -55,6 +55,10 @@ class ZeroOptimizer(ZeROOptimizer):
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch: parameters that were frozen, or given to no optimizer, train from their first gradient on."""
+        self.optimizer.add_param_group(param_group)
+
     def step(self, closure: None = None) -> None:
         """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
         if closure is not None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.plan import Cadence, GradientPlan
 from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
 
@@ -58,24 +59,32 @@ class GradReducer:
         self.sync_enabled = True
         self.factors = gradients.factors(communicator.size)
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
-        self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
-        for b, bucket in enumerate(self.buckets):
-            for position, slot in enumerate(bucket.layout.slots):
-                self._place[slot.param] = (b, position)
-        self._order = list(reversed(range(len(self.buckets))))
+        self.waiting: list[nn.Parameter] = []
+        """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
         self._expected = [1] * len(self.params)
-        self._recorded = communicator.size == 1
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether somebody else calls flush() at the end of the running backward
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Find every parameter in the buckets; their order is to be observed anew."""
+        self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
+        for b, bucket in enumerate(self.buckets):
+            for position, slot in enumerate(bucket.layout.slots):
+                if slot.param != NOBODY:
+                    self._place[slot.param] = (b, position)
+        self._order = list(reversed(range(len(self.buckets))))
+        self._recorded = self.communicator.size == 1
         self._begin()
 
     # One backward -------------------------------------------------------------------------------------------
 
     def install_hooks(self) -> None:
-        for index, param in enumerate(self.params):
-            self._handles.append(param.register_post_accumulate_grad_hook(self._make_hook(index)))
+        for index in range(len(self._handles), len(self.params)):
+            hook = self._make_hook(index)
+            self._handles.append(self.params[index].register_post_accumulate_grad_hook(hook))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         # A closure, not a bound method: modules and parameters get deep-copied with their hooks.
@@ -88,7 +97,8 @@ class GradReducer:
         """Set the per-backward counters: how many arrivals each bucket still waits for."""
         self._arrived = [0] * len(self.params)
         self._missing = [
-            sum(self._expected[slot.param] for slot in bucket.layout.slots) for bucket in self.buckets
+            sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
+            for bucket in self.buckets
         ]
         self._next = 0
         self._completed: list[int] = []
@@ -255,6 +265,31 @@ class GradReducer:
             bucket.collect()
         self._recorded = self.communicator.size == 1  # observe again: the graph has changed
 
+    def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
+        """From now on ``params`` are trained as well; ``buckets`` hold their gradients (new ones, or some that had room
+        for them). Every rank calls this, or none."""
+        self.params += params
+        self.used += [False] * len(params)
+        self._expected += [1] * len(params)
+        self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
+        self._lay_out()
+        self.install_hooks()
+
+    def sum_admitted(self, first: int, buckets: Sequence[GradBucket]) -> None:
+        """Sum over ranks what autograd itself has added up so far of the parameters from number ``first`` on, which are
+        in ``buckets``. Every rank calls this, or none."""
+        for index, param in enumerate(self.params[first:], first):
+            if param.grad is not None:
+                b, position = self._place[index]
+                self.buckets[b].accept(position, param.grad)
+                self.used[index] = True
+                param.grad = None
+        for bucket in buckets:
+            bucket.launch(*self.factors)
+            bucket.collect()
+            if bucket.host is not None:
+                bucket.host.synchronize()
+
     def abandon(self) -> None:
         """A backward failed halfway: forget what it left, so that the next one starts clean on this rank."""
         for bucket in self.buckets:
@@ -267,7 +302,7 @@ class GradReducer:
         """Drop all gradients (after the step, or ``zero_grad``)."""
         for bucket in self.buckets:
             bucket.clear()
-        for param in self.params:
+        for param in (*self.params, *self.waiting):
             param.grad = None
         self._exposed = []
         self._late.clear()

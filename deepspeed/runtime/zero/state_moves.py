@@ -25,9 +25,9 @@ Kind = OffloadStateTypeEnum
 class StateMover:
     """Moves kinds of training state between the device and host memory. On a CPU they are in host memory already."""
 
-    def __init__(self, store: StateStore, grad_buckets: Iterable[GradBucket]) -> None:
+    def __init__(self, store: StateStore, grad_buckets: list[GradBucket]) -> None:
         self.store = store
-        self.grad_buckets = list(grad_buckets)
+        self.grad_buckets = grad_buckets  # the reducer's own list, which may grow
         self.away: dict[Kind, list[Tensor]] = {}
         self.device: torch.device | None = None
 

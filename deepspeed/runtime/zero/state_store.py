@@ -85,25 +85,50 @@ class StateStore:
     ) -> None:
         self.optimizer = optimizer
         self.tier = tier or ResidentTier()
-        self.params = list(params)
-        self.param_buckets = list(param_buckets)
-        self.group_of = _group_index(optimizer, self.params)
-        self.by_group: list[list[OwnedFragment]] = [[] for _ in optimizer.param_groups]
+        self.master_dtype = master_dtype
+        self.params: list[nn.Parameter] = []
+        self.param_buckets: list[ParamBucket] = []
+        self.group_of: list[int] = []
+        self.by_group: list[list[OwnedFragment]] = []
         self.fragments: list[OwnedFragment] = []
-        for weights, grads in zip(param_buckets, grad_buckets, strict=True):
-            self._own(weights, grads, master_dtype)
         self._constructs = False  # whether the optimizer's step relies on state that its constructor makes
-        self._adopt_existing_state()
-        self.tier.adopt(self.by_group, self.state_of)
+        self.admit(params, param_buckets, grad_buckets)
 
-    def _own(self, weights: ParamBucket, grads: GradBucket, master_dtype: torch.dtype | None) -> None:
-        """Create the masters of one bucket, in one flat buffer where the bucket is flat."""
-        dtype = master_dtype or weights.layout.dtype
+    def admit(
+        self,
+        params: Sequence[nn.Parameter],
+        param_buckets: Sequence[ParamBucket],
+        grad_buckets: Sequence[GradBucket],
+    ) -> None:
+        """Own the fragments of ``params``, which lie in ``param_buckets``."""
+        first = len(self.params)
+        self.params += params
+        self.group_of += _group_index(self.optimizer, params)
+        self.follow_groups()
+        known = len(self.fragments)
+        for weights, grads in zip(param_buckets, grad_buckets, strict=True):
+            if weights not in self.param_buckets:
+                self.param_buckets.append(weights)
+            self._own(weights, grads, [f for f in weights.fragments if f.param >= first])
+        new = self.fragments[known:]
+        self._adopt_existing_state(params, new)
+        by_group = [[owned for owned in new if owned.group_index == g] for g in range(len(self.by_group))]
+        self.tier.adopt(by_group, self.state_of)
+
+    def follow_groups(self) -> None:
+        """The optimizer may have got groups."""
+        self.by_group += [[] for _ in self.optimizer.param_groups[len(self.by_group) :]]
+
+    def _own(self, weights: ParamBucket, grads: GradBucket, fragments: Sequence[Fragment]) -> None:
+        """Create the masters of one bucket, in one flat buffer where the bucket is flat and trained as a whole."""
+        dtype = self.master_dtype or weights.layout.dtype
         tier = self.tier.of(weights.layout)
         example = weights.shard if weights.shard is not None else weights.params[0].data
         separate = dtype != weights.layout.dtype or tier.own_master(example)
-        flat = tier.masters(weights.shard, dtype) if separate and weights.shard is not None else None
-        for fragment in weights.fragments:
+        flat = None
+        if separate and weights.shard is not None and len(fragments) == len(weights.fragments):
+            flat = tier.masters(weights.shard, dtype)
+        for fragment in fragments:
             if self.group_of[fragment.param] < 0:
                 continue
             whole = None  # master of the whole parameter, where buckets are not flat
@@ -114,6 +139,8 @@ class StateStore:
                 low = weights.local_weights(piece)
                 if flat is not None:
                     master = flat[piece.shard_offset : piece.shard_offset + piece.numel]
+                elif weights.shard is not None and separate:
+                    master = tier.masters(low, dtype)
                 elif weights.shard is not None or tier.cuts:
                     start = piece.param_offset
                     master = low if whole is None else whole[start : start + piece.numel]
@@ -125,15 +152,17 @@ class StateStore:
                 self.fragments.append(owned)
                 self.by_group[group].append(owned)
 
-    def _adopt_existing_state(self) -> None:
-        """State that the client's optimizer had before ``initialize`` is cut like the weights."""
-        old = {id(p): self.optimizer.state.pop(p) for p in self.params if p in self.optimizer.state}
-        example = next((i for i, param in enumerate(self.params) if old.get(id(param))), None)
+    def _adopt_existing_state(
+        self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
+    ) -> None:
+        """State that the client's optimizer had of ``params`` before is cut like the weights."""
+        old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
+        example = next((p for p in params if old.get(id(p))), None)
         if example is not None:
-            group = self.optimizer.param_groups[self.group_of[example]]
+            group = self.optimizer.param_groups[_group_index(self.optimizer, [example])[0]]
             probe = nn.Parameter(torch.zeros(1))
-            self._constructs = bool(constructed_state(self.optimizer, group, probe))
-        for owned in self.fragments:
+            self._constructs |= bool(constructed_state(self.optimizer, group, probe))
+        for owned in fragments:
             state = old.get(id(self.params[owned.param_index]))
             if state:
                 self.optimizer.state[owned.master] = self._cut_state(state, owned)

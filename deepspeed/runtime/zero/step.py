@@ -15,6 +15,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.bucket import WeightPublisher
+from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
@@ -33,11 +34,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GradReport:
-    """What all ranks must know of a boundary: who used which parameter, the norm, and late arrivals."""
+    """What all ranks must know of a boundary: who used which parameter, the norm, late arrivals, and which of the
+    parameters that are not trained yet have a gradient (``woken``)."""
 
     squares: float
     used: list[bool]
     late: bool
+    woken: list[bool]
 
 
 class StepExecutor:
@@ -63,6 +66,7 @@ class StepExecutor:
         self.sharded = plan.zero.shard_state
         self.counts_squares = self.sharded or communicator.rank == 0  # each slice once in the norm
         self.bad_steps = 0
+        self.late_params: LateParams | None = None
         self.before_step: list[Callable[[], None]] = []
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its present "
@@ -99,28 +103,39 @@ class StepExecutor:
 
     def _agree(self) -> GradReport:
         """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
+        if self.late_params is not None:
+            self.late_params.look()
         report = self._exchange()
+        if any(report.woken):
+            assert self.late_params is not None
+            self.late_params.admit(report.woken)
         if report.late:
             self.reducer.reduce_late()
-            report = self._exchange()
-        return report
+        return self._exchange() if report.late or any(report.woken) else report
+
+    def admit(self, names: Sequence[str]) -> None:
+        """The store has the parameters of these names as well, at its end."""
+        self.names += names
+        self._lists = []
 
     def _exchange(self) -> GradReport:
         squares = sum_of_squares([grads for _, _, grads, _ in self._gradient_lists() for grads in grads])
         used, late = self.reducer.used, self.reducer.has_late()
+        woken = [param.grad is not None for param in self.reducer.waiting]
         if self.communicator.size == 1:
-            return GradReport(squares, used, late)
+            return GradReport(squares, used, late, woken)
         share = squares if self.counts_squares else 0.0
-        message = torch.tensor([share, float(late), *map(float, used)], dtype=torch.float64)
+        message = torch.tensor([share, float(late), *map(float, used + woken)], dtype=torch.float64)
         message = message.to(self.reducer.device)
         self.communicator.all_reduce(message).wait()
         values = message.tolist()
-        return GradReport(values[0], [count > 0 for count in values[2:]], values[1] > 0)
+        flags = [count > 0 for count in values[2:]]
+        return GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
 
     def _gradient_lists(self) -> list[GroupTensors]:
         """One entry per group, rebuilt only when buffers moved: kernels cache their pointers by list."""
         key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
-        if key != self._grad_key or not self._lists:
+        if key != self._grad_key or len(self._lists) != len(self.store.by_group):
             self._lists = [GroupTensors.of(group) for group in self.store.by_group]
             self._grad_key = key
         return self._lists
@@ -129,7 +144,10 @@ class StepExecutor:
         """``ignore_unused_parameters: false``: a parameter without a gradient on any rank is an error."""
         if self.plan.zero.ignore_unused or not self.sharded or all(used):
             return
-        names = [name for name, was_used in zip(self.names, used, strict=True) if not was_used]
+        trainable = [param.requires_grad for param in self.store.params]  # some may be frozen by now
+        names = [name for name, u, t in zip(self.names, used, trainable, strict=True) if t and not u]
+        if not names:
+            return
         raise RuntimeError(
             f"{len(names)} parameters took no part in the loss on any rank: {', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "

@@ -66,7 +66,7 @@ class ResidentTier:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
-        """Take charge of these fragments, by optimizer group. Called once, when their masters exist."""
+        """Take charge of these fragments, by optimizer group. Called when their masters exist."""
 
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
         """``apply`` the optimizer to ``groups``, in as many parts as fit."""
@@ -260,10 +260,10 @@ class OffloadedTier(ResidentTier):
         self._state_of = state_of
         here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
         away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
-        self.sub_groups = list(_sub_groups(away, self.group_numel))
+        new = list(_sub_groups(away, self.group_numel))
         if any(here):  # first: a device works on it while the host does the others
-            self.sub_groups.insert(0, SubGroup(here, resident=True))
-        for number, sub_group in enumerate(self.sub_groups):
+            new.insert(0, SubGroup(here, resident=True))
+        for number, sub_group in enumerate(new, len(self.sub_groups)):
             if self.swap is not None and not sub_group.resident:
                 sub_group.records = list(_master_records(sub_group.fragments))
                 for record in sub_group.records:
@@ -273,6 +273,7 @@ class OffloadedTier(ResidentTier):
                 self._part_of[id(owned)] = number
                 if not sub_group.resident and self._stages(owned):
                     sub_group.staged.append(owned)
+        self.sub_groups += new
         self.rest()  # state that the client's optimizer had already
 
     def _stages(self, owned: OwnedFragment) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.state_store import StateStore
 
@@ -134,7 +135,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
                 low, high = max(low, slot.offset), min(high, slot.end)
                 if low < high:
                     parts.append(Part(rank, low - slot.offset, high - slot.offset))
-            if parts:
+            if parts and slot.param != NOBODY:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
                 yield Matrix(slot.param, tuple(full_shape(param)), tuple(parts), owner)
 

@@ -1,0 +1,142 @@
+"""Parameters that begin to train later: unfrozen during training, or given to the optimizer by ``add_param_group``.
+
+Until then they cost nothing: no buckets of gradients, no masters, no state. When one gets its first gradient, autograd
+leaves it in ``param.grad``, where it adds up over micro-batches like a local sum. At the next step all ranks agree on
+who has one (``GradReport.woken``); the parameters get buckets, masters and a place in the reducer, what was summed
+locally is summed over ranks, and they take part in that step. From the next backward on they are like any other.
+
+The other way round there is nothing to do: a parameter that is frozen later has no gradient, and what no rank used
+keeps its value and its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from deepspeed.runtime.zero.cutting import TrainedParams, named_params
+from deepspeed.runtime.zero.state_store import PARAMS
+from deepspeed.utils.logging import log_dist, logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.access import StateAccess
+    from deepspeed.runtime.zero.bucket import ParamBucket
+    from deepspeed.runtime.zero.grad_sinks import GradBucket
+    from deepspeed.runtime.zero.step import StepExecutor
+
+Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
+
+
+class LateParams:
+    """Watches what the optimizer holds beyond what is trained, and takes it in when it gets a gradient.
+
+    Args:
+        module: the whole model, for names.
+        make_buckets: ``(params, index of the first)`` -> buckets that hold them, with their gradients' buckets. Local.
+        spare: parameters that were meant for the optimizer's only group and left out because they were frozen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        executor: StepExecutor,
+        access: StateAccess,
+        make_buckets: Callable[[TrainedParams, int], Buckets],
+        spare: Sequence[nn.Parameter],
+    ) -> None:
+        self.module = module
+        self.executor = executor
+        self.reducer = executor.reducer
+        self.store = executor.store
+        self.access = access
+        self.make_buckets = make_buckets
+        self.spare = list(spare)
+        self.on_admit: list[Callable[[], None]] = []
+        self._groups: list[int] = []
+        self._trained = -1
+        self._first = {id(p) for p in module.parameters()}
+        self._strays: list[tuple[str, nn.Parameter]] = []
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self.look()
+
+    def look(self) -> None:
+        """Find out what waits: the same on every rank, as their optimizers are."""
+        groups = self.store.optimizer.param_groups
+        sizes = [len(group[PARAMS]) for group in groups]
+        if sizes != self._groups or len(self.store.params) != self._trained:
+            self._groups, self._trained = sizes, len(self.store.params)
+            self.store.follow_groups()
+            trained = {id(p) for p in self.store.params}
+            held = {id(p): p for group in groups for p in group[PARAMS]}
+            held.update((id(p), p) for p in self.spare)
+            self.reducer.waiting = [p for key, p in held.items() if key not in trained]
+            self._strays = [(name, p) for name, p in self._frozen if id(p) not in held]
+        self._name_strays()
+
+    def _name_strays(self) -> None:
+        """What no optimizer holds does not train, as in torch; but whoever unfreezes it may expect otherwise."""
+        names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
+        if names:
+            known = set(names)
+            self._frozen = [(name, p) for name, p in self._frozen if name not in known]
+            self._strays = [(name, p) for name, p in self._strays if name not in known]
+            logger.warning(
+                f"{_listed(names)} {_were(names)} unfrozen and got a gradient, but the optimizer does not hold "
+                "what was frozen when it was made, so it does not train. Give it to the optimizer: "
+                "engine.optimizer.add_param_group({'params': [...]})."
+            )
+
+    def admit(self, chosen: Sequence[bool]) -> None:
+        """Train those of the waiting that are ``chosen``, with the gradients they have. Collective."""
+        first = len(self.store.params)
+        buckets = self._admit([p for p, yes in zip(self.reducer.waiting, chosen, strict=True) if yes])
+        self.reducer.sum_admitted(first, buckets)
+
+    def admit_saved(self, names: Collection[str]) -> None:
+        """A checkpoint holds the state of these parameters: train those of them that wait. Local, on every rank."""
+        self.look()
+        own = {id(p): name for name, p in self.module.named_parameters()}
+        params = [p for p in self.reducer.waiting if own.get(id(p)) in names]
+        if params:
+            self._admit(params)
+
+    def _admit(self, params: Sequence[nn.Parameter]) -> Sequence[GradBucket]:
+        added = named_params(self.module, params)
+        self._check(added)
+        self._join_group(added.params)
+        weights, grads = self.make_buckets(added, len(self.store.params))
+        self.store.admit(added.params, weights, grads)
+        self.reducer.admit(added.params, grads)
+        self.access.admit(added.names, added.shared)
+        self.executor.admit(added.names)
+        publisher = self.executor.publisher
+        publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
+        for told in self.on_admit:
+            told()
+        self.look()
+        log_dist(f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0])
+        return grads
+
+    def _check(self, added: TrainedParams) -> None:
+        new = [n for n, p in zip(added.names, added.params, strict=True) if id(p) not in self._first]
+        if new:
+            raise RuntimeError(
+                f"{_listed(new)} got a gradient and is in the optimizer, but was not part of the model when "
+                "deepspeed.initialize was called: ranks need not have made it alike. Add it to the model before."
+            )
+
+    def _join_group(self, params: Sequence[nn.Parameter]) -> None:
+        groups = self.store.optimizer.param_groups
+        held = {id(p) for group in groups for p in group[PARAMS]}
+        groups[0][PARAMS] += [p for p in params if id(p) not in held]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{'parameter' if len(names) == 1 else 'parameters'} {', '.join(names[:5])}{more}"
+
+
+def _were(names: Sequence[str]) -> str:
+    return "was" if len(names) == 1 else "were"
