@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import zipfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,13 +28,14 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.hashing import BLOCK, BlockHasher, count_blocks, hash_blocks
+from deepspeed.checkpoint.names import CHECKSUMS
 from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
 
 CHUNK_BYTES = 1 << 20
-"""What is summed and then written stays in the cache between the two."""
+"""What is hashed and written at once."""
 
 _LOCAL_HEADER_BYTES = 30
-_WORDS = {1: np.uint8, 2: np.uint16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,75 +54,40 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Checksum:
-    """Sum of a tensor's elements, read as unsigned integers of their size (of 32 bits where they are larger), modulo
-    2**32.
-
-    It does not depend on how the tensor is cut: the sums of its parts add up to the sum of the whole, so readers that
-    each load a part can verify it together. 32 bits, since wider sums take ten times as long.
-    """
-
-    MODULUS = 1 << 32
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def add(self, data: np.ndarray, itemsize: int) -> None:
-        """``data``: contiguous bytes, a whole number of elements of ``itemsize``."""
-        word = _WORDS.get(itemsize, np.uint32)
-        total = int(np.add.reduce(data.view(word), dtype=np.uint32)) if data.size else 0
-        self.value = (self.value + total) % self.MODULUS
-
-
-def checksum(tensor: Tensor) -> int:
-    """The checksum of ``tensor``."""
-    total = Checksum()
-    for chunk in byte_chunks(tensor):
-        total.add(chunk, tensor.dtype.itemsize)
-    return total.value
-
-
 def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of ``tensor`` in row-major order, a few at a time, on the host; each valid until the next.
-
-    Not through ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing gathered weights does.
-    """
+    """The bytes of ``tensor`` in row-major order, a few at a time, on the host; each valid until the next."""
     if not tensor.numel():
         return
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     for part in flat.split(max(1, CHUNK_BYTES // tensor.dtype.itemsize)):
         host = part.cpu().contiguous()
-        memory: Any = (ctypes.c_ubyte * (host.numel() * host.element_size())).from_address(host.data_ptr())
-        yield np.frombuffer(memory, dtype=np.uint8)
+        yield _memory_at(host.data_ptr(), host.numel() * host.element_size())
 
 
-Sums = dict[int, list[int]]
-"""Checksums of the tensors written, by ``id`` of the tensor: one for each part."""
+_TABLE = LazyTensor((0,), torch.int32, lambda: ())
+"""Stands for the hashes of all tensors before it, whose number is known when the rest was pickled."""
 
 
 def write_archive(
-    path: Path, content: Any, sums: Sums | None = None, *, class_names: Mapping[type, str] | None = None
+    path: Path, content: Any, *, checksums: bool = False, class_names: Mapping[type, str] | None = None
 ) -> int:
     """Write ``content`` so that ``torch.load(path, weights_only=True)`` gives it back.
 
     Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
     completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
-    the tensor that its parts make up. ``sums`` receives each tensor's checksums as soon as it is written, so
-    that a ``LazyTensor`` that comes later can hold them. ``class_names``: full names under which a reader knows the
+    the tensor that its parts make up. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
+    the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
     classes of objects in ``content``, where they differ from ours. Returns the number of bytes of the file.
     CheckpointError: a class that cannot be loaded safely (nothing but a torso is left at ``path`` then).
     OSError: the file system refused.
     """
     plan = _Plan(class_names or {})
-    _write_structure(path, content, plan)
+    _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
     refuse_unsafe(path, content)
-    sums = {} if sums is None else sums
-    with open(path, "r+b", buffering=0) as file:
-        sink = Sink(file)
+    with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
+        sink = Sink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
-            own = sums[id(tensor)] = _write_tensor(sink, offset, nbytes, tensor)
-            for alias in plan.aliases.get(id(tensor), ()):
-                sums[alias] = own
+            _write_tensor(sink, offset, nbytes, plan.table(hasher) if tensor is _TABLE else tensor)
         return os.fstat(file.fileno()).st_size
 
 
@@ -151,12 +118,18 @@ def read_archive(path: Path) -> Any:
     """The content of a file; its tensors are mapped from it and cost nothing until they are read.
 
     CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes. Its
-    structure is verified here, by the archive's own checksum; tensors have checksums of their own.
+    structure is verified here, by the archive's own checksum; ``open_archive`` also verifies tensors.
     """
+    return open_archive(path).content
+
+
+def open_archive(path: Path) -> Archive:
+    """The same with what verifies its tensors."""
     try:
-        _verify_structure(path)
+        nbytes = _verify_structure(path)
         with allowed_types():
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        return Archive(path, content, nbytes)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path} does not exist") from error
     except pickle.UnpicklingError as error:
@@ -178,11 +151,98 @@ _DAMAGE = (
 """What reading a file that is not as it was written may end in."""
 
 
-def _verify_structure(path: Path) -> None:
+def _verify_structure(path: Path) -> int:
+    """Returns the number of bytes that the structure has."""
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith("/data.pkl"):
-                archive.read(info)
+        return sum(
+            len(archive.read(info)) for info in archive.infolist() if info.filename.endswith("/data.pkl")
+        )
+
+
+class Archive:
+    """An open file: ``content``, whose tensors are mapped, and the hashes that verify them as they are read.
+
+    ``bytes_read``: of the structure, and of the blocks that were verified. A file without hashes (of another
+    writer, or of format 1) is taken as it is.
+    """
+
+    def __init__(self, path: Path, content: Any, structure_bytes: int) -> None:
+        self.path = path
+        self.content = content
+        self.bytes_read = structure_bytes
+        table = content.pop(CHECKSUMS, None) if isinstance(content, dict) else None
+        self._hashes = table.numpy().view(np.uint32) if isinstance(table, Tensor) and table.numel() else None
+        self._table = table
+        self._records: list[tuple[int, int, int]] = []
+        self._origin = 0
+        self._verified = np.zeros(0 if self._hashes is None else self._hashes.size, dtype=bool)
+
+    def verify(self, tensor: Tensor) -> int:
+        """Compare what ``tensor``, a view of this file, touches. Returns how many bytes that read which no call before
+        had read. CheckpointError: they are not as they were written."""
+        if self._hashes is None or not tensor.numel():
+            return tensor.numel() * tensor.element_size()
+        self._locate()
+        begin = tensor.data_ptr() - self._origin
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        number = bisect_right(self._records, begin, key=lambda record: record[0]) - 1
+        offset, nbytes, _ = self._records[number]
+        assert offset <= begin < offset + nbytes, "a tensor of another file"
+        first = (begin - offset) // BLOCK
+        last = (begin + (steps + 1) * tensor.element_size() - offset - 1) // BLOCK
+        return self._verify_blocks(number, first, last + 1)
+
+    def verify_rest(self, later: Iterable[Tensor]) -> None:
+        """Compare every tensor but those that ``verify`` will be called for ``later``."""
+        if self._hashes is None:
+            return
+        self._locate()
+        starts = [record[0] for record in self._records]
+        left = {bisect_right(starts, t.data_ptr() - self._origin) - 1 for t in later if t.numel()}
+        for number, (_, nbytes, _) in enumerate(self._records):
+            if number not in left:
+                self._verify_blocks(number, 0, count_blocks(nbytes))
+
+    def _verify_blocks(self, number: int, first: int, stop: int) -> int:
+        assert self._hashes is not None
+        offset, nbytes, first_hash = self._records[number]
+        read = 0
+        for start in range(first, stop, CHUNK_BYTES // BLOCK):
+            end = min(start + CHUNK_BYTES // BLOCK, stop)
+            known = self._verified[first_hash + start : first_hash + end]
+            if known.all():
+                continue
+            low, high = start * BLOCK, min(end * BLOCK, nbytes)
+            data = _memory_at(self._origin + offset + low, high - low)
+            if not np.array_equal(hash_blocks(data), self._hashes[first_hash + start : first_hash + end]):
+                raise CheckpointError(
+                    f"{self.path} is damaged: its bytes {offset + low} to {offset + high} are not as they were written"
+                )
+            read += min(BLOCK * int((~known).sum()), high - low)
+            known[:] = True
+        self.bytes_read += read
+        return read
+
+    def _locate(self) -> None:
+        """Find where the records lie in the file, and in memory: the table of hashes is the last of them."""
+        if self._records:
+            return
+        assert self._table is not None
+        try:
+            found = _tensor_records(self.path)
+        except _DAMAGE as error:
+            raise CheckpointError(_damaged(self.path, error)) from error
+        *rest, (table_offset, _) = (found[number] for number in sorted(found))
+        self._origin = self._table.data_ptr() - table_offset
+        hashes = 0
+        for offset, nbytes in rest:
+            if nbytes:
+                self._records.append((offset, nbytes, hashes))
+            hashes += count_blocks(nbytes)
+        if hashes != self._verified.size:
+            raise CheckpointError(
+                f"{self.path} is damaged: it has {self._verified.size} checksums for {hashes} blocks"
+            )
 
 
 @contextmanager
@@ -214,15 +274,14 @@ class _Plan:
 
     def __init__(self, class_names: Mapping[type, str]) -> None:
         self.tensors: list[Tensor | LazyTensor] = []
-        self.aliases: dict[int, list[int]] = {}
         self._regions: dict[torch.dtype, mmap.mmap] = {}
-        self._stand_ins: dict[Any, tuple[Tensor, Tensor | LazyTensor]] = {}
+        self._stand_ins: dict[Any, Tensor] = {}
         self._made: set[int] = set()
         plan = self
 
         class Pickler(_renaming(class_names)):
             def reducer_override(self, obj: Any) -> Any:
-                if isinstance(obj, LazyTensor) or plan.is_plain(obj):
+                if isinstance(obj, LazyTensor) or obj is _TABLE or plan.is_plain(obj):
                     return plan.stand_in(obj).__reduce_ex__(2)
                 if type(obj) in REDUCERS:
                     return REDUCERS[type(obj)](obj)
@@ -245,21 +304,27 @@ class _Plan:
     def stand_in(self, value: Tensor | LazyTensor) -> Tensor:
         """An untouched tensor with a storage of exactly the right size: address space, not memory."""
         key = _memory(value)
-        if key in self._stand_ins:
-            tensor, original = self._stand_ins[key]
-            if original is not value:
-                self.aliases.setdefault(id(original), []).append(id(value))
-            return tensor
-        count = prod(value.shape)
-        if count:
-            region = self._region(value.dtype, count * value.dtype.itemsize)
-            tensor = torch.frombuffer(region, dtype=value.dtype, count=count).view(value.shape)
-        else:
-            tensor = torch.empty(tuple(value.shape), dtype=value.dtype)
-        self.tensors.append(value)
-        self._made.add(id(tensor))
-        self._stand_ins[key] = (tensor, value)
-        return tensor
+        if key not in self._stand_ins:
+            shape = (self._blocks(),) if value is _TABLE else tuple(value.shape)
+            self._stand_ins[key] = self._untouched(shape, value.dtype)
+            self._made.add(id(self._stand_ins[key]))
+            self.tensors.append(value)
+        return self._stand_ins[key]
+
+    def table(self, hasher: BlockHasher) -> LazyTensor:
+        """The hashes of all tensors, which are written by now."""
+        hashes = hasher.result().view(np.int32)
+        return LazyTensor(hashes.shape, torch.int32, lambda: [torch.from_numpy(hashes)])
+
+    def _blocks(self) -> int:
+        return sum(count_blocks(prod(tensor.shape) * tensor.dtype.itemsize) for tensor in self.tensors)
+
+    def _untouched(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        region = self._region(dtype, count * dtype.itemsize)
+        return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
 
     def _region(self, dtype: torch.dtype, nbytes: int) -> mmap.mmap:
         """Anonymous memory that nobody touches; one per dtype, since torch refuses one address in two
@@ -290,14 +355,31 @@ def _renaming(class_names: Mapping[type, str]) -> Any:
 
 
 def _memory(value: Tensor | LazyTensor) -> Any:
-    """Equal for tensors that are the same memory in the same shape."""
+    """Equal for tensors that are the same memory in the same shape and mean the same by it."""
     if isinstance(value, LazyTensor) or not value.numel():
         return id(value)
-    return (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+    reading = (value.dtype, value.is_conj(), value.is_neg())
+    return (value.device, value.data_ptr(), *reading, tuple(value.shape), value.stride())
+
+
+def _memory_at(address: int, nbytes: int) -> np.ndarray:
+    """The bytes themselves, without ``Tensor.numpy``, after which torch refuses to resize a storage, as releasing
+    gathered weights does."""
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, int]]:
     """Offset and size of each tensor's bytes in the file, in the order in which torch numbered them."""
+    found = _tensor_records(path)
+    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor is not _TABLE]
+    if [found[number][1] for number in sorted(found)][: len(sizes)] != sizes or len(found) != len(tensors):
+        raise CheckpointError(f"{path}: the state holds bare storages; save tensors instead")
+    return [found[number] for number in sorted(found)]
+
+
+def _tensor_records(path: Path) -> dict[int, tuple[int, int]]:
+    """Number -> offset and size of the bytes of each storage in the file."""
     found: dict[int, tuple[int, int]] = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():
@@ -313,42 +395,41 @@ def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, 
                     info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes,
                     info.file_size,
                 )
-    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
-    if [found[number][1] for number in sorted(found)] != sizes:
-        raise CheckpointError(f"{path}: the state holds bare storages; save tensors instead")
-    return [found[number] for number in sorted(found)]
+    return found
 
 
-def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> list[int]:
+def _write_tensor(sink: Sink, offset: int, nbytes: int, value: Tensor | LazyTensor) -> None:
     sink.file.seek(offset)
-    sums = sink.write_tensor(value)
+    sink.write_tensor(value)
     assert sink.file.tell() == offset + nbytes, (
         f"the parts of a tensor have {sink.file.tell() - offset} bytes, not {nbytes}"
     )
-    return sums
 
 
 class Sink:
-    """An unbuffered file, open for writing, that takes whole tensors."""
+    """An unbuffered file, open for writing, that takes whole tensors, and hashes them if it is given a ``hasher``."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, hasher: BlockHasher | None = None) -> None:
         self.file = file
+        self.hasher = hasher
 
-    def write_tensor(self, value: Tensor | LazyTensor) -> list[int]:
-        """Returns the checksum of each part. No part is alive any more when the next one is made."""
+    def write_tensor(self, value: Tensor | LazyTensor) -> None:
+        """No part is alive any more when the next one is made."""
         parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
-        sums: list[int] = []
         while (part := next(parts, None)) is not None:
-            sums.append(self._write_part(part))
+            for chunk in byte_chunks(part):
+                self._write_chunk(chunk)
             del part
-        return sums
+        if self.hasher is not None:
+            self.hasher.end_of_tensor()
 
-    def _write_part(self, part: Tensor) -> int:
-        total = Checksum()
-        for chunk in byte_chunks(part):
-            total.add(chunk, part.dtype.itemsize)
-            self.write(chunk)
-        return total.value
+    def _write_chunk(self, chunk: np.ndarray) -> None:
+        """Hashing runs beside the system's copying."""
+        if self.hasher is not None:
+            self.hasher.add(chunk)
+        self.write(chunk)
+        if self.hasher is not None:
+            self.hasher.wait()
 
     def write(self, chunk: np.ndarray) -> None:
         left = memoryview(chunk)  # type: ignore[arg-type]  # numpy arrays are buffers

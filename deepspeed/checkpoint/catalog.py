@@ -3,32 +3,30 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.archive import Archive
 from deepspeed.checkpoint.shards import Piece, ShardIndex
 from deepspeed.checkpoint.state import MASTER
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One saved fragment: 1-D, mapped from ``file``.
-
-    ``checksum`` is None where the writer kept none for exactly this part. ``total`` names the entry of
-    ``Catalog.totals`` that the elements of this source add up to, or is "" where there is none.
-    """
+    """One saved fragment: 1-D, mapped from ``archive``."""
 
     index: ShardIndex
     data: Tensor
-    file: Path
-    checksum: int | None = None
-    total: str = ""
+    archive: Archive
+
+    @property
+    def file(self) -> Path:
+        return self.archive.path
 
     def view(self, piece: Piece) -> Tensor:
         """The elements of ``piece``, shaped like it."""
@@ -37,10 +35,34 @@ class Source:
         offset = self.data.storage_offset() + piece.source_offset
         return self.data.as_strided(piece.shape, piece.source_strides, offset)
 
-    def verify(self, found: int) -> None:
-        """Compare the checksum of all of its elements."""
-        if self.checksum is not None and found != self.checksum:
-            raise CheckpointError(f"{self.file} is damaged: the checksum of {self.index.name} does not match")
+
+class Files(Protocol):
+    """The files behind a catalog that are opened as they are needed."""
+
+    def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
+        """Add what holds ``shards``, or everything for None; of replicas those in files of number ``prefer``."""
+        ...
+
+    def check_complete(self) -> None:
+        """CheckpointNotFoundError names a file that is not there."""
+        ...
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        """Random states and data position of a rank that saved; of the last one where there was none so high."""
+        ...
+
+
+class AllOpen:
+    """Of catalogs that are whole from the beginning."""
+
+    def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
+        """Everything is there."""
+
+    def check_complete(self) -> None:
+        """It was, when they were opened."""
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +71,6 @@ class Group:
 
     options: dict[str, Any]
     names: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class Total:
-    """Elements and checksum of a tensor as saved, over all files that hold a part of it."""
-
-    numel: int = 0
-    checksum: int = 0
-    files: set[str] = field(default_factory=set)
-    _seen: set[tuple[Any, int, int]] = field(default_factory=set)
-
-    def add(self, source: Source) -> None:
-        index = source.index
-        key = (index.boxes, index.start, index.stop)
-        if key in self._seen:  # a replica
-            return
-        self._seen.add(key)
-        self.numel += index.numel
-        self.checksum += source.checksum or 0
-        self.files.add(source.file.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +82,8 @@ class Catalog:
     kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not per
     element, such as ``"step"``. ``extra``: entries of the module's state dict that are no tensors. ``aliases``: other
     name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
-    files say (of upstream's, what can be told). ``totals``: what the parts that all ranks read of a tensor must add up
-    to.
+    files say (of upstream's, what can be told). ``files``: what is not open yet; until it is, ``fragments`` and
+    ``module`` may have names and kinds without sources.
     """
 
     folder: Path
@@ -98,7 +100,7 @@ class Catalog:
     model_states: dict[str, Any] = field(default_factory=dict)
     client_state: dict[str, Any] = field(default_factory=dict)
     index: dict[str, Any] = field(default_factory=dict)
-    totals: dict[str, Total] = field(default_factory=dict)
+    files: Files = field(default_factory=lambda: AllOpen())
     has_optimizer: bool = False
 
     @property
@@ -107,13 +109,9 @@ class Catalog:
 
     def add_fragment(self, kind: str, source: Source) -> None:
         self.fragments.setdefault(source.index.name, {}).setdefault(kind, []).append(source)
-        if source.total and source.checksum is not None:
-            self.totals.setdefault(source.total, Total()).add(source)
 
     def add_module(self, source: Source) -> None:
         self.module.setdefault(source.index.name, []).append(source)
-        if source.total and source.checksum is not None:
-            self.totals.setdefault(source.total, Total()).add(source)
 
     def find(self, names: Iterable[str]) -> str | None:
         """The name under which a parameter that goes by any of ``names`` has its fragments or weights."""

@@ -1,5 +1,4 @@
-"""Filling live state from a catalog: each rank reads what its own fragments need, and all verify it
-together."""
+"""Filling live state from a catalog: each rank reads, and verifies, what its own fragments need."""
 
 from __future__ import annotations
 
@@ -11,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.archive import Checksum, checksum
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
-from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
@@ -44,12 +41,11 @@ class Report:
 
 
 class Reader:
-    """Copies fragments, counts what it touches, and keeps the sums that verify it."""
+    """Copies fragments, verifies them, and counts what it touches."""
 
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.bytes_read = 0
-        self._found: dict[str, tuple[int, int]] = {}
 
     def fill(self, target: ShardIndex, into: Tensor, sources: list[Source], what: str) -> None:
         """``into``: [target.numel], of any dtype. CheckpointError if ``sources`` do not cover it."""
@@ -68,41 +64,12 @@ class Reader:
 
     def _copy(self, piece: Piece, source: Source, into: Tensor) -> None:
         data = source.view(piece)
-        found = checksum(data) if source.checksum is not None or source.total else 0
-        if piece.numel == source.index.numel:
-            source.verify(found)
-        if source.total:
-            total, count = self._found.get(source.total, (0, 0))
-            self._found[source.total] = (total + found, count + piece.numel)
+        self.bytes_read += source.archive.verify(data)
         if piece.contiguous:
             into.narrow(0, piece.target_offset, piece.numel).copy_(data)
         else:
             offset = into.storage_offset() + piece.target_offset
             into.as_strided(piece.shape, piece.target_strides, offset).copy_(data)
-        self.bytes_read += data.numel() * data.element_size()
-
-    def verify(self, ranks: Ranks | None = None, only: Iterable[str] | None = None) -> None:
-        """Add up over all ranks what they read of each tensor and compare with what was saved. Collective; without
-        ``ranks``, what this process read alone. ``only`` names entries of ``Catalog.totals``.
-
-        A tensor of which not every element was read the same number of times is left out.
-        """
-        totals = sorted(
-            self.catalog.totals.keys() if only is None else self.catalog.totals.keys() & set(only)
-        )
-        found = [self._found.get(name, (0, 0)) for name in totals]
-        sums, counts = [value for value, _ in found], [count for _, count in found]
-        if ranks is not None:
-            sums, counts = ranks.sum(sums), ranks.sum(counts)
-        for name, value, count in zip(totals, sums, counts, strict=True):
-            saved = self.catalog.totals[name]
-            if not count or not saved.numel or count % saved.numel:
-                continue
-            if (value - saved.checksum * (count // saved.numel)) % Checksum.MODULUS:
-                files = ", ".join(sorted(saved.files))
-                raise CheckpointError(
-                    f"{self.catalog.folder}: the checksum of {name} does not match; damaged is one of: {files}"
-                )
 
 
 class Restorer:
@@ -120,6 +87,11 @@ class Restorer:
         self.report = Report()
         self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
         self.parts = ShardedWeights(module)
+
+    @property
+    def rewrites_names(self) -> bool:
+        """Whether the module's own code must see all that was saved, under the old names."""
+        return _rewrites_names(self.module) and not self.parts
 
     def check_names(self) -> None:
         """What the model and the checkpoint do not have in common: an error if strict."""
@@ -152,10 +124,6 @@ class Restorer:
         self._fill_parts(trained=True)
         cut = self._cut()
         tensors = self._module_tensors(only=lambda name: name not in cut)
-        own = self.module.state_dict()
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor):
-                self._account(name, tensor, own.get(name))
         self._load_into_module(tensors, partly=bool(self.parts))
         named = dict(self.module.named_parameters())
         self.report.of_parameters = len(named)
@@ -295,7 +263,7 @@ class Restorer:
 
     def _load_rest(self) -> None:
         """Frozen weights, buffers and whatever else the training state does not hold."""
-        if _rewrites_names(self.module) and not self.parts:
+        if self.rewrites_names:
             self._load_into_module(self._module_tensors())  # its own code knows what old names mean
             return
         self._fill_parts(trained=False)
@@ -304,9 +272,6 @@ class Restorer:
         rest = self._module_tensors(
             only=lambda name: id(own.get(name, self)) not in trained and name not in cut
         )
-        for name, value in rest.items():
-            if isinstance(value, Tensor):
-                self._account(name, value, own.get(name))
         self._load_into_module(rest, partly=True)
         frozen = {id(p): name for name, p in self.module.named_parameters() if id(p) not in trained}
         self.report.of_parameters += len(frozen)
@@ -352,9 +317,16 @@ class Restorer:
             if name in tensors or not only(name):
                 continue
             sources = self.catalog.module.get(name) or self.catalog.masters(name)
+            if not sources and name not in own:
+                continue  # not in the model, so nobody fetched it
+            if not sources:
+                raise CheckpointError(f"{self.catalog.folder} does not hold {name}")
             index = sources[0].index
-            whole = index.numel == index.local_numel
-            tensors[name] = sources[0].data.view(index.local_shape) if whole else self.assemble(name, sources)
+            if index.numel == index.local_numel:
+                self.reader.bytes_read += sources[0].archive.verify(sources[0].data)
+                tensors[name] = sources[0].data.view(index.local_shape)
+            else:
+                tensors[name] = self.assemble(name, sources)
         for alias, name in self.catalog.aliases.items():
             if name in tensors and only(alias):
                 tensors.setdefault(alias, tensors[name])
@@ -366,16 +338,6 @@ class Restorer:
         whole = torch.empty(prod(index.global_shape), dtype=sources[0].data.dtype)
         self.reader.fill(ShardIndex(name, index.global_shape, (), 0, whole.numel()), whole, sources, name)
         return whole.view(index.global_shape)
-
-    def _account(self, name: str, tensor: Tensor, target: Any) -> None:
-        """Verify a tensor that is about to be read whole."""
-        sources = self.catalog.module.get(name)
-        if sources is None or target is None:
-            return
-        source = sources[0]
-        if source.checksum is not None:
-            source.verify(checksum(source.data))
-        self.reader.bytes_read += tensor.numel() * tensor.element_size()
 
     def _shards(self) -> Iterable[tuple[ShardIndex, dict[str, Tensor]]]:
         assert self.state is not None
@@ -393,10 +355,7 @@ class Restorer:
     def _find(self, entry: ParamEntry) -> str | None:
         return self.catalog.find([entry.name, *entry.shared_names])
 
-    def finish(self, ranks: Ranks) -> Report:
-        """Verify what all ranks read together. Collective."""
-        if not ranks.node_local:  # else each rank knows of other files
-            self.reader.verify(ranks)
+    def finish(self) -> Report:
         self.report.bytes_read = self.reader.bytes_read
         return self.report
 

@@ -6,8 +6,9 @@ import re
 
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
-FORMAT = 1
-"""Version of the index that our files carry under ``INDEX``."""
+FORMAT = 2
+"""Version of the index that our files carry under ``INDEX``. Format 1 had sums for checksums, and all ranks' random
+states in every model file."""
 
 MODEL_SUFFIX = "_model_states.pt"
 OPTIM_SUFFIX = "_optim_states.pt"
@@ -16,6 +17,8 @@ DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 INDEX = "checkpoint_index"
 """Key of what documented files do not say: format, order of tensors, random states, positions."""
+CHECKSUMS = "checkpoint_checksums"
+"""Key of the hashes of every tensor in the same file."""
 
 DOCUMENTED_KEYS = (
     "module",
@@ -38,10 +41,10 @@ DOCUMENTED_KEYS = (
     DS_VERSION,
     "universal_checkpoint_info",
 )
-RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX))
+RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS))
 """What a client state must not contain, and what is not part of it when it is given back."""
 
-_OURS = re.compile(r".*_(model|optim)_states\.pt|pending_gradients_rank_\d+\.pt")
+_OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers)_rank_\d+\.pt")
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -65,9 +68,19 @@ def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}{OPTIM_SUFFIX}"
 
 
+def dp_mp_ranks(dp_size: int, mp_size: int) -> list[tuple[int, int]]:
+    """Of each number under which a checkpoint's directories know a rank's files."""
+    return [(dp, mp) for mp in range(mp_size) for dp in range(dp_size)]
+
+
 def pending_file(rank: int) -> str:
     """Gradients that ``rank`` had accumulated when the checkpoint was taken between two updates."""
     return f"pending_gradients_rank_{rank}.pt"
+
+
+def buffers_file(rank: int) -> str:
+    """Buffers of ``rank`` where ranks hold different ones (statistics of BatchNorm)."""
+    return f"buffers_rank_{rank}.pt"
 
 
 def is_ours(name: str) -> bool:

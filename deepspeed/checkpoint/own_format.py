@@ -1,10 +1,10 @@
 """The part of our files that holds fragments: from live state to the file's content, and back to a catalog.
 
 A section lists its shards once, ``(name, shape, boxes, start, stop)``. Each kind of state is one flat tensor
-with the numbers of the shards that it runs through, and a checksum for each:
+with the numbers of the shards that it runs through:
 
     {"shards": [...],
-     "tensors": [{"kind": "exp_avg", "shards": [0, 1, ...], "data": [total], "checksums": [n] int64}, ...],
+     "tensors": [{"kind": "exp_avg", "shards": [0, 1, ...], "data": [total]}, ...],
      "values":  [{"kind": "step", "shards": [...], "data": [n]}, ...],
      "wholes":  [{"kind": "row_factor", "shard": 3, "data": any shape}, ...],
      "masters_in_module": [0, 2, ...]}
@@ -22,17 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.archive import LazyTensor, Sums
+from deepspeed.checkpoint.archive import Archive, LazyTensor
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, TrainingState
 
+DIRECTORIES = OPTIMIZER_DIRECTORY, PARTS_DIRECTORY = ("optimizer_directory", "parts_directory")
+"""Keys of the index for ``directory``: of the optimizer's files, and of weights that no optimizer holds (stage 3)."""
+
+
+def flat_kinds(index: ShardIndex, state: Mapping[str, Tensor]) -> list[str]:
+    """Kinds of state that are per element: the others are values, or whole tensors."""
+    return [k for k, tensor in state.items() if tensor.dim() == 1 and tensor.numel() == index.numel]
+
 
 def pack_section(
-    shards: Iterable[tuple[ShardIndex, dict[str, Tensor]]], weights: Mapping[str, Tensor], sums: Sums
+    shards: Iterable[tuple[ShardIndex, dict[str, Tensor]]], weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Content for ``write_archive``, which also fills ``sums``; the tensors stay where they are until then.
+    """Content for ``write_archive``; the tensors stay where they are until then.
 
     ``weights``: the model's state dict if its file goes into the same folder.
     """
@@ -43,10 +51,11 @@ def pack_section(
     in_module: list[int] = []
     for number, (index, state) in enumerate(shards):
         indices.append(index)
+        per_element = flat_kinds(index, state)
         for kind, tensor in state.items():
             if kind == MASTER and _same_bits(tensor, weights.get(index.name), index):
                 in_module.append(number)
-            elif tensor.dim() == 1 and tensor.numel() == index.numel:
+            elif kind in per_element:
                 flat.setdefault((kind, tensor.dtype), []).append((number, tensor))
             elif tensor.dim() == 0:
                 values.setdefault((kind, tensor.dtype), []).append((number, tensor))
@@ -54,7 +63,7 @@ def pack_section(
                 wholes.append({"kind": kind, "shard": number, "data": tensor})
     return {
         "shards": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i in indices],
-        "tensors": [_run(kind, dtype, parts, sums) for (kind, dtype), parts in flat.items()],
+        "tensors": [_run(kind, dtype, parts) for (kind, dtype), parts in flat.items()],
         "values": [
             {
                 "kind": kind,
@@ -77,26 +86,28 @@ def pack_groups(state: TrainingState) -> dict[str, Any]:
     return {"param_groups": state.param_groups, "group_params": names}
 
 
-def unpack_section(section: Mapping[str, Any], file: Path, catalog: Catalog) -> None:
-    """Add the fragments of one file to ``catalog``, whose module tensors are there already."""
+def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> list[Tensor]:
+    """Add the fragments of one file to ``catalog``, whose module tensors are there already. Returns the tensors that
+    hold them; the others of the section are not verified when they are used."""
     indices = [ShardIndex(*entry) for entry in section["shards"]]
     for index in indices:
         catalog.fragments.setdefault(index.name, {})
     for run in section["tensors"]:
         numels = [indices[number].numel for number in run["shards"]]
         if run["data"].numel() != sum(numels):
-            raise CheckpointError(f"{file} is damaged: {run['kind']} has {run['data'].numel()} elements")
-        sums = run["checksums"].tolist()
-        for number, part, total in zip(run["shards"], run["data"].split(numels), sums, strict=True):
-            index, kind = indices[number], run["kind"]
-            catalog.add_fragment(kind, Source(index, part, file, total, f"{kind} of {index.name}"))
+            raise CheckpointError(
+                f"{archive.path} is damaged: {run['kind']} has {run['data'].numel()} elements"
+            )
+        for number, part in zip(run["shards"], run["data"].split(numels), strict=True):
+            catalog.add_fragment(run["kind"], Source(indices[number], part, archive))
     for number in section["masters_in_module"]:
-        catalog.add_fragment(MASTER, _from_module(catalog, indices[number], file))
+        catalog.add_fragment(MASTER, _from_module(catalog, indices[number], archive.path))
     for packed in section["values"]:
         for number, value in zip(packed["shards"], packed["data"], strict=True):
             catalog.values.setdefault(indices[number].name, {})[packed["kind"]] = value
     for whole in section["wholes"]:
         catalog.values.setdefault(indices[whole["shard"]].name, {})[whole["kind"]] = whole["data"]
+    return [run["data"] for run in section["tensors"]]
 
 
 def unpack_groups(section: Mapping[str, Any]) -> list[Group]:
@@ -106,24 +117,13 @@ def unpack_groups(section: Mapping[str, Any]) -> list[Group]:
     ]
 
 
-def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]], sums: Sums) -> dict[str, Any]:
+def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]]) -> dict[str, Any]:
     total = sum(tensor.numel() for _, tensor in parts)
-    data = LazyTensor((total,), dtype, lambda: (tensor for _, tensor in parts))
     return {
         "kind": kind,
         "shards": [number for number, _ in parts],
-        "data": data,
-        "checksums": checksums_of([data], len(parts), sums),
+        "data": LazyTensor((total,), dtype, lambda: (tensor for _, tensor in parts)),
     }
-
-
-def checksums_of(tensors: list[Any], count: int, sums: Sums) -> LazyTensor:
-    """[count] int64: the checksums of all parts of ``tensors``, which come earlier in the same file."""
-    return LazyTensor(
-        (count,),
-        torch.int64,
-        lambda: [torch.tensor([s for t in tensors for s in sums[id(t)]], dtype=torch.int64)],
-    )
 
 
 def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool:
@@ -139,10 +139,10 @@ def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool
 
 
 def _from_module(catalog: Catalog, index: ShardIndex, file: Path) -> Source:
-    """The fragment as a part of the model's weight; its checksum is that of the whole, so none of its own."""
+    """The fragment as a part of the model's weight."""
     for whole in catalog.module.get(index.name, ()):
         if whole.index.boxes == index.boxes:
-            return Source(index, whole.data[index.start : index.stop], whole.file, None, whole.total)
+            return Source(index, whole.data[index.start : index.stop], whole.archive)
     raise CheckpointError(
         f"{file} refers to the weights of {index.name} in the model file of {catalog.folder}, which does not hold them"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,13 +36,39 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def sum(self, values: list[int]) -> list[int]:
-        """Sums over ranks, element by element, modulo 2**64 as signed numbers. All pass lists of one
-        length."""
+    def gather_at_writers(self, value: Any) -> list[Any] | None:
+        """``value`` of every rank, in rank order, where a folder is looked after; None elsewhere."""
+        if not self.active:
+            return [value]
+        if self.node_local:
+            everything = self.gather(value)
+            return everything if self.keeps_folder else None
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        torch.distributed.gather_object(value, values)
+        return values
+
+    def agree(self, value: Any) -> bool:
+        """Whether ``value``, by its text, is the same on all ranks; nothing as long as their number is sent."""
+        return all(self.agree_each([value]))
+
+    def agree_each(self, values: list[Any]) -> list[bool]:
+        """The same of each of ``values``, of which every rank has as many."""
+        if not self.active:
+            return [True] * len(values)
+        hashes = [_hash(value) for value in values]
+        extremes = self._reduce([*hashes, *(-found for found in hashes)], dist.ReduceOp.MAX)
+        count = len(values)
+        return [extremes[i] == -extremes[count + i] for i in range(count)]
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on any rank."""
+        return bool(self._reduce([int(value)], dist.ReduceOp.MAX)[0])
+
+    def _reduce(self, values: list[int], op: Any) -> list[int]:
         if not self.active or not values:
             return values
         total = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
-        dist.all_reduce(total)
+        dist.all_reduce(total, op=op)
         return total.tolist()
 
     @contextmanager
@@ -55,6 +82,8 @@ class Ranks:
             yield
         except Exception as error:  # every kind must reach the other ranks, which would wait forever
             problem = error
+        if not self.any(problem is not None):
+            return
         reports = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
         failed = [(rank, report) for rank, report in enumerate(reports) if report is not None]
         if problem is not None:
@@ -63,3 +92,9 @@ class Ranks:
             rank, report = failed[0]
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
             raise CheckpointError(f"{what} failed on rank {rank}{others}: {report}")
+
+
+def _hash(value: Any) -> int:
+    """Of its text, in 63 bits: the same in every process."""
+    text = repr(value).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

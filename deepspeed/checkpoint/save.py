@@ -13,11 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint import names
-from deepspeed.checkpoint.archive import Sums, naming, write_archive
+from deepspeed.checkpoint import directory, names
+from deepspeed.checkpoint.archive import naming, write_archive
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
-from deepspeed.checkpoint.own_format import checksums_of, pack_groups, pack_section
+from deepspeed.checkpoint.own_format import (
+    DIRECTORIES,
+    OPTIMIZER_DIRECTORY,
+    PARTS_DIRECTORY,
+    flat_kinds,
+    pack_groups,
+    pack_section,
+)
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import ShardIndex
@@ -75,23 +82,19 @@ def save(
     """
     check_client_state(training.client_state)
     wait_for_flushes()
+    tag = _agree(tag, training, ranks, on_tag_mismatch)
     pending = training.state.pending_gradients() if training.state is not None else None
-    reports = ranks.gather((tag, signature(training.state), pending is not None, dict(training.rank_state)))
-    tag = agreed_tag([report[0] for report in reports], on_tag_mismatch)
-    check_signatures([report[1] for report in reports])
+    some_pending = ranks.any(pending is not None)
     folder = StagedFolder(save_dir, tag)
     with ranks.together("preparing the checkpoint folder"):
         if ranks.keeps_folder:
             folder.prepare()
     try:
         with ranks.together("writing the checkpoint"):
-            files = _Files(
-                training,
-                place,
-                exclude_frozen=exclude_frozen,
-                pending=any(report[2] for report in reports),
-                rank_states=[report[3] for report in reports],
-            )
+            files = _Files(training, place, exclude_frozen=exclude_frozen, pending=some_pending)
+            held = files.held() if not ranks.node_local else {}
+        files.whole_job(ranks, held)
+        with ranks.together("writing the checkpoint"):
             written = files.write(folder.staging, pending, ranks.rank)
         with ranks.together("committing the checkpoint"):
             if ranks.keeps_folder:
@@ -108,26 +111,29 @@ def save(
     except Exception:
         if ranks.keeps_folder:
             folder.discard()
-        ranks.gather(None)  # afterwards it is gone for all
+        ranks.any(False)  # afterwards it is gone for all
         raise
 
 
-class _Files:
-    """The content of this rank's files."""
+def _agree(tag: str, training: Training, ranks: Ranks, on_tag_mismatch: str) -> str:
+    """The tag of all; what ranks think is sent around only if they differ."""
+    own = (tag, signature(training.state))
+    if not ranks.agree(own):
+        reports = ranks.gather(own)
+        tag = agreed_tag([report[0] for report in reports], on_tag_mismatch)
+        check_signatures([report[1] for report in reports])
+    return tag
 
-    def __init__(
-        self,
-        training: Training,
-        place: Place,
-        *,
-        exclude_frozen: bool,
-        pending: bool,
-        rank_states: list[dict[str, Any]],
-    ) -> None:
+
+class _Files:
+    """The content of this rank's files. What the first file says of the others comes with ``whole_job``."""
+
+    def __init__(self, training: Training, place: Place, *, exclude_frozen: bool, pending: bool) -> None:
         self.training = training
         self.place = place
-        self.rank_states = rank_states
         self.pending = pending
+        self.rank_states: list[dict[str, Any]] | None = None
+        self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
         self.sharded = training.zero_stage > 0 and training.state is not None
         module = training.module
         self.parts = ShardedWeights(module)
@@ -142,10 +148,49 @@ class _Files:
                 self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered just now
         self.aliases = shared_names(module)
 
+    def held(self) -> dict[str, Any]:
+        """What of each parameter is in this rank's files, for the directories; small."""
+        state = self.training.state
+        found: dict[str, Any] = {}
+        if self.sharded and state is not None:
+            trained = [entry.name for entry in state.trainable()]
+            shards = ((index, flat_kinds(index, tensors)) for index, tensors in state.shards())
+            found[OPTIMIZER_DIRECTORY] = directory.held(shards, trained).packed()
+        if self.parts:
+            parts = ((index, ()) for index, _ in self._untrained())
+            found[PARTS_DIRECTORY] = directory.held(parts, list(self._part_shapes())).packed()
+        return {"file": self._number(), **found}
+
+    def whole_job(self, ranks: Ranks, held: dict[str, Any]) -> None:
+        """Exchange what must be in the first file. Collective.
+
+        This grows with the number of ranks: a row of 32 bytes for each fragment, once per checkpoint; and random states
+        where ranks have no file of their own (stage 0)."""
+        if not self.sharded and not self.parts:
+            self.rank_states = ranks.gather_at_writers(dict(self.training.rank_state))
+        elif not ranks.node_local:
+            reports = ranks.gather_at_writers(held)
+            if reports is not None:
+                self._make_directories(sorted(reports, key=lambda report: report["file"]))
+
+    def _make_directories(self, reports: list[dict[str, Any]]) -> None:
+        state = self.training.state
+        tables: dict[str, dict[str, tuple[int, ...]]] = {PARTS_DIRECTORY: self._part_shapes()}
+        if state is not None:
+            tables[OPTIMIZER_DIRECTORY] = {entry.name: tuple(entry.shape) for entry in state.trainable()}
+        for key, shapes in tables.items():
+            if key in reports[0]:
+                ranks = [report[key] for report in reports]
+                self.directories[key] = directory.pack(list(shapes), list(shapes.values()), ranks)
+
+    def _number(self) -> int:
+        """Of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        return self.place.mp_rank * self.place.dp_size + self.place.dp_rank
+
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of the files that are this rank's."""
         training, place = self.training, self.place
-        contents: dict[str, Callable[[Sums], dict[str, Any]]] = {}
+        contents: dict[str, Callable[[], dict[str, Any]]] = {}
         if self.sharded:
             name = names.optim_file(place.dp_rank, place.mp_rank, bf16=training.bf16)
             contents[name] = self._optim_states
@@ -154,15 +199,16 @@ class _Files:
         elif place.writes_model:
             contents[names.model_file(place.mp_rank)] = self._model_states
         if self.pending:
-            contents[names.pending_file(rank)] = lambda _: {"pending_gradients": pending}
+            contents[names.pending_file(rank)] = lambda: {"pending_gradients": pending}
         for name, content in contents.items():
             _put(folder / name, content)
         return list(contents)
 
-    def _optim_states(self, sums: Sums) -> dict[str, Any]:
-        return {names.OPTIMIZER_STATE: self._section(sums), **self._versions()}
+    def _optim_states(self) -> dict[str, Any]:
+        index = {"format": names.FORMAT, "rank_state": dict(self.training.rank_state)}
+        return {names.OPTIMIZER_STATE: self._section(), **self._versions(), names.INDEX: index}
 
-    def _section(self, sums: Sums) -> dict[str, Any]:
+    def _section(self) -> dict[str, Any]:
         training, place = self.training, self.place
         assert training.state is not None
         return {
@@ -171,20 +217,20 @@ class _Files:
             names.DS_VERSION: __version__,
             **pack_groups(training.state),
             "scalars": training.state.scalars(),
-            **pack_section(training.state.shards(), self.weights, sums),
+            **pack_section(training.state.shards(), self.weights),
         }
 
     def _versions(self) -> dict[str, Any]:
         return {names.DS_CONFIG: dict(self.training.ds_config), names.DS_VERSION: __version__}
 
-    def _model_states(self, sums: Sums) -> dict[str, Any]:
+    def _model_states(self) -> dict[str, Any]:
         training, place, sharded = self.training, self.place, self.sharded
         state = training.state
         rest = self._untrained()
         return {
             "module": self.weights,
             "buffer_names": [name for name, _ in training.module.named_buffers() if name in self.weights],
-            "optimizer": self._section(sums) if state is not None and not sharded else None,
+            "optimizer": self._section() if state is not None and not sharded else None,
             "param_shapes": _param_shapes(state) if state is not None and sharded else None,
             "frozen_param_shapes": OrderedDict((i.name, torch.Size(i.global_shape)) for i, _ in rest),
             "shared_params": self.aliases,
@@ -198,64 +244,64 @@ class _Files:
             "mp_world_size": place.mp_size,
             **self._versions(),
             **training.client_state,
-            names.INDEX: self._index(sums, rest),
+            names.INDEX: self._index(rest),
         }
+
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that are cut and that the training state does not hold; the same on all ranks."""
+        state = self.training.state
+        trained = {entry.name for entry in state.trainable()} if state is not None else set()
+        left = {name for name in self.parts.shapes if name not in self.excluded}
+        return {n: s for n, s in self.parts.shapes.items() if n in left and (n not in trained or not prod(s))}
 
     def _untrained(self) -> list[tuple[ShardIndex, Tensor]]:
         """Weights that the training state does not hold: whole ones, or this rank's parts where they are
         cut."""
         if self.parts:
-            trained = (
-                {e.name for e in self.training.state.trainable()}
-                if self.training.state is not None
-                else set()
-            )
-            return [
-                (index, part)
-                for index, part in self.parts.fragments()
-                if index.name not in self.excluded and (index.name not in trained or not index.numel)
-            ]
+            shapes = self._part_shapes()
+            return [(index, part) for index, part in self.parts.fragments() if index.name in shapes]
         return [
             (ShardIndex(name, tuple(param.shape), (), 0, param.numel()), self.weights[name])
             for name, param in self.frozen.items()
             if name in self.weights and name not in self.aliases
         ]
 
-    def _index(self, sums: Sums, rest: list[tuple[ShardIndex, Tensor]]) -> dict[str, Any]:
+    def _index(self, rest: list[tuple[ShardIndex, Tensor]]) -> dict[str, Any]:
         training, place = self.training, self.place
-        tensors = [value for value in self.weights.values() if isinstance(value, Tensor)]
-        everyone = [(dp, mp) for mp in range(place.mp_size) for dp in range(place.dp_size)]
-        optimizer: str | list[str] | None = "model file" if training.state is not None else None
-        if self.sharded:
-            optimizer = [names.optim_file(dp, mp, bf16=training.bf16) for dp, mp in everyone]
+        optimizer: str | None = "model file" if training.state is not None else None
         return {
             "format": names.FORMAT,
             "zero_stage": training.zero_stage,
-            "optimizer": optimizer,
+            "optimizer": "optimizer files" if self.sharded else optimizer,
+            "dp_mp_sizes": (place.dp_size, place.mp_size),
+            "bf16": training.bf16,
             "aliases": self.aliases,
             "excluded": self.excluded,
             "trained": self.trained,
             "cut": self.cut,
             "module_boxes": {},
-            "module_checksums": checksums_of(tensors, len(tensors), sums),
             "parts": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i, _ in rest]
             if self.parts
             else None,
-            "part_checksums": checksums_of([part for _, part in rest], len(rest), sums)
-            if self.parts
-            else None,
-            "part_files": [names.zero_model_file(dp, mp) for dp, mp in everyone] if self.parts else None,
+            "part_files": "model files" if self.parts else None,
             "pending": self.pending,
             **training.positions,
-            "rank_states": self.rank_states,
+            **self.directories,
+            **self._rank_states(),
         }
 
+    def _rank_states(self) -> dict[str, Any]:
+        """Each rank's in a file of its own, if it writes any anyway."""
+        if self.sharded:
+            return {}
+        if self.parts:
+            return {"rank_state": dict(self.training.rank_state)}
+        return {"rank_states": self.rank_states or []}
 
-def _put(path: Path, content: Callable[[Sums], dict[str, Any]]) -> None:
-    """Write one file; its content refers to the checksums of the tensors written before."""
-    sums: Sums = {}
+
+def _put(path: Path, content: Callable[[], dict[str, Any]]) -> None:
     with naming(path):
-        write_archive(path, content(sums), sums)
+        write_archive(path, content(), checksums=True)
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:

@@ -132,7 +132,6 @@ class _Files:
         for rank in range(self.ranks if self.stage == 3 else 0):
             content = self._model_states(self._no_weights(), self._frozen_parts(rank), first=rank == 0)
             self._put(folder / names.zero_model_file(rank, 0), content)
-        self.reader.verify()
 
     def _put(self, path: Path, content: dict[str, Any]) -> None:
         with naming(path):

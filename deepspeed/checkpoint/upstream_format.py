@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.checkpoint.archive import Archive
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import (
@@ -83,7 +85,7 @@ def _add_module(
             if not whole(name):
                 continue
             index = ShardIndex(name, tuple(value.shape), (), 0, value.numel())
-            catalog.add_module(Source(index, value.detach().reshape(-1), path))
+            catalog.add_module(Source(index, value.detach().reshape(-1), _unhashed(path)))
         else:
             catalog.extra[name] = value
 
@@ -148,7 +150,7 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
     """What the flat tensors of one partition hold of one parameter, from ``start`` on."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
-            catalog.add_fragment(kind, Source(index, value[start : start + index.numel], path))
+            catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
         elif value is not None:
             catalog.values.setdefault(index.name, {})[kind] = value
 
@@ -185,7 +187,7 @@ def _add_stage3(
         shapes = content.get("frozen_param_shapes") or {}
         for name, part in (content.get("frozen_param_fragments") or {}).items():
             index = _even_part(name, tuple(shapes[name]), rank, world)
-            catalog.add_module(Source(index, part.reshape(-1)[: index.numel], path))
+            catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
     groups = [list(group.items()) for group in next(iter(contents.values()))["param_shapes"]]
     for path in optims:
         rank = (optim_ranks(path.name) or (0, 0))[0]
@@ -251,7 +253,7 @@ def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order
             state[MASTER] = masters[number][position] if masters else catalog.module[name][0].data
             for kind, value in state.items():
                 if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
-                    catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), path))
+                    catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), _unhashed(path)))
                 elif value is not None:
                     catalog.values.setdefault(name, {})[kind] = value
     _add_groups(catalog, inner["param_groups"], names)
@@ -272,6 +274,12 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
 
 
 # What all stages share -------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(1024)
+def _unhashed(path: Path) -> Archive:
+    """That release writes no hashes."""
+    return Archive(path, {}, 0)
 
 
 def _add_groups(catalog: Catalog, saved: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:

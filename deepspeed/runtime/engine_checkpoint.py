@@ -17,6 +17,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
+from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
@@ -161,11 +162,20 @@ def load_checkpoint(
             optimizer=what.optimizer or what.masters,
             partial=ranks.node_local,
             order=_optimizer_order(engine) if what.optimizer else None,
+            fetch=False,
         )
+        if ranks.keeps_folder:
+            catalog.files.check_complete()
     if what.optimizer and engine.core is not None:  # it may have been saved after something was unfrozen
         engine.core.late_params.admit_saved({name for group in catalog.groups for name in group.names})
-    restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
-    masters = what.masters and bool(catalog.fragments)
+    with ranks.together("reading the checkpoint"):
+        restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
+        masters = what.masters and bool(catalog.fragments)
+        everything = custom_load_fn is not None or restorer.rewrites_names
+        needed = needed_shards(
+            catalog, engine.module, engine.state_access, masters=masters, optimizer=what.optimizer
+        )
+        catalog.files.fetch(None if everything else needed, prefer=ranks.rank)
     with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):
         restorer.check_names()
         if custom_load_fn is not None:
@@ -180,7 +190,7 @@ def load_checkpoint(
         engine.state_access.publish()
     if restorer.parts:
         restorer.parts.changed()
-    report = restorer.finish(ranks)
+    report = restorer.finish()
     with ranks.together("resuming from the checkpoint"):
         _resume(engine, catalog, ranks, what, report)
     log_dist(report.line(catalog), ranks=[0])
@@ -227,8 +237,8 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None) -> str | None:
     """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist."""
     with ranks.together("looking for the checkpoint"):
         own = str(tag) if tag is not None else read_latest(load_dir)
-    tags = ranks.gather(own)
-    if any(other != tags[0] for other in tags):
+    if not ranks.agree(own):
+        tags = ranks.gather(own)
         raise CheckpointError(
             f"ranks load different checkpoints from {load_dir}: {', '.join(map(repr, tags[:8]))}; give all of them "
             "one tag and one folder"
@@ -266,8 +276,8 @@ def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What
     if what.optimizer:
         _load_loss_scale(engine, catalog)
         _load_accumulation(engine, catalog, ranks, report)
-    if what.everything and catalog.index.get("rank_states"):
-        _load_rank_state(engine, catalog.index["rank_states"], ranks)
+    if what.everything:
+        _load_rank_state(engine, catalog, ranks)
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, catalog: Catalog) -> None:
@@ -305,14 +315,16 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
         report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
 
 
-def _load_rank_state(engine: DeepSpeedEngine, saved: list[dict[str, Any]], ranks: Ranks) -> None:
+def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank goes on with its own random state, where there was such a rank; data positions are global."""
-    if ranks.rank < len(saved):
-        rng.restore(saved[ranks.rank]["random"])
-    data = saved[min(ranks.rank, len(saved) - 1)]["data"]
+    saved = catalog.files.rank_state(ranks.rank)
+    if saved is None:
+        return
+    if ranks.rank < catalog.index["world_size"]:
+        rng.restore(saved["random"])
     loader = engine.training_dataloader
-    if data is not None and loader is not None and hasattr(loader, "load_state_dict"):
-        loader.load_state_dict(materialize(data))
+    if saved["data"] is not None and loader is not None and hasattr(loader, "load_state_dict"):
+        loader.load_state_dict(materialize(saved["data"]))
 
 
 # Weights alone ---------------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@ import argparse
 import datetime
 import decimal
 import pathlib
+import random
 import types
 import uuid
+import zlib
 from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,16 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.archive import Checksum, LazyTensor, Sums, checksum, read_archive, write_archive
+from deepspeed.checkpoint.archive import (
+    LazyTensor,
+    _tensor_records,
+    open_archive,
+    read_archive,
+    write_archive,
+)
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.hashing import BLOCK
+from deepspeed.checkpoint.names import CHECKSUMS
 
 
 class Foreign:
@@ -45,12 +56,10 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_come_back_with_a_storage_of_their_own_size(tmp_path, name):
     tensor = TENSORS[name]
-    sums: Sums = {}
-    write_archive(tmp_path / "f.pt", {"t": tensor}, sums)
+    write_archive(tmp_path / "f.pt", {"t": tensor})
     for loaded in (read_archive(tmp_path / "f.pt")["t"], torch.load(tmp_path / "f.pt")["t"]):
         assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor)
         assert loaded.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    assert sums[id(tensor)] == [checksum(tensor)]
 
 
 def test_shared_memory_is_written_once_and_shared_again(tmp_path):
@@ -71,13 +80,11 @@ def test_lazy_tensors_are_made_when_their_turn_comes(tmp_path):
             alive.append(start)
             yield torch.arange(start, start + 2)
 
-    sums: Sums = {}
     lazy = LazyTensor((6,), torch.int64, parts)
-    late = LazyTensor((3,), torch.int64, lambda: [torch.tensor(sums[id(lazy)])])
-    write_archive(tmp_path / "f.pt", {"lazy": lazy, "checksums": late}, sums)
+    write_archive(tmp_path / "f.pt", {"lazy": lazy}, checksums=True)
     loaded = torch.load(tmp_path / "f.pt")
     assert loaded["lazy"].tolist() == [0, 1, 1, 2, 2, 3] and alive == [0, 1, 2]
-    assert loaded["checksums"].tolist() == [1, 3, 5] == sums[id(lazy)]
+    assert loaded[CHECKSUMS].numpy().view(np.uint32).tolist() == [zlib.crc32(loaded["lazy"].numpy())]
 
 
 def test_structure_survives(tmp_path):
@@ -170,14 +177,73 @@ def test_damaged_files_are_named(tmp_path, kind):
         read_archive(tmp_path / "nothing.pt")
 
 
-def test_checksums_add_up_however_a_tensor_is_cut():
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
-        tensor: Any = (torch.randn(1001) * 50).to(dtype)
-        parts = [checksum(part) for part in tensor.split([13, 500, 488])]
-        assert (sum(parts) - checksum(tensor)) % Checksum.MODULUS == 0
-        changed = tensor.clone()
-        changed[700] += 1
-        assert checksum(changed) != checksum(tensor)
+def test_conjugated_and_negated_views_are_not_what_they_view(tmp_path):
+    x = torch.randn(4, dtype=torch.complex64)
+    saved = {"x": x, "conj": x.conj(), "imag": x.imag, "neg": x.conj().imag, "again": x.conj()}
+    write_archive(tmp_path / "f.pt", saved)
+    loaded = read_archive(tmp_path / "f.pt")
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert loaded["conj"].data_ptr() == loaded["again"].data_ptr() != loaded["x"].data_ptr()
+
+
+def hashed(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A file with tensors of all sizes: below one block, some blocks, more than is read at once."""
+    sizes = [1, 100, 5000, 3 * BLOCK // 4, 100_000, 700_001]
+    content: dict[str, Any] = {f"t{size}": torch.randn(size) for size in sizes}
+    content |= {"odd": torch.randint(0, 255, (2 * BLOCK + 3,), dtype=torch.uint8), "none": torch.empty(0)}
+    write_archive(folder / "f.pt", {"client": content, "half": torch.randn(77).bfloat16()}, checksums=True)
+    return folder / "f.pt", content
+
+
+def test_hashes_are_the_crc_of_each_block(tmp_path):
+    path, content = hashed(tmp_path)
+    loaded = torch.load(path)
+    found = loaded[CHECKSUMS].numpy().view(np.uint32).tolist()
+    expected = []
+    for tensor in [*content.values(), loaded["half"].view(torch.int16)]:
+        data = tensor.numpy().tobytes()
+        expected += [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    assert found == expected
+
+
+def test_every_byte_of_every_tensor_is_covered(tmp_path):
+    path, _ = hashed(tmp_path)
+    good, rng = path.read_bytes(), random.Random(0)
+    spans = [(offset, nbytes) for offset, nbytes in _tensor_records(path).values() if nbytes]
+    for offset, nbytes in spans * 3:
+        data = bytearray(good)
+        data[offset + rng.randrange(nbytes)] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"f\.pt is damaged"):
+            open_archive(path).verify_rest([])
+    path.write_bytes(good)
+    open_archive(path).verify_rest([])
+
+
+def test_blocks_that_changed_places_are_found(tmp_path):
+    """Their sum would be the same."""
+    path, content = hashed(tmp_path)
+    data = bytearray(path.read_bytes())
+    where = bytes(data).index(content["t100000"].numpy().tobytes())
+    one, other = slice(where, where + BLOCK), slice(where + 3 * BLOCK, where + 4 * BLOCK)
+    data[one], data[other] = data[other], data[one]
+    path.write_bytes(data)
+    archive = open_archive(path)
+    tensor = archive.content["client"]["t100000"]
+    archive.verify(tensor[BLOCK // 4 : 3 * BLOCK // 4])  # blocks 1 and 2 are as they were
+    with pytest.raises(CheckpointError, match="damaged"):
+        archive.verify(tensor[10:20])
+
+
+def test_a_reader_verifies_no_more_than_the_blocks_that_it_touches(tmp_path):
+    path, _ = hashed(tmp_path)
+    archive = open_archive(path)
+    tensor = archive.content["client"]["t100000"]
+    assert archive.verify(tensor[:10]) == BLOCK
+    assert archive.verify(tensor[5:100]) == 0, "it is known already"
+    assert archive.verify(tensor[BLOCK // 4 - 1 : BLOCK // 4 + 1]) == BLOCK
+    assert archive.verify(tensor.view(100, 1000)[::20, 3]) == (400_000 // BLOCK + 1 - 2 - 5) * BLOCK
+    assert archive.verify(tensor[-1:]) == 400_000 % BLOCK
 
 
 def test_written_storages_can_still_be_resized(tmp_path):

@@ -1,0 +1,98 @@
+"""CRC-32 of every block of a file's tensors, so that a reader verifies exactly the blocks that it touches.
+
+A hash of each block, not a sum over the tensor: it sees bytes that changed places, needs no other rank's part to be
+compared with, and a reader of an interval hashes at most two blocks more than the interval has.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+
+BLOCK = 1 << 14
+"""Bytes that one CRC covers. A block begins where a tensor begins, so no block holds bytes of two tensors."""
+
+_WORTH_A_THREAD = 1 << 18
+
+
+def count_blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK)
+
+
+def hash_blocks(data: np.ndarray) -> np.ndarray:
+    """CRC-32 of each block of contiguous bytes, [blocks] uint32; the last may be short."""
+    view = memoryview(data)  # type: ignore[arg-type]  # numpy arrays are buffers
+    starts = range(0, len(view), BLOCK)
+    return np.fromiter((zlib.crc32(view[start : start + BLOCK]) for start in starts), np.uint32, len(starts))
+
+
+class BlockHasher:
+    """Hashes bytes that arrive in chunks of any size, in a thread of its own while the caller writes them.
+
+    ``with BlockHasher() as hasher``; a chunk that was handed to ``add`` must stay as it is until the next call.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._done = array("I")
+        self._crc = 0
+        self._filled = 0
+
+    def add(self, chunk: np.ndarray) -> None:
+        self.wait()
+        if chunk.nbytes < _WORTH_A_THREAD:
+            self._add(chunk)
+            return
+        if self._pool is None:  # not kept between files: a forked child would not have the thread
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-hash")
+        self._pending = self._pool.submit(self._add, chunk)
+
+    def wait(self) -> None:
+        """Until the last chunk is hashed, and its memory is free again."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def end_of_tensor(self) -> None:
+        self.wait()
+        if self._filled:
+            self._close_block()
+
+    def result(self) -> np.ndarray:
+        """[blocks] uint32, of all tensors so far in order."""
+        self.wait()
+        return np.array(self._done, dtype=np.uint32)
+
+    def _add(self, chunk: np.ndarray) -> None:
+        position = 0
+        if self._filled:
+            position = min(BLOCK - self._filled, chunk.nbytes)
+            self._extend(chunk[:position])
+        whole = position + (chunk.nbytes - position) // BLOCK * BLOCK
+        self._done.frombytes(hash_blocks(chunk[position:whole]).tobytes())
+        if whole < chunk.nbytes:
+            self._extend(chunk[whole:])
+
+    def _extend(self, part: np.ndarray) -> None:
+        self._crc = zlib.crc32(memoryview(part), self._crc)  # type: ignore[arg-type]
+        self._filled += part.nbytes
+        if self._filled == BLOCK:
+            self._close_block()
+
+    def _close_block(self) -> None:
+        self._done.append(self._crc)
+        self._crc = self._filled = 0
+
+    def __enter__(self) -> BlockHasher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()

@@ -1,0 +1,55 @@
+"""Which shards of a checkpoint this rank will read, before any file but the first is open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from torch import nn
+
+from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.sharded_weights import ShardedWeights
+from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.state import TrainingState
+
+
+def needed_shards(
+    catalog: Catalog, module: nn.Module, state: TrainingState | None, *, masters: bool, optimizer: bool
+) -> list[ShardIndex]:
+    """``masters``: the weights that are trained come from those; ``optimizer``: its state is read, too.
+
+    Names are those of the checkpoint. Weights that every rank holds whole are needed whole where the first file does
+    not have them (a checkpoint of stage 3).
+    """
+    trained = (
+        {name for entry in state.trainable() for name in (entry.name, *entry.shared_names)}
+        if state
+        else set()
+    )
+    from_masters = trained if masters else set()
+    shared = {entry.name: entry.shared_names for entry in state.trainable()} if state else {}
+    needed: list[ShardIndex] = []
+    if state is not None and (masters or optimizer):
+        needed += _saved_under(catalog, (index for index, _ in state.shards()), shared)
+    parts = ShardedWeights(module)
+    needed += _saved_under(
+        catalog, (index for index, _ in parts.fragments() if index.name not in from_masters), shared
+    )
+    for name, param in module.named_parameters():
+        if name in from_masters or hasattr(param, "ds_home"):
+            continue
+        found = catalog.find([name])
+        if found is not None and not catalog.module.get(found):
+            shape = tuple(param.shape)
+            needed.append(ShardIndex(found, shape, (), 0, prod(shape)))
+    return needed
+
+
+def _saved_under(
+    catalog: Catalog, shards: Iterator[ShardIndex], shared: dict[str, tuple[str, ...]]
+) -> Iterator[ShardIndex]:
+    for index in shards:
+        found = catalog.find([index.name, *shared.get(index.name, ())])
+        if found is not None:
+            yield replace(index, name=found)

@@ -1,0 +1,271 @@
+"""Files, opens and bytes of one rank among many: one process stands for each of them in turn.
+
+The process group is torch's fake one, which moves nothing; the training state is a fake as well, cut as ZeRO cuts it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.checkpoint import archive as archives
+from deepspeed.checkpoint import names, rng
+from deepspeed.checkpoint.load import Restorer
+from deepspeed.checkpoint.needs import needed_shards
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.reader import open_checkpoint
+from deepspeed.checkpoint.save import Place, Training, _Files, save
+from deepspeed.checkpoint.shards import ShardIndex
+from tests.checkpoint.models import config, make_engine, train
+from tests.checkpoint.test_intervals import KINDS, Entry, value_of
+from tests.pool import distributed, run
+
+WIDTH, LAYERS = 96, 4
+
+
+class EvenState:
+    """Two buckets of layers, each cut evenly over all ranks: masters and moments of this rank's slices."""
+
+    def __init__(self, model: nn.Module, rank: int, world: int) -> None:
+        self.entries = [Entry(name, p, tuple(p.shape)) for name, p in model.named_parameters()]
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.1}]
+        self.held: list[tuple[ShardIndex, dict[str, Tensor]]] = []
+        for bucket in (self.entries[: len(self.entries) // 2], self.entries[len(self.entries) // 2 :]):
+            size = -(-sum(entry.param.numel() for entry in bucket) // world)
+            position = -rank * size
+            for entry in bucket:
+                low, high = max(0, -position), min(entry.param.numel(), size - position)
+                if low < high:
+                    index = ShardIndex(entry.name, entry.shape, (), low, high)
+                    tensors = {kind: value_of(entry.name, kind, low, high) for kind in KINDS}
+                    self.held.append((index, {**tensors, "step": torch.tensor(7.0)}))
+                position += entry.param.numel()
+
+    def trainable(self) -> list[Entry]:
+        return self.entries
+
+    def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        yield from self.held
+
+    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
+        for index, tensors in self.held:
+            if name in (None, index.name):
+                tensors[key].copy_(value)
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def pending_gradients(self) -> None:
+        return None
+
+    def ensure_state(self) -> None:
+        """It is there."""
+
+
+class Home:
+    """Where stage 3 keeps a frozen weight: cut evenly, as ``ShardedWeights`` sees it."""
+
+    def __init__(self, values: Tensor, rank: int, world: int) -> None:
+        self.rank = rank
+        size = -(-values.numel() // world)
+        self.bounds = (min(rank * size, values.numel()), min((rank + 1) * size, values.numel()))
+        self.part = values[slice(*self.bounds)].clone()
+
+    def owners(self, position: int) -> list[tuple[int, int, int]]:
+        return [(self.rank, *self.bounds)] if self.bounds[0] < self.bounds[1] else []
+
+    def local_part(self, position: int) -> Tensor:
+        return self.part
+
+
+def model(stage: int, rank: int, world: int) -> nn.Module:
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    net[0].weight.requires_grad_(False)
+    if stage == 3:
+        for number, param in enumerate(net.parameters()):
+            values = torch.arange(param.numel()).float() + number
+            param.ds_shape, param.ds_position = tuple(param.shape), 0
+            param.ds_home = Home(values, rank, world)
+            param.data = param.data.new_empty(0)
+    return net
+
+
+def trained(net: nn.Module, rank: int, world: int) -> EvenState:
+    """As if the frozen weight were not there."""
+    whole = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    state = EvenState(whole, rank, world)
+    state.entries = [entry for entry in state.entries if entry.name != "0.weight"]
+    state.held = [(index, tensors) for index, tensors in state.held if index.name != "0.weight"]
+    return state
+
+
+def training_of(stage: int, rank: int, world: int) -> tuple[Training, Place]:
+    net = model(stage, rank, world)
+    torch.manual_seed(rank)
+    training = Training(
+        module=net,
+        state=trained(net, rank, world),  # type: ignore[arg-type]
+        zero_stage=stage,
+        bf16=False,
+        ds_config={},
+        header={"global_steps": 7, "skipped_steps": 0, "global_samples": 28},
+        positions={"world_size": world},
+        rank_state={"random": rng.capture(), "data": None},
+    )
+    return training, Place(dp_rank=rank, dp_size=world, mp_rank=0, mp_size=1, writes_model=rank == 0)
+
+
+@contextmanager
+def fake_rank(rank: int, world: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[int, int]:
+    """The checkpoint "t" as ``world`` ranks leave it, of which only ``writers`` write files: of the others there are
+    empty ones, which nobody may open. Returns the bytes that each has written."""
+    sent = [_Files(*training_of(stage, r, world), exclude_frozen=False, pending=False).held() for r in range(world)]
+    written: dict[int, int] = {}
+    final = folder / "t"
+    final.mkdir(parents=True)
+    for rank in writers:
+        before = {path.name for path in final.iterdir()}
+        training, place = training_of(stage, rank, world)
+        at_rank_0 = mock.patch.object(Ranks, "gather_at_writers", lambda self, held: sent if self.rank == 0 else None)
+        with fake_rank(rank, world), at_rank_0:
+            writes_into = mock.patch("deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final))
+            with writes_into, mock.patch("deepspeed.checkpoint.save.write_latest"):
+                save(training, folder, "t", place, Ranks())
+        written[rank] = sum(path.stat().st_size for path in final.iterdir() if path.name not in before)
+    for rank in range(world):
+        for name in (names.optim_file(rank, 0, bf16=False), names.zero_model_file(rank, 0) if stage == 3 else None):
+            if name is not None:
+                (final / name).touch()
+    return written
+
+
+def loaded_by(folder: Path, stage: int, rank: int, world: int) -> tuple[set[str], int]:
+    """Loads as rank ``rank`` of ``world``; the names of the files that it opened, and the bytes that it read."""
+    opened: dict[str, archives.Archive] = {}
+    original = archives.open_archive
+
+    def opening(path: Path) -> archives.Archive:
+        opened[path.name] = original(path)
+        return opened[path.name]
+
+    net = model(stage, rank, world)
+    state: Any = trained(net, rank, world)
+    for _, tensors in state.held:
+        for kind in KINDS:
+            tensors[kind].fill_(-1)
+    targets = ("deepspeed.checkpoint.reader.open_archive", "deepspeed.checkpoint.own_reader.open_archive")
+    with mock.patch(targets[0], opening), mock.patch(targets[1], opening), fake_rank(rank, world):
+        catalog = open_checkpoint(folder / "t", fetch=False)
+        restorer = Restorer(catalog, net, state, strict=True)
+        catalog.files.fetch(needed_shards(catalog, net, state, masters=True, optimizer=True), prefer=rank)
+        restorer.check_names()
+        restorer.weights_from_masters()
+        restorer.optimizer_states()
+        random = catalog.files.rank_state(rank)["random"]["torch"]
+    for index, tensors in state.held:
+        for kind in KINDS:
+            assert torch.equal(tensors[kind], value_of(index.name, kind, index.start, index.stop))
+        assert tensors["step"] == 7
+    if stage == 3:
+        home = net[0].weight.ds_home
+        assert torch.equal(home.part, torch.arange(*home.bounds).float())
+    assert torch.equal(random, torch.Generator().manual_seed(rank).get_state())
+    return set(opened), sum(archive.bytes_read for archive in opened.values())
+
+
+def own_files(stage: int, rank: int) -> set[str]:
+    first = names.zero_model_file(0, 0) if stage == 3 else names.model_file(0)
+    own = {first, names.optim_file(rank, 0, bf16=False)}
+    return own | {names.zero_model_file(rank, 0)} if stage == 3 else own
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_1024_writes_and_opens_its_own(tmp_path, stage):
+    """What a rank writes and reads beside its state is the same with 16 ranks and with 1,024; rank 0 writes the
+    directory on top."""
+    written: dict[int, dict[int, int]] = {}
+    read: dict[int, int] = {}
+    for world in (16, 1024):
+        ranks = [0, 1, world // 2, world - 1]
+        written[world] = saved_by(tmp_path / str(world), stage, world, ranks)
+        for rank in ranks:
+            opened, read[world] = loaded_by(tmp_path / str(world), stage, rank, world)
+            assert opened <= own_files(stage, rank)
+    state = {world: 12 * LAYERS * (WIDTH + 1) * WIDTH // world for world in written}
+    for rank in (1, -1):
+        beside = {world: list(found.values())[rank] - state[world] for world, found in written.items()}
+        assert beside[1024] < beside[16] + 2000 < 60_000, beside
+    rows = 32 * (1024 + 16 * LAYERS) * (2 if stage == 3 else 1) * 2
+    assert written[1024][0] < written[16][0] + rows
+    assert read[1024] < read[16] + 4 * archives.BLOCK
+
+
+def test_other_numbers_of_ranks_open_what_they_need(tmp_path):
+    """Each of 64 ranks' files is there; 48, 64 and 100 ranks read them."""
+    for stage in (2, 3):
+        folder = tmp_path / str(stage)
+        saved_by(folder, stage, 64, list(range(64)))
+        for world in (48, 100):
+            for rank in (0, 17, 33, 47):
+                opened, _ = loaded_by(folder, stage, rank, world)
+                assert len({name for name in opened if "optim" in name}) <= 2 * 3 + 1  # of two buckets; random state
+
+
+def _opened(folder: str, stage: int) -> set[str]:
+    """Names of the checkpoint's files that this process opens while an engine loads."""
+    engine = make_engine(config(stage), seed=9)
+    found: set[str] = set()
+    watching = [True]
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and str(arguments[0]).endswith(".pt"):
+            found.add(Path(arguments[0]).name)
+
+    sys.addaudithook(watch)
+    engine.load_checkpoint(folder)
+    watching.clear()
+    return found
+
+
+def _save(folder: str, stage: int) -> None:
+    engine = make_engine(config(stage))
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_engines_open_the_first_file_and_their_own(tmp_path, stage):
+    run(_save, 3, folder=str(tmp_path), stage=stage)
+    for rank, opened in enumerate(run(_opened, 3, folder=str(tmp_path), stage=stage)):
+        assert opened <= own_files(stage, rank)
+
+
+@distributed(world_size=2)
+def test_files_hold_the_random_state_of_their_own_rank(tmp_path):
+    engine = make_engine(config(2))
+    torch.manual_seed(40 + engine.global_rank)
+    engine.save_checkpoint(tmp_path, tag="t")
+    for rank in range(2):
+        index = torch.load(tmp_path / "t" / names.optim_file(rank, 0, bf16=False))[names.INDEX]
+        expected = torch.Generator().manual_seed(40 + rank).get_state()
+        assert torch.equal(index["rank_state"]["random"]["torch"], expected)
+    assert "rank_states" not in torch.load(tmp_path / "t/mp_rank_00_model_states.pt")[names.INDEX]
