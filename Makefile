@@ -42,6 +42,7 @@ architecture: $(VENV)/.installed-dev
 # The site, in the folder `site`; any broken link or reference is an error.
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/gen_config_docs.py
+	$(BIN)/python tools/draw_diagrams.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed-dev

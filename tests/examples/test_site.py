@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from functools import reduce
 
 import pytest
@@ -39,6 +41,15 @@ def _split(name: str):
         except ModuleNotFoundError:
             continue
     raise AssertionError(name)
+
+
+def test_diagrams_are_those_of_the_tool():
+    tool = REPOSITORY / "tools" / "draw_diagrams.py"
+    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    shown = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    for path in (DOCS / "images").glob("*.svg"):
+        assert f"](images/{path.name})" in shown
 
 
 def test_installation_tells_every_extra():
