@@ -11,9 +11,11 @@ help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
-	@echo "make lint | types | architecture | docs | format | clean"
+	@echo "make docs    build the documentation as a site, in the folder site"
+	@echo "make lint | types | architecture | format | clean"
 
 demo: $(VENV)/.installed-demo
+	@echo "starting the demo: about four minutes"
 	$(BIN)/python examples/pretrain_gpt/demo.py
 
 test: $(VENV)/.installed-dev
@@ -37,33 +39,39 @@ types: $(VENV)/.installed-dev
 architecture: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -s tests/test_architecture.py
 
+# The site, in the folder `site`; any broken link or reference is an error.
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/gen_config_docs.py
+	$(BIN)/python tools/draw_diagrams.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build $(VENV) deepspeed/lib
+	rm -rf build site $(VENV) deepspeed/lib
 
 # ---- set-up -----------------------------------------------------------------------------------------------------------
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "deepspeed needs Python 3.10 or newer: make PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	touch $@
+	@echo "making the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
 
 # torch is asked for by exact version before anything that depends on it; then what the build needs, so that the
 # package is built against this environment and not in one of its own.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
-	$(PIP) torch==2.13.0
-	$(PIP) scikit-build-core cmake ninja
-	touch $@
+	@echo "installing torch 2.13.0 in $(VENV): a large download, the first time"
+	@$(PIP) torch==2.13.0
+	@$(PIP) scikit-build-core cmake ninja
+	@touch $@
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
 
 $(VENV)/.installed-%: $(VENV)/.torch $(SOURCES)
-	$(PIP) --no-build-isolation -e ".[$*]"
-	touch $@
+	@echo "building this package and installing it in $(VENV), with what [$*] needs"
+	@$(PIP) --no-build-isolation -e ".[$*]"
+	@touch $@

@@ -37,7 +37,7 @@ import pytest
 from tests.pool_rank import Job, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 120.0
 # Once a rank has failed, how long the others may go on before they are shown and killed.
 GRACE_S = 3.0
 # How long a rank gets to print its stack after SIGUSR1.

@@ -100,4 +100,4 @@ def test_the_order_of_imports_does_not_matter() -> None:
         "import deepspeed.runtime.zero as zero, deepspeed; "
         "assert deepspeed.zero is zero is deepspeed.runtime.zero"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def test_a_failing_rank_is_shown_first_and_the_others_do_not_wait() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run(_fails_on, 3, rank=1, timeout=60)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 55  # the others would sleep for 60 s
     text = str(caught.value)
     assert text.startswith("[rank 1]") and "told to fail" in text
     assert "[rank 0]" in text and "[rank 2]" in text
@@ -136,8 +137,8 @@ def test_a_failing_rank_is_shown_first_and_the_others_do_not_wait() -> None:
 def test_a_hanging_rank_is_killed_with_its_stack() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run(_hangs_on, 2, rank=1, timeout=1.0)
-    assert time.monotonic() - start < 10
+        run(_hangs_on, 2, rank=1, timeout=3.0)
+    assert time.monotonic() - start < 55  # it would sleep for 60 s
     assert "timeout" in str(caught.value) and "_hangs_on" in str(caught.value)
     assert run(_sum_of_ranks, 2, offset=0) == [1.0] * 2
 
@@ -148,10 +149,15 @@ def test_a_dying_rank_is_named_with_its_signal() -> None:
     assert run(_sum_of_ranks, 2, offset=0) == [1.0] * 2
 
 
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
 def test_idle_ranks_that_were_killed_are_replaced() -> None:
     for pid in run(_pid, 2):
         os.kill(pid, signal.SIGKILL)
-    time.sleep(0.1)
+        while _runs(pid):
+            time.sleep(0.01)
     assert run(_sum_of_ranks, 2, offset=0) == [1.0] * 2
 
 

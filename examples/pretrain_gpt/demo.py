@@ -5,8 +5,9 @@ loss curve, on another number of ranks and another stage, with nothing to conver
 exported, the model writes some text, and the loss must be below the unigram entropy, which no model without
 context can beat.
 
-    python demo.py            about four minutes on two cores
-    python demo.py --short    a smaller model for half a minute
+    python demo.py               up to four minutes, however busy the machine is
+    python demo.py --minutes 2   or as long as you like
+    python demo.py --short       a smaller model and fewer steps
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import data
@@ -28,7 +29,10 @@ import torch
 from model import GPT, GPTConfig
 
 HERE = Path(__file__).resolve().parent
-TRAINING_BUDGET_S = 210
+MINUTES = 4.0
+AROUND_S = 25.0  # around the steps of a run: its start, validation, checkpoint or export, and the sample
+LEAST_STEPS = 100  # of both runs together; fewer would prove nothing, so they are taken even if time is over
+MOST_STEPS = 600
 RESUME_TOLERANCE = 0.01  # nats per token between the validation losses on either side of the checkpoint
 
 
@@ -40,9 +44,26 @@ class Plan:
     precision: str  # "fp32" or "bf16"
     first_steps: int  # on two ranks, ZeRO-2
     all_steps: int  # the rest on one rank, ZeRO-1
-    evaluate_every: int
     learning_rate: float
     one_thread: bool = False  # for the single rank, where threads that wait for each other are slower
+
+    @property
+    def evaluate_every(self) -> int:
+        return max(10, self.all_steps // 20)
+
+
+class Clock:
+    """The time that the demo has, and what it does when."""
+
+    def __init__(self, minutes: float) -> None:
+        self.start, self.seconds = time.perf_counter(), 60 * minutes
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.seconds - (time.perf_counter() - self.start)
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.start:4.0f} s] {text}", flush=True)
 
 
 def seconds_per_micro_batch(config: GPTConfig, dtype: torch.dtype, threads: int, sequences: int = 4) -> float:
@@ -60,24 +81,47 @@ def seconds_per_micro_batch(config: GPTConfig, dtype: torch.dtype, threads: int,
     return min(times[1:])
 
 
-def make_plan(short: bool) -> Plan:
-    """Chooses the faster precision of this machine and as many steps as fit into the time."""
+def make_plan(short: bool, clock: Clock) -> Plan:
+    """Chooses the faster precision of this machine, and the larger model for which there is time."""
+    small = GPTConfig(layers=2, heads=4, width=128, context=128)
     if short:
-        return Plan(GPTConfig(layers=2, heads=4, width=128, context=128), "fp32", 80, 120, 20, 2e-3)
-    config = GPTConfig()
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    seconds = {name: seconds_per_micro_batch(config, dtype, 1) for name, dtype in dtypes.items()}
-    precision = min(seconds, key=seconds.__getitem__)
-    cores = torch.get_num_threads()
-    on_all = seconds_per_micro_batch(config, dtypes[precision], cores)
+        return Plan(small, "fp32", 72, 120, 2e-3)
+    for config in (GPTConfig(), GPTConfig(layers=4, heads=4, width=192, context=128), small):
+        seconds = {"fp32": seconds_per_micro_batch(config, torch.float32, 1)}
+        if config != small and steps_within(clock, seconds["fp32"]) < LEAST_STEPS:
+            continue  # however fast the rest of this machine is
+        seconds["bf16"] = seconds_per_micro_batch(config, torch.bfloat16, 1)
+        precision = min(seconds, key=seconds.__getitem__)
+        cores = torch.get_num_threads()
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        on_all = seconds_per_micro_batch(config, dtype, cores)
+        # A step is one micro-batch on each of two cores, or two on all cores.
+        steps = steps_within(clock, 0.6 * seconds[precision] + 0.4 * 2 * min(seconds[precision], on_all))
+        if steps >= 2 * LEAST_STEPS:
+            break
     said = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in seconds.items())
-    print(f"one micro-batch on one core: {said}; on {cores}: {precision} {1000 * on_all:.0f} ms")
-    # A step is one micro-batch on each of two cores, or two on all cores; a third on top for optimizer, exchange and
-    # validation.
-    step = 0.6 * seconds[precision] + 0.4 * 2 * min(seconds[precision], on_all)
-    steps = max(100, min(600, int(TRAINING_BUDGET_S / (1.33 * step)))) // 20 * 20
-    one_thread = seconds[precision] < on_all
-    return Plan(config, precision, steps * 3 // 5, steps, steps // 20, 1e-3, one_thread)
+    clock.say(
+        f"time of one micro-batch (4 sequences, forward and backward) on one core: {said}; "
+        f"on all {cores} cores: {precision} {1000 * on_all:.0f} ms"
+    )
+    steps = max(LEAST_STEPS, min(MOST_STEPS, steps)) // 20 * 20
+    rate = 1e-3 if config == GPTConfig() else 2e-3
+    return Plan(config, precision, steps * 3 // 5, steps, rate, one_thread=seconds[precision] < on_all)
+
+
+def steps_within(clock: Clock, seconds: float) -> int:
+    """Steps that there is time for, a third on top of ``seconds`` for optimizer, exchange and validation."""
+    return int((clock.left() - 2 * AROUND_S) / (1.33 * seconds))
+
+
+def plan_the_rest(plan: Plan, rows: list[dict[str, float]], clock: Clock) -> Plan:
+    """After the first run: from which step the second goes on, and how far it will get at the first one's pace."""
+    steps = [row for row in rows if "train_loss" in row]
+    done = int(steps[-1]["step"])
+    pace = (steps[-1]["seconds"] - steps[0]["seconds"]) / max(1, done - 1)
+    # one rank does the work of two, and half as fast at worst
+    possible = done + max(LEAST_STEPS // 2, int((clock.left() - AROUND_S) / max(1e-3, 2 * pace)))
+    return replace(plan, first_steps=done, all_steps=max(done + 1, min(plan.all_steps, possible)))
 
 
 def write_config(plan: Plan, stage: int, out: Path) -> Path:
@@ -158,17 +202,49 @@ def check(rows: list[dict[str, float]], plan: Plan, entropy: float) -> list[str]
     """What the run promised and did not keep."""
     held_out = [row for row in rows if "validation_loss" in row]
     saved, resumed = (row["validation_loss"] for row in held_out if row["step"] == plan.first_steps)
-    last = held_out[-1]["validation_loss"]
-    print(f"\nvalidation loss when saved by 2 ranks {saved:.4f}, when loaded by 1 rank {resumed:.4f}")
-    print(f"validation loss at the end {last:.3f} nats per token, unigram entropy of the text {entropy:.3f}")
+    last, end = held_out[-1]["validation_loss"], held_out[-1]["step"]
+    print("\nloss on held-out text, in nats per token (lower is better):")
+    print(f"  {saved:.4f}  when 2 ranks saved it at stage 2, after step {plan.first_steps}")
+    print(f"  {resumed:.4f}  when 1 rank had loaded it at stage 1")
+    print(f"  {last:.4f}  at the end, after step {end:.0f}")
+    print(f"  {entropy:.4f}  unigram entropy of that text, the best that a model without context can do")
     broken = []
     if abs(saved - resumed) > RESUME_TOLERANCE:
         broken.append("the resumed run does not start where the first one stopped")
-    if held_out[-1]["step"] != plan.all_steps:
-        broken.append(f"the run ended at step {held_out[-1]['step']:.0f} and not at {plan.all_steps}")
+    if end <= plan.first_steps:
+        broken.append("the resumed run took no step")
     if last >= entropy:
         broken.append("the model does not beat the unigram entropy")
     return broken
+
+
+def prepare_text(folder: Path, clock: Clock) -> data.Text:
+    """The tokens, made by the first demo on this machine."""
+    if not (folder / "tokens.npz").exists():
+        clock.say(
+            "reading the source of Python's standard library; training a tokenizer on it (once; seconds)"
+        )
+        data.make(folder)
+    text = data.load(folder)
+    counts = f"{len(text.train):,} tokens to train on, {len(text.validation):,} held out"
+    clock.say(f"text: {counts}, {data.VOCABULARY} different ones")
+    return text
+
+
+def train(plan: Plan, out: Path, clock: Clock) -> Plan:
+    """Both runs, within the time; returns the plan as it turned out."""
+    clock.say("run 1 of 2: two ranks at ZeRO stage 2")
+    share = 0.55 * (clock.left() - 2 * AROUND_S)
+    limits = ("--steps", plan.first_steps, "--seconds", max(0, round(share)), "--at_least", LEAST_STEPS // 2)
+    launch(2, 2, plan, out, *limits, "--save", out / "checkpoint")
+    plan = plan_the_rest(plan, read_metrics(out / "metrics.csv"), clock)
+    print(flush=True)
+    clock.say(f"run 2 of 2: one rank at stage 1 goes on from their checkpoint, step {plan.first_steps}")
+    left = max(0, round(clock.left() - AROUND_S))
+    limits = ("--steps", plan.all_steps, "--seconds", left, "--at_least", LEAST_STEPS // 2)
+    results = ("--export", out / "model", "--sample", 120)
+    launch(1, 1, plan, out, *limits, "--load", out / "checkpoint", *results)
+    return plan
 
 
 def main() -> None:
@@ -176,37 +252,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for everything (default: 4)")
     parser.add_argument(
         "--out", type=Path, default=HERE / "out", help="folder for everything that is written"
     )
     args = parser.parse_args()
+    clock = Clock(args.minutes)
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.csv").unlink(missing_ok=True)
     shutil.rmtree(out / "checkpoint", ignore_errors=True)
 
-    if not (out / "text" / "tokens.npz").exists():
-        print("reading the standard library's source and training the tokenizer on it")
-        data.make(out / "text")
-    text = data.load(out / "text")
-    entropy = text.unigram_entropy()
-    print(
-        f"text: {len(text.train):,} training and {len(text.validation):,} validation tokens of {data.VOCABULARY} kinds"
-    )
-
-    plan = make_plan(args.short)
+    text = prepare_text(out / "text", clock)
+    plan = make_plan(args.short, clock)
     parameters = sum(p.numel() for p in GPT(plan.model).parameters())
-    print(f"model: {parameters / 1e6:.1f} million parameters, {plan.precision}, {plan.all_steps} steps")
-    start = time.perf_counter()
-    launch(2, 2, plan, out, "--steps", plan.first_steps, "--save", out / "checkpoint")
-    resume = ("--load", out / "checkpoint", "--export", out / "model", "--sample", 120)
-    launch(1, 1, plan, out, "--steps", plan.all_steps, *resume)
+    clock.say(
+        f"model: {parameters / 1e6:.1f} million parameters, {plan.precision}; up to {plan.all_steps} steps, "
+        f"{max(0, clock.left()):.0f} s left"
+    )
+    plan = train(plan, out, clock)
 
-    rows = read_metrics(out / "metrics.csv")
+    rows, entropy = read_metrics(out / "metrics.csv"), text.unigram_entropy()
     plot(rows, plan, entropy, out / "loss.png")
     broken = check(rows, plan, entropy)
-    print(f"training took {time.perf_counter() - start:.0f} s")
-    print(f"written to {out}: loss.png, metrics.csv, model/model.safetensors, checkpoint/")
+    clock.say(f"done; written to {out}: loss.png, metrics.csv, model/model.safetensors, checkpoint/")
     if broken:
         sys.exit("FAILED: " + "; ".join(broken))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +48,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--steps", type=int, default=600, help="optimizer steps at which to stop, counted from the first run"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="time after which to stop, if that comes before --steps",
+    )
+    parser.add_argument(
+        "--at_least", type=int, default=1, metavar="STEPS", help="steps to take however long they need"
     )
     parser.add_argument("--load", type=Path, help="checkpoint folder to go on from")
     parser.add_argument("--save", type=Path, help="checkpoint folder to write at the end")
@@ -89,11 +99,13 @@ class Run:
         self.held_out = Batches(text.validation, args.context, global_batch=micro_batch * self.ranks, **mine)
         self.tokens_per_step = engine.train_batch_size() * args.context
         self.started = time.perf_counter()
+        self.late = False  # whether the time of --seconds is over, as rank 0 told everybody
 
     def train(self) -> None:
-        """Steps until ``--steps``, measuring every step and validating now and then, and first after a
-        resume."""
+        """Steps until ``--steps`` or ``--seconds``, measuring every step and validating now and then: at the end, and
+        first after a resume."""
         engine, args = self.engine, self.args
+        first = engine.global_steps
         if args.load is not None:
             self.record(None, self.validate())
         batches = self.batches.from_step(engine.global_steps)
@@ -103,14 +115,20 @@ class Run:
             "mininterval": 0.1 if sys.stderr.isatty() else 10.0,
         }
         with tqdm(total=args.steps, initial=engine.global_steps, **look) as bar:
-            while engine.global_steps < args.steps:
+            is_over = engine.global_steps >= args.steps
+            while not is_over:
                 start = time.perf_counter()
                 loss = self.step(batches)
                 speed = self.tokens_per_step / (time.perf_counter() - start)
                 loss, memory_mb = self.gather(loss)
-                is_due = engine.global_steps % args.evaluate_every == 0 or engine.global_steps == args.steps
+                step = engine.global_steps
+                is_over = step >= args.steps or (self.late and step - first >= args.at_least)
+                is_due = step % args.evaluate_every == 0 or is_over
                 self.record(loss, self.validate() if is_due else None, speed, memory_mb)
-                facts = f"loss {loss:.3f}, {speed:,.0f} tokens/s, {'+'.join(map(str, memory_mb))} MB"
+                memory = "+".join(map(str, memory_mb))
+                facts = (
+                    f"training loss {loss:.3f}, {speed:,.0f} tokens/s, {memory} MB on {self.ranks} rank(s)"
+                )
                 bar.set_postfix_str(facts, refresh=False)
                 bar.update()
 
@@ -127,12 +145,15 @@ class Run:
         return torch.stack(losses).mean()
 
     def gather(self, loss: torch.Tensor) -> tuple[float, list[int]]:
-        """Mean loss over the ranks, and the memory of each rank in MB, with a single all-reduce."""
-        facts = torch.zeros(1 + self.ranks, device=self.engine.device)
+        """Mean loss over the ranks, and the memory of each rank in MB, with a single all-reduce. It also tells them
+        whether rank 0's time is over, so that all stop at the same step."""
+        facts = torch.zeros(2 + self.ranks, device=self.engine.device)
         facts[0] = loss / self.ranks
-        facts[1 + self.rank] = get_accelerator().memory_allocated() / 2**20
+        facts[1] = self.rank == 0 and time.perf_counter() - self.started >= self.args.seconds
+        facts[2 + self.rank] = get_accelerator().memory_allocated() / 2**20
         dist.all_reduce(facts)
-        return facts[0].item(), [round(megabytes) for megabytes in facts[1:].tolist()]
+        self.late = bool(facts[1])
+        return facts[0].item(), [round(megabytes) for megabytes in facts[2:].tolist()]
 
     @torch.no_grad()
     def validate(self) -> float:

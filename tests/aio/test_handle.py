@@ -312,7 +312,7 @@ def test_a_forked_child_has_its_own_threads(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file")]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=240)
     assert contents(tmp_path / "file") == bytes(4000)
 
 

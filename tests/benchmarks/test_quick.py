@@ -46,7 +46,7 @@ def test_help(script: str) -> None:
 def in_benchmarks(code: str) -> str:
     """What ``code`` prints when run beside the scripts (they import each other by file name)."""
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=240, check=True)
     return done.stdout
 
 

@@ -136,9 +136,10 @@ def test_a_forked_process_has_nothing_to_wait_for(tmp_path, disk):
 @pytest.mark.parametrize("ending", ["", "engine.destroy(); print('destroyed', flush=True)"])
 def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
     program = f"""
-    import os, time, torch, deepspeed
-    real = os.fsync
+    import os, threading, time, torch, deepspeed
+    real, returned = os.fsync, threading.Event()
     def slow(handle):
+        returned.wait(60)
         time.sleep(0.3)
         real(handle)
         os.write(1, b"stored\\n")
@@ -147,6 +148,7 @@ def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
     os.fsync = slow
     engine.save_checkpoint({str(tmp_path)!r}, tag="a")
     print("saved", flush=True)
+    returned.set()
     {ending}
     """
     output = subprocess.run(
@@ -154,7 +156,7 @@ def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert output.returncode == 0, output.stderr
     lines = output.stdout.split()

@@ -181,7 +181,7 @@ def test_the_script_beside_a_checkpoint(tmp_path):
 
     def script(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["./zero_to_fp32.py", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
 
     done = script(".", "out", "--safe_serialization", "--exclude_frozen_parameters")
     assert done.returncode == 0, done.stderr

@@ -169,7 +169,7 @@ def test_the_straggler_is_named():
         dist.reset_log()
         for _ in range(3):
             if rank == 1:
-                time.sleep(0.05)
+                time.sleep(0.2)
             dist.all_reduce(tensor)
         if rank == 0:
             dist.send(tensor, 1)
@@ -178,8 +178,8 @@ def test_the_straggler_is_named():
         found = dist.log_summary(show_straggler=True, return_dict=True)["straggler_analysis"]
         entry = found["all_reduce"][40]
         assert entry["count"] == 3 and entry["slowest_rank"] == 1
-        assert entry["total_straggler_ms"] > 100 and entry["avg_straggler_ms"] > 33
-        assert entry["total_comm_lat_ms"] < 100
+        assert entry["total_straggler_ms"] > 300 and entry["avg_straggler_ms"] > 100
+        assert entry["total_comm_lat_ms"] < entry["total_straggler_ms"]
         assert set(found) == {"all_reduce", "send" if rank == 0 else "recv"}
     finally:
         restore()

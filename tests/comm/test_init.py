@@ -141,7 +141,7 @@ def start(body: str, **env: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 0, output
@@ -267,7 +267,7 @@ def test_a_port_in_use_is_named_with_the_remedy():
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert (
         f"MASTER_PORT={port}" in output and "another program has it" in output and "--master_port" in output
@@ -285,7 +285,7 @@ def test_a_missing_partner_at_the_rendezvous():
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert (
         process.returncode == 1
         and "rank 1 of 2 could not meet the others" in output
@@ -314,7 +314,7 @@ def test_waiting_for_rank_0_leaves_errors_to_torch(monkeypatch):
     monkeypatch.setattr(init, "_PATIENCE_S", 0.05)
     begin = time.monotonic()
     init._await_rank_zero("127.0.0.1", str(free_port()))  # nobody comes
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60  # torch's own timeout is half an hour
     for address, port in (
         (None, "1"),
         ("127.0.0.1", None),
@@ -327,7 +327,7 @@ def test_waiting_for_rank_0_leaves_errors_to_torch(monkeypatch):
 
 def test_an_unknown_address_of_rank_0():
     process = start("dist.init_distributed()", **OMPI)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1 and "mpirun -x MASTER_ADDR" in output
 
 

@@ -143,9 +143,11 @@ def test_waiting_long_leaves_the_core_alone():
             begin, spent = time.monotonic(), time.process_time()
             pending = comm.all_reduce(tensor)
             if waits_in_background:
-                time.sleep(1.5)
+                time.sleep(1)
             pending.wait()
-            assert time.monotonic() - begin > 1.5
+            assert (
+                time.monotonic() - begin > 1
+            )  # rank 1 began to sleep when this rank began to wait, or before
             assert time.process_time() - spent < 0.2
 
 

@@ -186,6 +186,32 @@ def test_resumed_on_one_rank_at_another_stage_it_goes_on_with_the_same_losses(
     assert second == pytest.approx(whole[3:], rel=rel)
 
 
+def train_for(text: str, tmp_path: Path, seconds: str) -> list[dict[str, str]]:
+    config = str(EXAMPLE / "configs" / "zero2_fp32.json")
+    limits = ["--steps", "7", "--seconds", seconds, "--at_least", "3"]
+    return run_training(["--deepspeed_config", config, "--text", text, *limits], tmp_path / f"{seconds}.csv")
+
+
+@pytest.mark.parametrize("seconds, steps", [("0", 3), ("1000", 7)])
+def test_training_ends_by_time_as_well_as_by_steps(text, tmp_path, seconds, steps):
+    rows = pool.run(train_for, 2, timeout=180, text=str(text), tmp_path=tmp_path, seconds=seconds)[0]
+    assert len(losses(rows)) == steps
+    assert rows[-1]["step"] == str(steps) and rows[-1]["validation_loss"]  # looked at before it is saved
+
+
+@pytest.mark.parametrize("seconds, layers, steps", [(0.01, 7, 600), (1.0, 4, 400), (60.0, 2, 100)])
+def test_the_demo_chooses_a_model_that_it_has_time_for(monkeypatch, seconds, layers, steps):
+    """``seconds``: what a micro-batch of the large model takes; the others take a quarter and a tenth of that."""
+    demo = example("demo")
+    assert demo.GPTConfig().layers == 7
+    share = {7: 1.0, 4: 0.25, 2: 0.1}
+    monkeypatch.setattr(demo, "seconds_per_micro_batch", lambda config, *_: seconds * share[config.layers])
+    plan = demo.make_plan(False, demo.Clock(4.0))
+    assert plan.model.layers == layers and abs(plan.all_steps - steps) <= 20
+    late = demo.plan_the_rest(plan, [{"step": 40.0, "train_loss": 5.0, "seconds": 300.0}], demo.Clock(0.0))
+    assert late.first_steps == 40 and 40 < late.all_steps <= max(40 + demo.LEAST_STEPS // 2, plan.all_steps)
+
+
 def train_and_write(text: str, tmp_path: Path, config: str) -> None:
     arguments = ["--deepspeed_config", config, "--steps", "2", "--text", text, "--sample", "5"]
     run_training([*arguments, "--export", str(tmp_path / "model")], tmp_path / "metrics.csv")

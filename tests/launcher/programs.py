@@ -9,7 +9,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "deepspeed.launcher.runner"]
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 OF_LAUNCHER = {
     "RANK",
     "LOCAL_RANK",

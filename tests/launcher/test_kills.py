@@ -1,7 +1,8 @@
-"""Whatever is killed, no process of the job is alive five seconds later, and the exit code says why."""
+"""Whatever is killed, no process of the job stays alive, and the exit code says why."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed.launcher import processes
 from tests.launcher.programs import COMMAND, environment
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the Linux kernel's help")
 
-LIMIT_S = 5.0
+LIMIT_S = 60.0  # of a busy machine; what stays would sleep for twice that
 
 # A rank with a child that ignores polite signals, one in a session of its own, and an orphan.
 FAMILY = """\
@@ -59,7 +61,7 @@ class Job:
             cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         files = [folder / f"pids{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + LIMIT_S
         while not all(file.exists() for file in files):
             assert time.monotonic() < deadline and self.command.poll() is None, "the ranks did not start"
             time.sleep(0.02)
@@ -101,7 +103,7 @@ def test_nothing_outlives_a_kill(tmp_path, manner, victim, signum, code):
     pid = {"command": job.command.pid, "launcher": job.launcher, "rank": job.ranks[1][0]}[victim]
     start = time.monotonic()
     os.kill(pid, signum)
-    _, said = job.command.communicate(timeout=30)
+    _, said = job.command.communicate(timeout=LIMIT_S)
     while job.alive() and time.monotonic() - start < LIMIT_S:
         time.sleep(0.02)
     assert job.alive() == []
@@ -111,6 +113,12 @@ def test_nothing_outlives_a_kill(tmp_path, manner, victim, signum, code):
     if victim == "rank":
         how = "exit code 130" if signum == signal.SIGINT else f"killed by {signum.name}"
         assert f"rank 1 of family.py failed first: {how}" in said
+
+
+def test_five_seconds_are_enough_to_stop_ranks():
+    """On a machine that is not busy: the time that ranks are given, and the time to kill what they have left."""
+    to_kill = inspect.signature(processes.kill_descendants).parameters["within_s"].default
+    assert processes.DEFAULT_GRACE_S + to_kill < 5
 
 
 MARK = "DEEPSPEED_TEST_MARK"
@@ -142,7 +150,10 @@ def test_nothing_outlives_a_kill_at_the_start(tmp_path, signum, after_s):
     time.sleep(after_s)
     job.send_signal(signum)
     start = time.monotonic()
-    assert job.wait(timeout=30) in (-signum, 128 + signum)
+    codes = {-signum, 128 + signum}
+    if signum == signal.SIGINT:
+        codes.add(1)  # Python's own, if it is interrupted while it starts
+    assert job.wait(timeout=LIMIT_S) in codes
     while marked(value) and time.monotonic() - start < LIMIT_S:
         time.sleep(0.05)
     assert marked(value) == []
@@ -167,15 +178,28 @@ def test_a_daemon_of_a_run_that_succeeds_is_left_alone(tmp_path):
 
 
 ORPHANS = """\
-import subprocess, sys, time
+import os, signal, subprocess, sys, time
 from deepspeed.launcher import processes
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, (processes.own_children(), rank.pid, orphans)
+        time.sleep(0.01)
+
 processes.COLLECT_EVERY_S = 0.05
 processes.adopt_orphans()
-rank = subprocess.Popen(["sh", "-c", "(sleep 0.1 & sleep 0.1 &) ; sleep 1; exit 7"])
+shell = "(sleep 300 >/dev/null & echo $!; sleep 300 >/dev/null & echo $!); read -r line; exit 7"
+rank = subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+orphans = {int(rank.stdout.readline()) for _ in range(2)}
+until(lambda: processes.own_children() == {rank.pid, *orphans})
 watch = processes.ExitWatch({0: rank.pid})
-time.sleep(0.7)
-left, status = processes.own_children(), rank.wait()
-print(left == {rank.pid}, status, set(watch.ended_at))
+for pid in orphans:
+    os.kill(pid, signal.SIGKILL)
+until(lambda: processes.own_children() == {rank.pid})
+rank.stdin.close()
+until(lambda: 0 in watch.ended_at)
+print(rank.wait(), set(watch.ended_at))
 """
 
 
@@ -183,7 +207,7 @@ def test_adopted_orphans_are_collected_and_the_rank_is_left_to_its_agent():
     result = subprocess.run(
         [sys.executable, "-c", ORPHANS], env=environment(), capture_output=True, text=True
     )
-    assert result.stdout.strip() == "True 7 {0}", result.stderr
+    assert result.stdout.strip() == "7 {0}", result.stderr
 
 
 def test_interrupt_handlers_of_the_script_run(tmp_path):
@@ -196,16 +220,16 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
     job = subprocess.Popen(
         [*COMMAND, "--num_gpus", "1", "save.py"],
         cwd=tmp_path,
-        env=environment(),
+        env=environment(DEEPSPEED_STOP_GRACE="30"),
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(signal.SIGINT)
-    _, said = job.communicate(timeout=10)
+    _, said = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 130 and (tmp_path / "saved").exists()
     assert said.splitlines()[-1] == "[deepspeed] stopped by SIGINT"
     assert all(line.startswith("[deepspeed]") for line in said.splitlines())

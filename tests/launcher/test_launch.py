@@ -32,6 +32,7 @@ FAIL = """\
 import os, sys, time
 def train():
     if os.environ["RANK"] == "1":
+        open("failing", "w").close()
         raise ValueError("boom")
     {other}
 train()
@@ -229,7 +230,9 @@ def test_ranks_that_fail_at_once_print_one_traceback(folder):
 
 
 def test_a_rank_that_fails_because_of_another_is_summarised(folder):
-    (folder / "fail.py").write_text(FAIL.format(other="time.sleep(0.4); raise RuntimeError('lost my peer')"))
+    after = "while not os.path.exists('failing'): time.sleep(0.01)"
+    lost = "time.sleep(0.4); raise RuntimeError('lost my peer')"
+    (folder / "fail.py").write_text(FAIL.format(other=f"{after}\n    {lost}"))
     result = deepspeed(
         "--num_gpus", 2, "--log_level", "debug", "fail.py", cwd=folder, DEEPSPEED_STOP_GRACE="2"
     )

@@ -1,4 +1,4 @@
-"""What the other tests of this folder count: everything that torch's allocator hands out, but no scratch of products."""
+"""What the other tests of this folder count: all that torch's allocator hands out, but no scratch of products."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_environment_chooses_the_instruction_set(name: str) -> None:
     code = "from deepspeed.ops import native; print(native.isa())"
     environment = {**os.environ, "DS_NATIVE_ISA": name}
     out = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
     )
     expected = min(native.ISA_NAMES.index(name), native.ISA_NAMES.index(best or "plain"))
     assert out.stdout.strip() == native.ISA_NAMES[expected], out.stderr
@@ -224,7 +224,7 @@ def test_a_step_uses_as_many_threads_as_torch_may() -> None:
     for allowed in (1, 2):
         environment = {**os.environ, "OMP_NUM_THREADS": str(allowed)}
         command = [sys.executable, "-c", textwrap.dedent(code)]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
         assert out.stdout.split() == [str(allowed), str(allowed - 1)], out.stderr
 
 
@@ -244,14 +244,21 @@ def test_table_of_a_step_is_reused() -> None:
 
 
 def test_step_of_small_tensors_is_quick() -> None:
+    """Measured against torch's plain loop in the same moments, which takes some ten times as long."""
     if native.library() is None:
         pytest.skip("built without native kernels")
     params, grads = [torch.randn(64, 64) for _ in range(6)], [torch.randn(64, 64) for _ in range(6)]
     optimizer = FusedAdam(params)
     group = optimizer.param_groups[0]
-    best = float("inf")
-    for _ in range(300):
+    plain = torch.optim.AdamW([param.clone().requires_grad_() for param in params], foreach=False)
+    for param, grad in zip(plain.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad
+    ours, torchs = float("inf"), float("inf")
+    for _ in range(100):
         start = time.perf_counter()
         optimizer.multi_tensor_step(group, params, grads)
-        best = min(best, time.perf_counter() - start)
-    assert best < 100e-6  # about 8 us of calls and 4 us of arithmetic; the margin is for loaded machines
+        ours = min(ours, time.perf_counter() - start)
+        start = time.perf_counter()
+        plain.step()
+        torchs = min(torchs, time.perf_counter() - start)
+    assert ours < torchs / 2

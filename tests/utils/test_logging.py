@@ -127,7 +127,7 @@ logger.error("loud")
         env={**os.environ, "PYTHONPATH": str(ROOT), "DISABLE_LOGS_WHILE_COMPILING": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

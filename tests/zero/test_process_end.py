@@ -50,7 +50,7 @@ def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*launcher, str(script), how], env=environment(), capture_output=True, text=True, timeout=120
+        [*launcher, str(script), how], env=environment(), capture_output=True, text=True, timeout=400
     )
 
 
@@ -72,4 +72,4 @@ def test_a_failing_rank_does_not_stay(tmp_path: Path, how: str) -> None:
     begin = time.monotonic()
     done = launched(tmp_path, how)
     assert done.returncode != 0 and "on purpose" in done.stderr
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300  # half the timeout of a collective
