@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
+from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
 
 
@@ -127,7 +128,7 @@ class StepExecutor:
         if self.plan.zero.ignore_unused or not self.sharded or all(used):
             return
         names = [name for name, was_used in zip(self.names, used, strict=True) if not was_used]
-        raise RuntimeError(
+        raise UnusedParametersError(
             f"{len(names)} parameters took no part in the loss on any rank: {', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "
             "zero_optimization.ignore_unused_parameters: true."
