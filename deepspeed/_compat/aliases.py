@@ -12,9 +12,9 @@ MODULES = {
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator.select",
     "deepspeed.checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "deepspeed.comm.comm": "deepspeed.comm",
-    "deepspeed.git_version_info": "deepspeed.version",
     "deepspeed.pipe": "deepspeed.runtime.pipe",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
+    "deepspeed.runtime.model_checkpointing.constants": "deepspeed.runtime.checkpoint_config",
     "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.init_context",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
@@ -27,6 +27,11 @@ MODULES = {
 NAMES: dict[str, dict[str, str]] = {
     "deepspeed.autotuning": {
         "Autotuner": "deepspeed.autotuning.autotuner",
+    },
+    "deepspeed.autotuning.tuner": {
+        "GridSearchTuner": "deepspeed.autotuning.tuner.index_based_tuner",
+        "ModelBasedTuner": "deepspeed.autotuning.tuner.model_based_tuner",
+        "RandomTuner": "deepspeed.autotuning.tuner.index_based_tuner",
     },
     "deepspeed.checkpoint": {
         "DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint",
@@ -78,9 +83,23 @@ NAMES: dict[str, dict[str, str]] = {
         "merge_autotp_configs": "deepspeed.module_inject.autotp_config",
         "replace_transformer_layer": "deepspeed.module_inject.replace_module",
     },
+    "deepspeed.module_inject.containers.gpt2": {
+        "HFGPT2LayerPolicy": "deepspeed.module_inject.replace_policy",
+    },
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
         "ZenFlowSelectiveAdamW": "deepspeed.ops.adam.zenflow_torch_adam",
+    },
+    "deepspeed.ops.deepspeed4science": {
+        "DS4Sci_EvoformerAttention": "deepspeed.ops.deepspeed4science.evoformer_attn",
+    },
+    "deepspeed.ops.fp_quantizer": {
+        "FP_Quantize": "deepspeed.ops.fp_quantizer.quantize",
+        "Quantizer": "deepspeed.ops.fp_quantizer.quantize",
+        "matmul_fp8": "deepspeed.ops.fp_quantizer.fp8_gemm",
+    },
+    "deepspeed.ops.quantizer": {
+        "ds_quantizer": "deepspeed.ops.quantizer.quantizer",
     },
     "deepspeed.ops.sparse_attention": {
         "BSLongformerSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
@@ -93,11 +112,25 @@ NAMES: dict[str, dict[str, str]] = {
         "SparseSelfAttention": "deepspeed.ops.sparse_attention.sparse_self_attention",
         "VariableSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
     },
+    "deepspeed.ops.transformer": {
+        "DeepSpeedInferenceConfig": "deepspeed.ops.transformer.inference.config",
+        "DeepSpeedMoEInference": "deepspeed.ops.transformer.inference.moe_inference",
+        "DeepSpeedMoEInferenceConfig": "deepspeed.ops.transformer.inference.moe_inference",
+        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
+        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
+    },
+    "deepspeed.profiling.flops_profiler": {
+        "FlopsProfiler": "deepspeed.profiling.flops_profiler.profiler",
+        "get_model_profile": "deepspeed.profiling.flops_profiler.profiler",
+    },
     "deepspeed.runtime.pipe": {
         "LayerSpec": "deepspeed.runtime.pipe.module",
         "PipelineModule": "deepspeed.runtime.pipe.module",
         "ProcessTopology": "deepspeed.runtime.pipe.topology",
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
+    },
+    "deepspeed.runtime.pipe.topology": {
+        "_prime_factors": "deepspeed.utils.arithmetic:prime_factors",
     },
     "deepspeed.runtime.zero": {
         "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
@@ -121,10 +154,6 @@ NAMES: dict[str, dict[str, str]] = {
         "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
     },
-    "deepspeed.runtime.zero.utils": {
-        "ZeRORuntimeException": "deepspeed.runtime.zero.params",
-        "is_zero_param": "deepspeed.runtime.zero.params",
-    },
     "deepspeed.sequence": {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
@@ -138,9 +167,69 @@ NAMES: dict[str, dict[str, str]] = {
     },
 }
 
+# Functions that read one setting from a config dict.
+_CONFIG_GETTERS = """
+get_amp_enabled get_amp_params get_checkpoint_parallel_write_pipeline get_checkpoint_params
+get_checkpoint_tag_validation_mode get_communication_data_type get_data_types_params
+get_dataloader_drop_last get_disable_allgather get_dump_state get_eigenvalue_config
+get_eigenvalue_enabled get_eigenvalue_gas_boundary_resolution get_eigenvalue_layer_name
+get_eigenvalue_layer_num get_eigenvalue_max_iter get_eigenvalue_stability get_eigenvalue_tol
+get_eigenvalue_verbose get_expert_data_topo_config get_expert_parallel_config
+get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping
+get_gradient_predivide_factor get_graph_harvesting get_hybrid_engine_config get_log_level
+get_lower_precision_safe_modules get_managed_gradient_accumulation get_memory_breakdown
+get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name get_optimizer_params
+get_pipeline_config get_pld_enabled get_pld_params get_prescale_gradients get_scheduler_name
+get_scheduler_params get_sparse_attention get_sparse_attention_mode get_sparse_attention_type
+get_sparse_bigbird_config get_sparse_bslongformer_config get_sparse_dense_config get_sparse_fixed_config
+get_sparse_gradients_enabled get_sparse_variable_config get_steps_per_print get_torch_autocast_dtype
+get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_gpu
+get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer
+""".split()
+NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.runtime.config_getters")
+
+# Modules of `deepspeed.ops.op_builder` -> the builders that are to be found there.
+_BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu.async_io": "AsyncIOBuilder",
+    "cpu.comm": "CCLCommBuilder ShareMemCommBuilder",
+    "cpu.cpu_adam": "CPUAdamBuilder",
+    "cpu.fused_adam": "FusedAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "dc": "DeepCompileBuilder",
+    "evoformer_attn": "EvoformerAttnBuilder",
+    "fp_quantizer": "FPQuantizerBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lamb": "FusedLambBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "gds": "GDSBuilder",
+    "inference_core_ops": "InferenceCoreBuilder",
+    "inference_cutlass_builder": "InferenceCutlassBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "quantizer": "QuantizerBuilder",
+    "ragged_ops": "RaggedOpsBuilder",
+    "ragged_utils": "RaggedUtilsBuilder",
+    "random_ltd": "RandomLTDBuilder",
+    "sparse_attn": "SparseAttnBuilder",
+    "spatial_inference": "SpatialInferenceBuilder",
+    "stochastic_transformer": "StochasticTransformerBuilder",
+    "transformer": "TransformerBuilder",
+    "transformer_inference": "InferenceBuilder",
+    "utils": "UtilsBuilder",
+}
+NAMES.update(
+    {
+        f"deepspeed.ops.op_builder.{module}": dict.fromkeys(names.split(), "deepspeed.ops.op_builder")
+        for module, names in _BUILDERS.items()
+    }
+)
+
 # Packages of ours whose documented submodules clients reach by dotted access after `import deepspeed` alone.
 SUBMODULES = {
     "deepspeed.moe": ("layer", "utils"),
+    "deepspeed.launcher": ("multinode_runner", "runner"),
     "deepspeed.ops": ("adagrad", "adam", "aio", "gds", "lamb", "lion", "op_builder"),
     "deepspeed.runtime": (
         "activation_checkpointing",

@@ -1,11 +1,11 @@
 """Documented names whose feature is yet to come: they import, have their signature, are refused when called.
 
-`later_table.py` lists them by module, one line each:
+`later_table.py` and `later_names.txt` list them by module, one line each:
 
     def name(a, b=1)                      a function
     class Name(a, b=1): method method     a class; its methods are refused as well
-    enum Name A=1 B='x'                   an enum, which is complete as it is
-    error Name                            an exception, likewise
+    enum Name(int) A=1 B=2                an enum, which is complete as it is; in parentheses its base, if any
+    error Name(ValueError)                an exception, likewise; the base may be one of the same module
 
 A line goes away when the name becomes real; `tests/test_architecture.py` finds the ones that were forgotten.
 """
@@ -13,7 +13,10 @@ A line goes away when the name becomes real; `tests/test_architecture.py` finds 
 from __future__ import annotations
 
 import ast
+import builtins
 import enum
+import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -33,16 +36,17 @@ def names(module: str) -> list[str]:
     return [_parse(line)[1] for line in LATER.get(module, ())]
 
 
+@functools.cache
 def make(module: str, name: str) -> Any:
-    """The stand-in for `module.name`. AttributeError where the tables know no such name."""
+    """The stand-in for `module.name`, always the same. AttributeError where the tables know no such name."""
     for line in LATER.get(module, ()):
         kind, found, rest, methods = _parse(line)
         if found != name:
             continue
         if kind == "enum":
-            return enum.Enum(name, _members(rest), module=module)
+            return enum.Enum(name, _members(rest), module=module, type=_ENUM_BASES.get(methods[0]))
         if kind == "error":
-            return type(name, (Exception,), {"__module__": module})
+            return type(name, (_error_base(module, methods[0]),), {"__module__": module})
         return _function(module, name, rest) if kind == "def" else _class(module, name, rest, methods)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
@@ -94,14 +98,24 @@ def _parameter(name: str, kind: Any, default: ast.expr | None) -> inspect.Parame
 
 
 def _parse(line: str) -> tuple[str, str, str, list[str]]:
-    """kind, name, what follows the name, methods."""
+    """kind, name, what follows the name, methods (of an enum or error: its base)."""
     kind, _, rest = line.partition(" ")
     if kind in ("enum", "error"):
-        name, _, members = rest.partition(" ")
-        return kind, name, members, []
+        head, _, members = rest.partition(" ")
+        name, _, base = head.rstrip(")").partition("(")
+        return kind, name, members, [base]
     name, _, rest = rest.partition("(")
     text, _, methods = rest.rpartition(")")
     return kind, name, f"({text})", methods.lstrip(": ").split()
+
+
+_ENUM_BASES: dict[str, type] = {"int": int, "str": str}
+
+
+def _error_base(module: str, base: str) -> type[Exception]:
+    if not base:
+        return Exception
+    return getattr(builtins, base, None) or getattr(importlib.import_module(module), base)
 
 
 def _members(text: str) -> dict[str, Any]:

@@ -1,31 +1,82 @@
-"""Signatures of documented names that come later, by module; `later.py` explains the lines."""
+"""Signatures of documented names that come later, by module; `later.py` explains the lines.
+
+What clients are known to import stands here, all the rest of the documented interface in `later_names.txt`.
+"""
 
 from __future__ import annotations
 
+import os
+
 # Path prefix -> what to do until then. The longest that fits is quoted in the refusal.
 INSTEAD = {
+    "deepspeed.accelerator": "Until then run on the CPU or on a CUDA device: DS_ACCELERATOR=cpu or cuda.",
     "deepspeed.autotuning": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
+    "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
+    "deepspeed.checkpoint.autoep": "Until then experts can be ordinary submodules, replicated on every rank.",
+    "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
+    "deepspeed.compat": "On Python 3.10 and newer use inspect.get_annotations.",
     "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
     "deepspeed.compression": "Until then use torch.ao.quantization or torch.nn.utils.prune.",
+    "deepspeed.compression.config": "deepspeed.check_config reads and checks the section compression_training.",
+    "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
     "deepspeed.elasticity": "Until then choose train_batch_size for one world size, and resume on any other.",
+    "deepspeed.env_report": "ds_report prints what is known of the device and its libraries.",
     "deepspeed.inference": "Until then generate with the plain module (engine.module) or with transformers.",
+    "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
+    "deepspeed.launcher": "Until then start one `deepspeed --node_rank N --no_ssh` per host, or use torchrun.",
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "Until then experts can be ordinary submodules, replicated on every rank.",
     "deepspeed.monitor": "Until then log from the training script; the engine's getters have the values.",
-    "deepspeed.profiling": "Until then use torch.utils.flop_counter.FlopCounterMode.",
-    "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
-    "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
-    "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
-    "deepspeed.runtime.fp16.loss_scaler": "The engine makes its own from the fp16 section of the config.",
-    "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
-    "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
-    "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
-    "deepspeed.runtime.zero": "Until then use plain ZeRO, stages 0 to 3.",
-    "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
-    "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
+    "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
+    "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
+    "deepspeed.ops.deepspeed4science": "Until then use torch.nn.functional.scaled_dot_product_attention.",
+    "deepspeed.ops.fp_quantizer": "Until then use torch.float8_e4m3fn or torchao.",
+    "deepspeed.ops.lion": "Until then use FusedLion, which steps over all tensors at once.",
+    "deepspeed.ops.op_builder": "Nothing is compiled at run time here: load() of a builder returns what is there.",
+    "deepspeed.ops.quantizer": "Until then use torchao.",
+    "deepspeed.ops.random_ltd": "Until then select tokens with torch.gather.",
     "deepspeed.ops.sparse_attention": "Until then use torch.nn.attention.flex_attention.",
     "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
+    "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
+    "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
+    "deepspeed.profiling": "Until then use torch.utils.flop_counter.FlopCounterMode.",
+    "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do the whole.",
+    "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
+    "deepspeed.runtime.checkpoint_engine": "Until then save with engine.save_checkpoint().",
+    "deepspeed.runtime.comm": "Use the functions of deepspeed.comm.",
+    "deepspeed.runtime.compiler": "Use torch.compiler, or engine.compile().",
+    "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
+    "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
+    "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
+    "deepspeed.runtime.eigenvalue": "Until then use torch.autograd.functional.hvp.",
+    "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
+    "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
+    "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
+    "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
+    "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
+    "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
+    "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
+    "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
+    "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
+    "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
+    "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
+    "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
+    "deepspeed.runtime.superoffload": "Until then use offload_optimizer with device cpu.",
+    "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do the whole.",
+    "deepspeed.runtime.tensor_parallel": "Until then use torch.distributed.tensor.parallel on the module.",
+    "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
+    "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
+    "deepspeed.runtime.weight_quantizer": "Until then use torchao.",
+    "deepspeed.runtime.zenflow": "Until then use offload_optimizer with device cpu.",
+    "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
+    "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
+    "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
+    "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
+    "deepspeed.utils.pin_memory": "Use get_accelerator().pin_memory(tensor), or an aio handle's pinned tensors.",
+    "deepspeed.utils.static_cache": "Until then use transformers.StaticCache.",
+    "deepspeed.utils.tensor_fragment": "Use deepspeed.utils.safe_get_full_fp32_param and its siblings.",
+    "deepspeed.utils.zero_to_fp32": "Use get_fp32_state_dict_from_zero_checkpoint().",
 }
 
 LATER: dict[str, tuple[str, ...]] = {
@@ -90,10 +141,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "def student_initialization(student_model, teacher_model, deepspeed_config)",
     ),
     "deepspeed.compression.helper": (
-        "def convert_conv1d_to_linear(model, convert_type)",
         "def module_replacement(model, module_name, compression_technique=None, mpu=None)",
-        "def recursive_getattr(model, module_name)",
-        "def recursive_setattr(model, module_name, module)",
     ),
     "deepspeed.compression.scheduler": (
         "class compression_scheduler(model, compression_config): make_init check_weight_quantization "
@@ -177,9 +225,11 @@ LATER: dict[str, tuple[str, ...]] = {
         "fp16=True)",
     ),
     "deepspeed.module_inject.layers": (
-        "class LinearAllreduce(module, mp_group, **kwargs): forward gather_params uneven_partition",
-        "class LinearLayer(module, mp_group=None, skip_partition=False, gather_output=False, "
-        "**kwargs): forward gather_params uneven_partition from_weights",
+        "class LinearAllreduce(module, mp_group, **kwargs): forward gather_params uneven_partition "
+        "set_keep_module_on_host config_requires_grad config_tp_params is_training_mode extra_repr move",
+        "class LinearLayer(module, mp_group=None, skip_partition=False, gather_output=False, **kwargs): "
+        "forward gather_params uneven_partition from_weights set_keep_module_on_host "
+        "config_requires_grad config_tp_params is_training_mode extra_repr move",
         "def set_autotp_mode(training=False)",
     ),
     "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
@@ -250,23 +300,26 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.sparse_attention.sparsity_config": (
         "class BSLongformerSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
         "num_sliding_window_blocks=3, global_block_indices=[0], global_block_end_indices=None, "
-        "attention='bidirectional'): set_sliding_window_layout set_global_layout make_layout",
+        "attention='bidirectional'): set_sliding_window_layout set_global_layout make_layout "
+        "setup_layout check_and_propagate_first_head_layout",
         "class BigBirdSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
         "num_random_blocks=1, num_sliding_window_blocks=3, num_global_blocks=1, "
-        "attention='bidirectional'): set_random_layout set_sliding_window_layout "
-        "set_global_layout_itc make_layout",
-        "class DenseSparsityConfig(num_heads, block=16, different_layout_per_head=False): make_layout",
+        "attention='bidirectional'): set_random_layout set_sliding_window_layout set_global_layout_itc "
+        "make_layout setup_layout check_and_propagate_first_head_layout",
+        "class DenseSparsityConfig(num_heads, block=16, different_layout_per_head=False): make_layout "
+        "setup_layout check_and_propagate_first_head_layout",
         "class FixedSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
         "num_local_blocks=4, num_global_blocks=1, attention='bidirectional', "
         "horizontal_global_attention=False, num_different_global_patterns=1): set_local_layout "
-        "set_global_layout make_layout",
+        "set_global_layout make_layout setup_layout check_and_propagate_first_head_layout",
         "class LocalSlidingWindowSparsityConfig(num_heads, block=16, num_sliding_window_blocks=3, "
-        "attention='unidirectional'): set_sliding_window_layout make_layout",
+        "attention='unidirectional'): set_sliding_window_layout make_layout setup_layout "
+        "check_and_propagate_first_head_layout",
         "class VariableSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
         "num_random_blocks=0, local_window_blocks=[4], global_block_indices=[0], "
-        "global_block_end_indices=None, attention='bidirectional', "
-        "horizontal_global_attention=False): set_random_layout set_local_layout set_global_layout "
-        "make_layout",
+        "global_block_end_indices=None, attention='bidirectional', horizontal_global_attention=False): "
+        "set_random_layout set_local_layout set_global_layout make_layout setup_layout "
+        "check_and_propagate_first_head_layout",
     ),
     "deepspeed.ops.transformer.transformer": (
         "class DeepSpeedTransformerConfig(batch_size=-1, hidden_size=-1, intermediate_size=-1, "
@@ -304,7 +357,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.data_pipeline.data_routing.scheduler": (
         "class RandomLTDScheduler(config): get_total_layer_tokens reset_to_init get_current_seq "
         "set_current_seq get_random_ltd_layer_num get_state set_state update_seq state_dict "
-        "load_state_dict",
+        "load_state_dict get_value",
     ),
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": (
         "class DataAnalyzer(dataset, num_workers=1, worker_id=0, num_threads=1, num_threads_reduce=1,"
@@ -367,8 +420,8 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.fp16.loss_scaler": (
         "def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args)",
         "class DynamicLossScaler(init_scale, scale_window, min_scale, delayed_shift, "
-        "consecutive_hysteresis, raise_error_at_min_scale=True, dtype=torch.half): "
-        "has_overflow_serial update_scale",
+        "consecutive_hysteresis, raise_error_at_min_scale=True, dtype=torch.half): has_overflow_serial "
+        "update_scale loss_scale scale_gradient scale_loss backward",
     ),
     "deepspeed.runtime.fp16.onebit.adam": (
         "class OnebitAdam(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
@@ -411,37 +464,42 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.pipe.module": (
         "class LayerSpec(typename, *module_args, **module_kwargs): build",
-        "class PipelineModule(layers, num_stages=None, topology=None, loss_fn=None, "
-        "seed_layers=False, seed_fn=None, base_seed=1234, partition_method='parameters', "
-        "activation_checkpoint_interval=0, activation_checkpoint_func=checkpointing.checkpoint, "
-        "checkpointable_layers=None, dynamic_shape=False): forward allreduce_tied_weight_gradients "
-        "get_tied_weights_and_groups partitions stage_owner set_checkpoint_interval topology mpu "
-        "num_pipeline_stages ckpt_prefix ckpt_layer_path ckpt_layer_path_list save_state_dict "
-        "load_state_dir get_additional_losses compile",
-        "class TiedLayerSpec(key, typename, *module_args, forward_fn=None, "
-        "tied_weight_attr=['weight'], **module_kwargs)",
+        "class PipelineModule(layers, num_stages=None, topology=None, loss_fn=None, seed_layers=False, "
+        "seed_fn=None, base_seed=1234, partition_method='parameters', activation_checkpoint_interval=0, "
+        "activation_checkpoint_func=checkpointing.checkpoint, checkpointable_layers=None, "
+        "dynamic_shape=False): forward allreduce_tied_weight_gradients get_tied_weights_and_groups "
+        "partitions stage_owner set_checkpoint_interval topology mpu num_pipeline_stages ckpt_prefix "
+        "ckpt_layer_path ckpt_layer_path_list save_state_dict load_state_dir get_additional_losses "
+        "compile",
+        "class TiedLayerSpec(key, typename, *module_args, forward_fn=None, tied_weight_attr=['weight'], "
+        "**module_kwargs): build",
     ),
     "deepspeed.runtime.pipe.schedule": (
-        "class BackwardPass(**data)",
-        "class DataParallelSchedule(**data): steps num_pipe_buffers",
-        "class ForwardPass(**data)",
-        "class InferenceSchedule(**data): steps num_pipe_buffers",
-        "class LoadMicroBatch(**data)",
-        "class OptimizerStep(**data)",
+        "class BackwardPass(buffer_id, **kwargs)",
+        "class DataParallelSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage "
+        "num_stages num_micro_batches is_first_stage is_last_stage",
+        "class ForwardPass(buffer_id, **kwargs)",
+        "class InferenceSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage "
+        "num_stages num_micro_batches is_first_stage is_last_stage",
+        "class LoadMicroBatch(buffer_id, **kwargs)",
+        "class OptimizerStep(**kwargs)",
         "class PipeInstruction(**kwargs)",
-        "class PipeSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages"
-        " num_micro_batches is_first_stage is_last_stage",
-        "class RecvActivation(**data)",
-        "class RecvGrad(**data)",
-        "class ReduceGrads(**data)",
-        "class ReduceTiedGrads(**data)",
-        "class SendActivation(**data)",
-        "class SendGrad(**data)",
-        "class TrainSchedule(**data): steps num_pipe_buffers",
+        "class PipeSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages "
+        "num_micro_batches is_first_stage is_last_stage",
+        "class RecvActivation(buffer_id, **kwargs)",
+        "class RecvGrad(buffer_id, **kwargs)",
+        "class ReduceGrads(**kwargs)",
+        "class ReduceTiedGrads(**kwargs)",
+        "class SendActivation(buffer_id, **kwargs)",
+        "class SendGrad(buffer_id, **kwargs)",
+        "class TrainSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages "
+        "num_micro_batches is_first_stage is_last_stage",
     ),
     "deepspeed.runtime.pipe.topology": (
-        "class PipeDataParallelTopology(num_pp, num_dp)",
-        "class PipeModelDataParallelTopology(num_pp, num_mp, num_dp)",
+        "class PipeDataParallelTopology(num_pp, num_dp): get_rank get_axis_names get_rank_repr get_dim "
+        "get_coord get_axis_comm_lists filter_match get_axis_list world_size",
+        "class PipeModelDataParallelTopology(num_pp, num_mp, num_dp): get_rank get_axis_names "
+        "get_rank_repr get_dim get_coord get_axis_comm_lists filter_match get_axis_list world_size",
         "class PipelineParallelGrid(topology=None, process_group=None): get_stage_id "
         "get_data_parallel_id stage_to_global topology get_global_rank get_pipe_parallel_rank "
         "get_pipeline_model_parallel_rank get_pipe_parallel_world_size "
@@ -461,13 +519,13 @@ LATER: dict[str, tuple[str, ...]] = {
         "def initialize_sequence_parallel(sequence_parallel_size)",
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-        "class AutogradComputeMLP(**data): forward backward",
-        "class SequenceTiledCompute(**data): forward backward",
-        "class TiledFusedLogitsLoss(**data): forward backward",
-        "class TiledLoss(**data): forward backward",
-        "class TiledMLP(**data): forward backward",
-        "class UlyssesSPAttentionHF(attn, batch_size, attn_head_count, attn_head_size, kv_head_count,"
-        " num_hidden_layers, process_group, seq_length_is_variable=False, local_seq_length=None, "
+        "class AutogradComputeMLP(*args, **kwargs): forward backward apply",
+        "class SequenceTiledCompute(*args, **kwargs): forward backward apply",
+        "class TiledFusedLogitsLoss(*args, **kwargs): forward backward apply",
+        "class TiledLoss(*args, **kwargs): forward backward apply",
+        "class TiledMLP(*args, **kwargs): forward backward apply",
+        "class UlyssesSPAttentionHF(attn, batch_size, attn_head_count, attn_head_size, kv_head_count, "
+        "num_hidden_layers, process_group, seq_length_is_variable=False, local_seq_length=None, "
         "global_seq_length=None, disable_in_eval=False): forward register_with_transformers",
         "class UlyssesSPDataLoaderAdapter(dl, sp_rank, sp_group, sp_world_size, device): refill",
         "class UlyssesSPFwdLossBwdWithLogits(model, model_unwrapped, device, "
@@ -491,7 +549,9 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zenflow.engine": ("def configure_zenflow(engine)",),
     "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
-    "deepspeed.runtime.zenflow.zenflow_config": ("class ZenFlowConfig(**data): validate_fields",),
+    "deepspeed.runtime.zenflow.zenflow_config": (
+        "class ZenFlowConfig(strict=False, **data): validate_fields",
+    ),
     "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": (
         "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
         " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
@@ -507,7 +567,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "reset_step fetch_sub_module release_sub_module release_and_reset_all "
         "release_backward_leftovers _invalidate_trace",
     ),
-    "deepspeed.runtime.zero.utils": ("def is_zero_supported_optimizer(optimizer)",),
     "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
     "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
     "deepspeed.sequence.autosp_vit": (
@@ -533,3 +592,22 @@ LATER: dict[str, tuple[str, ...]] = {
         "def lazy_init_hp_params_optimizer_state(lp_param_list, flat_hp_partition, optimizer_state)",
     ),
 }
+
+
+def _read_rows(path: str) -> dict[str, list[str]]:
+    """`[module]`, then one row per line; an indented line goes on with the row above."""
+    rows: dict[str, list[str]] = {}
+    current: list[str] = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("["):
+                current = rows.setdefault(line.strip()[1:-1], [])
+            elif line.startswith(" "):
+                current[-1] += f" {line.strip()}"
+            elif line.strip() and not line.startswith("#"):
+                current.append(line.strip())
+    return rows
+
+
+for _module, _rows in _read_rows(os.path.join(os.path.dirname(__file__), "later_names.txt")).items():
+    LATER[_module] = (*LATER.get(_module, ()), *_rows)

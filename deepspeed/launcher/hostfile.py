@@ -48,7 +48,16 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
 
 
 def parse_range_list(text: str) -> list[int]:
-    """``"1,3-5,7"`` -> ``[1, 3, 4, 5, 7]``, in the order given, each number once."""
+    """``"1,3-5,7"`` -> ``[1, 3, 4, 5, 7]``, in the order given; a number named twice is an error."""
+    numbers = parse_ranges(text)
+    repeated = next((number for number in numbers if numbers.count(number) > 1), None)
+    if repeated is not None:
+        raise LaunchError(f"{text!r} names {repeated} twice")
+    return numbers
+
+
+def parse_ranges(text: str) -> list[int]:
+    """``"1,3-5,1"`` -> ``[1, 3, 4, 5, 1]``."""
     numbers: list[int] = []
     for part in text.split(","):
         bounds = part.strip().split("-")
@@ -58,27 +67,25 @@ def parse_range_list(text: str) -> list[int]:
         if high < low:
             raise LaunchError(f"the range {part.strip()!r} in {text!r} runs backwards")
         numbers.extend(range(low, high + 1))
-    repeated = next((number for number in numbers if numbers.count(number) > 1), None)
-    if repeated is not None:
-        raise LaunchError(f"{text!r} names {repeated} twice")
     return numbers
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """``"worker-0:0,2"`` -> ``("worker-0", [0, 2])``; no slots named: an empty list."""
+    """``"worker-0:0,2"`` -> ``("worker-0", [0, 2])``, each slot once; no slots named: an empty list."""
     name, colon, slots = node_config.strip().partition(":")
     if not name or (colon and not slots):
         raise LaunchError(f"{node_config!r} is not of the form NAME or NAME:SLOT[,SLOT ...]")
-    return name, parse_range_list(slots) if colon else []
+    return name, list(dict.fromkeys(parse_ranges(slots))) if colon else []
 
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
-    """Several node specs as a dictionary; a host may be named once."""
+    """Several node specs as a dictionary. What is said of one host adds up: ``a:0@a:1`` is ``a:0,1``, and ``a@a:1``
+    is all of ``a``, an empty list.
+    """
     specs: dict[str, list[int]] = {}
     for name, slots in map(parse_node_config, node_config_list):
-        if name in specs:
-            raise LaunchError(f"host {name!r} is named twice; list its slots once, as {name}:0,1")
-        specs[name] = slots
+        before = specs.get(name, slots)
+        specs[name] = list(dict.fromkeys([*before, *slots])) if before and slots else []
     return specs
 
 

@@ -222,6 +222,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         `addcmul`), in the order of the kernel."""
         raise NotImplementedError
 
+    def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """Update the rows that a sparse gradient names, where the method has such an update."""
+        raise RuntimeError(
+            f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}): make the "
+            "embedding with sparse=False, or use Adagrad or torch.optim.SparseAdam."
+        )
+
     # ---- state ---------------------------------------------------------------------------------------------
 
     def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -280,7 +287,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params = []
+            for p in group["params"]:
+                if p.grad is not None and p.grad.layout is not torch.strided:
+                    self._sparse_update(group, p, p.grad)
+                elif p.grad is not None:
+                    params.append(p)
             if params:
                 self.multi_tensor_step(group, params, [p.grad for p in params])
                 torch.autograd.graph.increment_version(params)  # a kernel's writes are not seen by autograd

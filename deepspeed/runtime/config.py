@@ -12,6 +12,7 @@ import torch.distributed
 
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
+from deepspeed.runtime import constants
 from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config_analysis import analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
@@ -360,3 +361,10 @@ def _mesh_ranks(mesh: Any) -> int:
         axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
         return int(mesh[axis].size())
     return int(mesh.size("dp"))
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of config keys, `GRADIENT_CLIPPING_DEFAULT` and the like: see `runtime/constants.py`."""
+    if name.isupper():
+        return getattr(constants, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

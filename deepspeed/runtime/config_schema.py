@@ -131,7 +131,7 @@ class TrainingConfig(LenientConfigModel):
     seq_parallel_communication_data_type: Dtype = Field(
         default=torch.float32, description="Dtype of gradients on the wire between sequence-parallel ranks."
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = Field(
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = Field(
         default="mean",
         description="Gradients are averaged or summed over the ranks; sum not with stage 3, ZenFlow, "
         "DeepCompile.",

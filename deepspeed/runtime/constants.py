@@ -1,6 +1,12 @@
-"""Names that configs and clients share."""
+"""Names that configs and clients share.
+
+Beside what stands here each top-level key of the config has two constants: its spelling in capitals, and its
+documented default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from deepspeed.runtime.checkpoint_config import ValidationMode
 
@@ -47,3 +53,15 @@ BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd")
 
 WARMUP_LR_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
+
+
+def __getattr__(name: str) -> Any:
+    """The constants of config keys, from the schema; it is imported here and not above because it imports this."""
+    if name.isupper() and not name.startswith("_"):
+        from deepspeed.runtime.config_getters import constant_of_key
+
+        try:
+            return constant_of_key(name)
+        except KeyError:
+            pass
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

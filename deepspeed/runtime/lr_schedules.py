@@ -137,8 +137,9 @@ class _Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Rates that the last `step()` wrote."""
-        assert self._last_lr is not None, "need to call step() first"
+        """Rates that the last `step()` wrote; before the first one those that the groups start with."""
+        if self._last_lr is None:
+            return [float(group["lr"]) for group in self.optimizer.param_groups]
         return self._last_lr
 
     def _advance(self, iteration: int | None) -> None:
@@ -190,7 +191,8 @@ class OneCycle(_Schedule):
 
     The rate rises from `cycle_min_lr` to `cycle_max_lr` in `cycle_first_step_size` steps and falls back in
     `cycle_second_step_size` (default: as many), in straight lines or in `*_stair_count` equal stairs;
-    momentum (the first of `betas`) mirrors it between `cycle_max_mom` and `cycle_min_mom`. Afterwards, every
+    momentum (the first of `betas`) mirrors it between `cycle_max_mom` and `cycle_min_mom`. Rates and momenta
+    are one number for all groups, or a list with one per group. Afterwards, every
     `decay_step_size` steps (0: no decay), the rate is `cycle_min_lr / (1 + decay_lr_rate * n)` and the
     momentum `cycle_max_mom * (1 + decay_mom_rate * n)`, n growing continuously.
     """
@@ -207,8 +209,8 @@ class OneCycle(_Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -217,9 +219,9 @@ class OneCycle(_Schedule):
         if not cycle_first_step_size > 0:
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
         self.first_size = cycle_first_step_size
-        # The command line says -1 for "as the first".
+        # The command line says -1 for "as the first"; 0 leaves the way down out.
         second = cycle_second_step_size
-        self.second_size = cycle_first_step_size if second is None or second <= 0 else second
+        self.second_size = cycle_first_step_size if second is None or second < 0 else second
         self.first_stairs = cycle_first_stair_count
         self.second_stairs = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -234,10 +236,12 @@ class OneCycle(_Schedule):
                 f"OneCycle: {type(self.optimizer).__name__} has no betas, its momentum is left alone"
             )
             self.cycle_momentum = False
-        self.min_mom, self.max_mom, self.decay_mom_rate = cycle_min_mom, cycle_max_mom, decay_mom_rate
+        self.min_moms = _per_group(cycle_min_mom, groups, CYCLE_MIN_MOM)
+        self.max_moms = _per_group(cycle_max_mom, groups, CYCLE_MAX_MOM)
+        self.decay_mom_rate = decay_mom_rate
         self._start()
         if self.cycle_momentum and last_batch_iteration == -1:
-            self._write_momentum([cycle_min_mom] * len(groups))
+            self._write_momentum(self.min_moms)
 
     def _height(self) -> float | None:
         """Position between minimum (0) and maximum (1); None after the cycle."""
@@ -262,16 +266,19 @@ class OneCycle(_Schedule):
             return [low / factor for low in self.min_lrs]
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def get_mom(self) -> list[float] | None:
-        """Momenta at the current iteration, one per group; None where momentum is not cycled."""
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """`betas` at the current iteration, a tuple per group; None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
+        groups = self.optimizer.param_groups
+        return [(mom, *group["betas"][1:]) for mom, group in zip(self._momenta(), groups, strict=False)]
+
+    def _momenta(self) -> list[float]:
         height = self._height()
         if height is None:
-            momentum = self.max_mom * (1 + self.decay_mom_rate * self._decays())
-        else:
-            momentum = self.max_mom - (self.max_mom - self.min_mom) * height
-        return [momentum] * len(self.optimizer.param_groups)
+            factor = 1 + self.decay_mom_rate * self._decays()
+            return [high * factor for high in self.max_moms]
+        return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
     def _write_momentum(self, momenta: Sequence[float]) -> None:
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
@@ -279,9 +286,8 @@ class OneCycle(_Schedule):
 
     def _advance(self, iteration: int | None) -> None:
         super()._advance(iteration)
-        momenta = self.get_mom()
-        if momenta is not None:
-            self._write_momentum(momenta)
+        if self.cycle_momentum:
+            self._write_momentum(self._momenta())
 
     def step(self, batch_iteration: int | None = None) -> None:
         self._advance(batch_iteration)
@@ -417,7 +423,7 @@ _RANGE_TEST_FLAGS: dict[str, tuple[type, Any, str]] = {
 _ONE_CYCLE_FLAGS: dict[str, tuple[type, Any, str]] = {
     CYCLE_FIRST_STEP_SIZE: (int, 1000, "steps from the lowest to the highest rate"),
     CYCLE_FIRST_STAIR_COUNT: (int, -1, "stairs on the way up; not positive: a straight line"),
-    CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; not positive: as many as up"),
+    CYCLE_SECOND_STEP_SIZE: (int, -1, "steps back to the lowest rate; 0: none, negative: as many as up"),
     CYCLE_SECOND_STAIR_COUNT: (int, -1, "stairs on the way down; not positive: a straight line"),
     DECAY_STEP_SIZE: (int, 1000, "steps per interval of the decay after the cycle; 0: no decay"),
     CYCLE_MIN_LR: (float, 0.01, "lowest rate of the cycle"),

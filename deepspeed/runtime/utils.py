@@ -6,7 +6,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,19 +15,58 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import sum_of_squares
-from deepspeed.utils.memory import see_memory_usage
+from deepspeed.runtime.gradient_checks import (
+    CheckOverflow,
+    DummyOptim,
+    filter_empty_parameters,
+    get_grad_zeros,
+    get_inactive_params,
+    mask_nan_or_inf_with_val_inplace,
+)
+from deepspeed.runtime.partitioned_tensor import PartitionedTensor
+from deepspeed.runtime.partitions import partition_balanced, partition_uniform, prefix_sum_inc
+from deepspeed.runtime.tensor_structures import (
+    align_dense_tensors,
+    all_gather_dp_groups,
+    all_gather_into_tensor_dp_groups,
+    compare_tensors_in_structures,
+    get_tensor_bytes,
+    is_transformers_cache,
+    maybe_loss_for_backward,
+)
+from deepspeed.utils.logging import is_rank_zero
+from deepspeed.utils.memory import memory_usage, see_memory_usage
 
 __all__ = [
+    "CheckOverflow",
+    "DummyOptim",
+    "PartitionedTensor",
+    "align_dense_tensors",
+    "all_gather_dp_groups",
+    "all_gather_into_tensor_dp_groups",
     "call_to_str",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
+    "compare_tensors_in_structures",
     "copy_to_device",
     "empty_cache",
     "ensure_directory_exists",
+    "filter_empty_parameters",
+    "get_checkpoint_folder_size",
+    "get_flattened_grad_norm",
     "get_global_norm",
     "get_global_norm_of_tensors",
+    "get_grad_zeros",
+    "get_inactive_params",
+    "get_ma_status",
     "get_only_unique_item",
+    "get_tensor_bytes",
+    "get_weight_norm",
     "is_model_parallel_parameter",
+    "is_transformers_cache",
+    "mask_nan_or_inf_with_val_inplace",
+    "maybe_loss_for_backward",
+    "memory_status",
     "move_to_device",
     "noop_context",
     "noop_decorator",
@@ -88,6 +126,30 @@ def empty_cache() -> None:
     """Gives cached device memory back, and starts new peaks."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
+
+
+def get_ma_status() -> int:
+    """Bytes of device memory that tensors occupy; 0 on ranks other than 0."""
+    return get_accelerator().memory_allocated() if is_rank_zero() else 0
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints device memory under the title `msg`: on every rank, or on `print_rank` alone."""
+    if print_rank != -1 and torch.distributed.is_initialized() and torch.distributed.get_rank() != print_rank:
+        return
+    print(f"{msg}{memory_usage()}", flush=True)
+    if reset_max:
+        get_accelerator().reset_peak_memory_stats()
+
+
+def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int | None:
+    """Bytes of the files under `save_dir/tag`; None where `local_rank` is given and is not 0."""
+    if local_rank not in (None, 0):
+        return None
+    folder = os.path.join(save_dir, tag)
+    return sum(
+        os.path.getsize(os.path.join(path, file)) for path, _, files in os.walk(folder) for file in files
+    )
 
 
 # --- Moving structures of tensors -----------------------------------------------------------------
@@ -183,13 +245,64 @@ def clip_grad_norm_(
     return norm
 
 
-def get_global_norm_of_tensors(
-    input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None
+def get_flattened_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    grad_norm_mask: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Tensor:
-    """Norm of all tensors together, and over the ranks of the model-parallel unit: 0-dim fp32."""
+    """Norm of gradients that each lie flat in one tensor; 0-dim fp32, over the ranks of a model-parallel unit.
+
+    Args:
+        grad_norm_mask: For each parameter the (begin, end) of elements that do not count, being counted elsewhere.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    masks = grad_norm_mask if grad_norm_mask is not None else [()] * len(params)
+    group, _ = _model_parallel(mpu)
+    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
+    pieces = [
+        piece
+        for param, mask in zip(params, masks, strict=True)
+        if param.grad is not None
+        for piece in _outside(param.grad.reshape(-1), mask)
+    ]
+    return _norm(pieces, float(norm_type), group, device)
+
+
+def _outside(flat: Tensor, mask: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The pieces of a flat tensor between masked intervals."""
+    begins = [0, *(int(end) for _, end in sorted(map(tuple, mask)))]
+    ends = [*(int(begin) for begin, _ in sorted(map(tuple, mask))), flat.numel()]
+    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+
+def get_weight_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """Norm of weights: 0-dim fp32; with a model-parallel unit that of the whole model."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    group, rank = _model_parallel(mpu)
+    device = params[0].device if params else torch.device(get_accelerator().current_device_name())
+    counted = [p.detach() for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
+    return _norm(counted, float(norm_type), group, device)
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    use_graph: bool = False,
+    moe_ep_group: Any = None,
+) -> Tensor:
+    """Norm of all tensors together, and over the ranks of the model-parallel unit: 0-dim fp32.
+
+    Args:
+        use_graph: No effect; asked for a CUDA graph.
+        moe_ep_group: Ranks over which experts are spread: their parts are added too.
+    """
     if not input_tensors:
         raise ValueError("input_tensors is empty: there is nothing to take a norm of.")
-    return _norm(list(input_tensors), float(norm_type), _model_parallel(mpu)[0], input_tensors[0].device)
+    tensors, device = list(input_tensors), input_tensors[0].device
+    norm = _norm(tensors, float(norm_type), _model_parallel(mpu)[0], device)
+    return norm if moe_ep_group is None else _norm([norm], float(norm_type), moe_ep_group, device)
 
 
 def clip_tensors_by_global_norm(
@@ -198,9 +311,10 @@ def clip_tensors_by_global_norm(
     global_norm: Tensor | float | None = None,
     mpu: Any = None,
     eps: float = CLIP_EPSILON,
+    use_graph: bool = False,
 ) -> Tensor | float:
     """Scales the tensors in place so that their global norm (computed if not given) is at most
-    ``max_norm``.
+    ``max_norm``. `use_graph` has no effect.
     """
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     _scale_down(input_tensors, norm, max_norm, eps)
@@ -213,71 +327,3 @@ def _scale_down(tensors: Sequence[Tensor], norm: Tensor | float, max_norm: float
     with torch.no_grad():
         for tensor in tensors:
             tensor.mul_(coefficient.to(device=tensor.device, dtype=tensor.dtype))
-
-
-# --- Partitions -----------------------------------------------------------------------------------
-
-
-def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
-    """Inclusive prefix sums: ``[1, 2, 3]`` gives ``[1, 3, 6]``."""
-    return list(accumulate(weights))
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., num_items]`` of ``num_parts`` runs of equal length; the first ones take what is
-    left over.
-    """
-    size, left_over = divmod(num_items, num_parts)
-    return [part * size + min(part, left_over) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as can be.
-
-    Among such cuts the weights, then the lengths, are spread as evenly as can be (least sum of squares),
-    and the earlier runs are the longer ones. Empty runs occur only where there are fewer items than runs.
-    """
-    items = len(weights)
-    if items <= num_parts:
-        return [min(part, items) for part in range(num_parts + 1)]
-    sums = [0, *accumulate(weights)]
-    limit = _lightest_bottleneck(sums, num_parts)
-    # best[i]: cost of cutting items i.. into the runs so far, counted from the last, and minus the first cut.
-    best: list[tuple[float, int, int] | None] = [None] * (items + 1)
-    best[items] = (0, 0, -items)
-    cuts: list[list[int]] = []
-    for _ in range(num_parts):
-        better: list[tuple[float, int, int] | None] = [None] * (items + 1)
-        for start in range(items):
-            for stop in range(start + 1, items + 1):
-                weight = sums[stop] - sums[start]
-                if weight > limit:
-                    break
-                rest = best[stop]
-                if rest is None:
-                    continue
-                candidate = (weight**2 + rest[0], (stop - start) ** 2 + rest[1], -stop)
-                known = better[start]
-                if known is None or candidate < known:
-                    better[start] = candidate
-        best = better
-        cuts.append([0 if entry is None else -entry[2] for entry in better])
-    bounds = [0]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    return bounds
-
-
-def _lightest_bottleneck(sums: Sequence[float], num_parts: int) -> float:
-    """Least weight of the heaviest of ``num_parts`` non-empty runs; ``sums`` are prefix sums from 0."""
-    items = len(sums) - 1
-    heaviest = [math.inf] * items + [-math.inf]  # of items i.. in the runs so far, counted from the last
-    for _ in range(num_parts):
-        following, heaviest = heaviest, [math.inf] * (items + 1)
-        for start in range(items):
-            for stop in range(start + 1, items + 1):
-                weight = sums[stop] - sums[start]
-                if weight >= heaviest[start]:
-                    break
-                heaviest[start] = min(heaviest[start], max(weight, following[stop]))
-    return heaviest[0]

@@ -1,5 +1,13 @@
 """Errors of interfaces that are kept for their name."""
 
 
+class UnusedParametersError(RuntimeError, AssertionError):
+    """Parameters took no part in the loss, and the config does not allow that. Documented as an AssertionError."""
+
+
+class SplitError(ValueError, RuntimeError):
+    """Sizes or inputs that do not fit the number of splits. Documented as a RuntimeError."""
+
+
 class DeprecatedException(Exception):
     """A documented entry that has been replaced by another one."""

@@ -104,7 +104,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole gradient in fp32, reduced over the ranks; ``param.grad`` where no engine keeps it; None
-    if there is none now. Collective.
+    if there is none now. Inside ``engine.no_sync()`` it is this rank's own. Collective.
     """
     access = _access(param)
     return param.grad if access is None else access.full_gradient(param)

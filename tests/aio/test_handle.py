@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.ops.aio import AsyncIOBuilder
 from deepspeed.ops.aio.engine import BACKEND_VARIABLE, PYTHON, TRANSPORTS, library
@@ -348,3 +349,50 @@ def test_functions_of_the_module(tmp_path: Path) -> None:
     copied = torch.empty(500, dtype=torch.float64)
     op.deepspeed_memcpy(copied, tensor)
     assert torch.equal(copied.view(torch.float32), tensor)
+
+
+def test_files_by_descriptor_under_the_documented_keywords(tmp_path: Path) -> None:
+    path, handle = tmp_path / "file", op.aio_handle()
+    path.write_bytes(b"x" * 4096)
+    tensor, back = torch.arange(100.0), torch.empty(100)
+    with open(path, "r+b") as file:
+        fd = file.fileno()
+        assert handle.async_pwrite(buffer=tensor, fd=fd, file_offset=8) == 0 and handle.wait() == 1
+        assert path.read_bytes()[8:408] == tensor.numpy().tobytes()
+        assert handle.sync_pread(buffer=back, fd=fd, file_offset=8) == 1 and torch.equal(back, tensor)
+        assert handle.sync_pwrite(buffer=tensor + 1, fd=fd) == 1
+        assert handle.async_pread(buffer=back, fd=fd) == 0 and handle.wait() == 1
+        assert torch.equal(back, tensor + 1)
+        assert handle.pwrite(tensor, fd, True, False, 16) == 1
+        assert handle.pread(buffer=back, fd=fd, validate=True, file_offset=16) == 1 and torch.equal(
+            back, tensor
+        )
+        for names in ({}, {"filename": str(path), "fd": fd}):
+            with pytest.raises(TypeError, match="either as filename or as fd"):
+                handle.sync_pwrite(tensor, **names)
+
+
+def test_locked_memory_is_pinned_for_every_handle_and_view() -> None:
+    first, second = op.aio_handle(), op.aio_handle()
+    tensor = first.new_cpu_locked_tensor(10_000, torch.empty(0))
+    for seen in (
+        tensor,
+        tensor[10:20],
+        tensor.view(100, 100).t(),
+        tensor.view(torch.uint8),
+        nn.Parameter(tensor),
+    ):
+        assert first.is_pinned(seen) and second.is_pinned(seen)
+    assert not second.is_pinned(torch.empty(10_000)) and not second.is_pinned(tensor.clone())
+    view = tensor[5:]
+    assert not second.free_cpu_locked_tensor(tensor) and first.free_cpu_locked_tensor(tensor)
+    assert second.is_pinned(view)  # the memory is locked as long as something lies in it
+    if torch.accelerator.is_available():
+        return  # torch keeps pinned memory for the next one
+    from deepspeed.ops.aio import memory
+
+    address = view.untyped_storage().data_ptr()
+    assert address in memory._mappings
+    del tensor, view, seen
+    gc.collect()
+    assert address not in memory._mappings

@@ -74,14 +74,28 @@ def test_filters(include, exclude, left):
         ("", "worker-0:7", "no slot 7"),
         ("worker-0:1:2", "", "1:2"),
         ("worker-0:", "", "worker-0:"),
-        ("worker-0@worker-0:1", "", "named twice"),
-        ("worker-0:1,1", "", "twice"),
         ("worker-0:3-1", "", "backwards"),
     ],
 )
 def test_bad_filters_are_refused(include, exclude, named):
     with pytest.raises(ValueError, match=named):
         parse_resource_filter(POOL, include_str=include, exclude_str=exclude)
+
+
+@pytest.mark.parametrize(
+    ("include", "slots"),
+    [
+        ("worker-0:1,1", [1]),
+        ("worker-0:1,0-1", [1, 0]),
+        ("worker-0:1@worker-0:0", [1, 0]),
+        ("worker-0@worker-0:1", [0, 1]),
+        ("worker-0:1@worker-0", [0, 1]),
+    ],
+)
+def test_what_is_said_of_a_host_adds_up(include: str, slots: list[int]) -> None:
+    assert parse_resource_filter({"worker-0": [0, 1], "worker-1": [0]}, include) == {"worker-0": slots}
+    left = parse_resource_filter({"worker-0": [0, 1], "worker-1": [0]}, exclude_str=include)
+    assert left.get("worker-0", []) == [slot for slot in (0, 1) if slot not in slots]
 
 
 def test_inclusion_exclusion_takes_slot_counts():

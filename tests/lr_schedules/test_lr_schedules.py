@@ -91,7 +91,55 @@ def test_one_cycle_momentum_mirrors_the_rate() -> None:
         schedule.step()
         height = (optimizer.param_groups[0]["lr"] - 1e-3) / 9e-3
         assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.95 - 0.1 * height), 0.999)
-        assert schedule.get_mom() == [optimizer.param_groups[0]["betas"][0]]
+        assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]]
+
+
+def test_one_cycle_takes_a_list_of_momenta() -> None:
+    optimizer = _optimizer((0.1, 0.2))
+    optimizer.param_groups[1]["betas"] = (0.9, 0.95)
+    schedule = OneCycle(
+        optimizer,
+        [1e-3, 2e-3],
+        [1e-2, 2e-2],
+        cycle_first_step_size=2,
+        cycle_min_mom=[0.8, 0.6],
+        cycle_max_mom=[0.9, 0.7],
+        decay_step_size=1,
+        decay_mom_rate=0.5,
+    )
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.8, 0.6]
+    seen = []
+    for _ in range(5):
+        schedule.step()
+        assert schedule.get_mom() == [group["betas"] for group in optimizer.param_groups]
+        seen.append([group["betas"][0] for group in optimizer.param_groups])
+    expected = [[0.85, 0.65], [0.8, 0.6], [0.85, 0.65], [0.9, 0.7], [1.35, 1.05]]
+    assert [value for row in seen for value in row] == pytest.approx([v for row in expected for v in row])
+    assert [group["betas"][1] for group in optimizer.param_groups] == [0.999, 0.95]
+    with pytest.raises(ValueError, match="cycle_max_mom has 3 values, the optimizer has 2 parameter groups"):
+        OneCycle(optimizer, 1e-3, 1e-2, cycle_max_mom=[0.9] * 3)
+
+
+@pytest.mark.parametrize(("second", "steps_down"), [(None, 4), (-1, 4), (2, 2), (0, 0)])
+def test_one_cycle_without_a_way_down(second: int | None, steps_down: int) -> None:
+    schedule = OneCycle(_optimizer(), 1e-3, 1e-2, cycle_first_step_size=4, cycle_second_step_size=second)
+    rates = _rates(schedule, 12)
+    down = [1e-2 - 9e-3 * i / max(1, steps_down) for i in range(1, steps_down + 1)]
+    assert rates == pytest.approx(
+        [1e-3 + 9e-3 * i / 4 for i in range(1, 5)] + down + [1e-3] * (8 - steps_down)
+    )
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_the_last_rate_before_the_first_step_is_the_starting_one(name: str) -> None:
+    arguments = {"WarmupDecayLR": {"total_num_steps": 9}, "WarmupCosineLR": {"total_num_steps": 9}} | {
+        "OneCycle": {"cycle_min_lr": 0.25, "cycle_max_lr": 0.5}
+    }
+    optimizer = _optimizer((0.1, 0.2))
+    schedule = getattr(lr_schedules, name)(optimizer, **arguments.get(name, {}))
+    assert schedule.get_last_lr() == [group["lr"] for group in optimizer.param_groups]
+    schedule.step(3)
+    assert schedule.state_dict() == {"last_batch_iteration": 3}
 
 
 def test_one_cycle_leaves_other_momenta_alone() -> None:
@@ -158,15 +206,6 @@ def test_resume_continues(name: str, position: int) -> None:
     groups, expected = resumed.optimizer.param_groups[0], straight.optimizer.param_groups[0]
     assert (groups["lr"], groups["betas"]) == (expected["lr"], expected["betas"])
     assert _rates(resumed, 8) == _rates(straight, 8)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_last_lr_needs_a_step(name: str) -> None:
-    schedule = MAKERS[name](_optimizer())
-    with pytest.raises(AssertionError, match="need to call step"):
-        schedule.get_last_lr()
-    schedule.step(3)
-    assert schedule.state_dict() == {"last_batch_iteration": 3}
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -68,6 +68,23 @@ class Adagrad(MultiTensorOptimizer):
         torch._foreach_div_(grads, denominators)
         torch._foreach_sub_(params, grads)
 
+    def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """The rows that the gradient names, as torch.optim.Adagrad has it; all other rows stay as they are."""
+        if group["weight_decay"] != 0:
+            raise RuntimeError(
+                f"{type(self).__name__}: weight_decay={group['weight_decay']} does not go with sparse gradients, which "
+                "name few rows: set weight_decay to 0, or make the embedding with sparse=False."
+            )
+        state = self.state_for(param, group)
+        state["step"] += 1
+        grad = grad.coalesce()  # a row that occurs several times counts with the sum of its gradients
+        rows, values = tuple(grad.indices()), grad.values().float()
+        sums = state["sum"][rows].float() + values * values
+        state["sum"][rows] = sums.to(state["sum"].dtype)
+        lr = float(group["lr"]) / (1.0 + (float(state["step"]) - 1) * group.get("lr_decay", 0.0))
+        updated = param[rows].float() - lr * values / (sums.sqrt() + group["eps"])
+        param[rows] = updated.to(param.dtype)
+
 
 class DeepSpeedCPUAdagrad(Adagrad):
     """Adagrad on host memory; `fp32_optimizer_states=False` keeps the sums in the parameter's dtype.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
-from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_pinned
+from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
 ALIGNMENT = 4096
 """Bytes. Memory and offsets that are multiples of it never take an extra copy, on any disk of today."""
@@ -98,6 +98,8 @@ class aio_handle:  # documented name
 
     # ---- transfers -----------------------------------------------------------------------------------------
 
+    # A file is given by its path, or as an open descriptor: as `filename` or by the documented keyword `fd`.
+
     def read(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
         """Fills the tensor from the file. With `validate` the bytes are read again another way and compared."""
         return self.pread(buffer, filename, validate, False, file_offset)
@@ -107,31 +109,72 @@ class aio_handle:  # documented name
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(
-        self, buffer: Tensor, filename: str, validate: bool, is_async: bool, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        validate: bool = False,
+        is_async: bool = False,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """`read`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
-        return self._transfer(False, buffer, filename, file_offset, validate, is_async)
+        return self._transfer(False, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def pwrite(
-        self, buffer: Tensor, filename: str | int, validate: bool, is_async: bool, file_offset: int = 0
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        validate: bool = False,
+        is_async: bool = False,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
     ) -> int:
         """`write`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
-        return self._transfer(True, buffer, filename, file_offset, validate, is_async)
+        return self._transfer(True, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
-    def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        return self._transfer(False, buffer, filename, file_offset)
+    def sync_pread(
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        return self._transfer(False, buffer, _one_of(filename, fd), file_offset)
 
-    def sync_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        return self._transfer(True, buffer, filename, file_offset)
+    def sync_pwrite(
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        return self._transfer(True, buffer, _one_of(filename, fd), file_offset)
 
-    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
+    def async_pread(
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
         """Starts a read; the tensor must not be used before `wait`."""
-        return self._transfer(False, buffer, filename, file_offset, is_async=True)
+        return self._transfer(False, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
-    def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int:
-        """Starts a write to a file, given by its path or an open descriptor; the tensor must not change before
-        `wait`."""
-        return self._transfer(True, buffer, filename, file_offset, is_async=True)
+    def async_pwrite(
+        self,
+        buffer: Tensor,
+        filename: str | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Starts a write; the tensor must not change before `wait`."""
+        return self._transfer(True, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def wait(self) -> int:
         """Waits for all operations started in the background; returns how many there were. If some failed, the
@@ -208,13 +251,19 @@ class aio_handle:  # documented name
         return self._locked.free(tensor)
 
     def is_pinned(self, buffer: Tensor) -> bool:
-        """Whether the tensor is locked memory of this handle or memory pinned by torch."""
-        return self._locked.holds(buffer) or is_pinned(buffer)
+        """Whether the tensor, or what it is a view of, is locked memory of any handle or memory pinned by torch."""
+        return self._locked.holds(buffer) or is_locked(buffer) or is_pinned(buffer)
 
 
 def _close(engine: Engine, process: int) -> None:
     if os.getpid() == process:
         engine.close()
+
+
+def _one_of(filename: str | int | None, fd: int | None) -> str | int:
+    if (filename is None) == (fd is None):
+        raise TypeError("give the file either as filename or as fd, an open descriptor")
+    return fd if fd is not None else filename  # type: ignore[return-value]  # one of them is given
 
 
 def _check(buffer: Tensor, offset: int) -> None:

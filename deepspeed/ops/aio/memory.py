@@ -21,6 +21,15 @@ _STEP = 8 << 20  # bytes that are made present at once
 _PATIENCE = 1.0  # seconds per tensor, and per 512 MiB of it, for finding huge pages
 
 
+# Addresses of the mappings that are alive, whichever handle made them: memory belongs to the process.
+_mappings: set[int] = set()
+
+
+def is_locked(tensor: Tensor) -> bool:
+    """Whether the tensor, or what it is a view of, lies in a mapping of `LockedMemory`."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
+
+
 def is_pinned(tensor: Tensor) -> bool:
     """Whether a device can reach this host memory by itself (False where there is no such device)."""
     return tensor.device.type == "cpu" and get_accelerator().device_name() != "cpu" and tensor.is_pinned()
@@ -74,6 +83,8 @@ def _mapped(nbytes: int) -> Tensor:
     if sys.platform.startswith("linux"):
         _make_present(pages, begin, begin + huge, begin + nbytes)
     _lock(address + begin, nbytes)
+    _mappings.add(address + begin)
+    weakref.finalize(pages, _mappings.discard, address + begin)
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=begin)  # keeps the mapping alive
 
 

@@ -294,8 +294,16 @@ class StateAccess:
         self._scatter(value, [(o, self._own_state(o, key)) for o in self._fragments(param)])
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The reduced gradient in fp32, or None before the backward of a boundary. Collective."""
+        """The reduced gradient in fp32, or None before the backward of a boundary. Collective.
+
+        Inside ``no_sync`` nothing is reduced: it is what this rank has summed by itself, if anything.
+        """
         owned = self._fragments(param)
+        if not self.reducer.sync_enabled:
+            local = self.reducer.local_sum(self._index[id(param)])
+            return (
+                None if local is None else local.detach().view(full_shape(param)).to(torch.float32, copy=True)
+            )
         if not self._reduced():
             return None
         full = self._assemble(param, [(o, o.gradient()) for o in owned])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -11,6 +13,16 @@ DEFAULT_LEAF_MODULE_CLASSES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
+DEFAULT_LEAF_MODULE_NAMES: tuple[str, ...] = ()
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: tuple[str, ...] = ()
+
+
+def _as_list(value: Any) -> Any:
+    """One text where a list of texts is meant."""
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
@@ -18,9 +30,14 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     uses.
     """
 
-    classes: list[str] = Field(
+    classes: Texts = Field(
         default=list(DEFAULT_LEAF_MODULE_CLASSES),
         description="Full names of module classes (sparse mixture-of-experts blocks by default).",
     )
-    names: list[str] = Field(default=[], description="Names of single modules, as in `named_modules()`.")
-    name_suffixes: list[str] = Field(default=[], description="Endings of module names.")
+    names: Texts = Field(
+        default=list(DEFAULT_LEAF_MODULE_NAMES),
+        description="Names of single modules, as in `named_modules()`.",
+    )
+    name_suffixes: Texts = Field(
+        default=list(DEFAULT_LEAF_MODULE_NAME_SUFFIXES), description="Endings of module names."
+    )

@@ -227,6 +227,12 @@ class GradReducer:
                     param.grad = self.buckets[b].views[position].view(param.shape)
                     self._exposed.append(param)
 
+    def local_sum(self, index: int) -> Tensor | None:
+        """What this rank alone has added up for a parameter and not given to a collective yet, 1-D and live."""
+        b, position = self._place[index]
+        bucket = self.buckets[b]
+        return bucket.views[position] if bucket.local is not None and bucket.written[position] else None
+
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:

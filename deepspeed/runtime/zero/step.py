@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
+from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
 
 
@@ -148,7 +149,7 @@ class StepExecutor:
         names = [name for name, u, t in zip(self.names, used, trainable, strict=True) if t and not u]
         if not names:
             return
-        raise RuntimeError(
+        raise UnusedParametersError(
             f"{len(names)} parameters took no part in the loss on any rank: {', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "
             "zero_optimization.ignore_unused_parameters: true."

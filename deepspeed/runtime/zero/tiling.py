@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
+from deepspeed.utils.exceptions import SplitError
 
 Output = Any
 """What one tile returns: a tensor, or ``(tensor, bias or None)`` for layers that leave the bias to the caller."""
@@ -95,7 +96,7 @@ class TiledLinear(nn.Module):
         if self.input_is_already_split or not isinstance(input_, Tensor):
             if isinstance(input_, Tensor) or len(input_) != self.in_splits:
                 found = "one tensor" if isinstance(input_, Tensor) else f"{len(input_)} tensors"
-                raise ValueError(f"input_is_already_split: pass {self.in_splits} tensors, not {found}")
+                raise SplitError(f"input_is_already_split: pass {self.in_splits} tensors, not {found}")
             return input_
         if input_.shape[-1] != self.in_features:
             raise ValueError(f"in_features={self.in_features}, but the input has shape {tuple(input_.shape)}")
@@ -159,7 +160,7 @@ class TiledLinearReturnBias(TiledLinear):
 
 def _sizes(side: str, features: int, splits: int) -> list[int]:
     if not 1 <= splits <= features:
-        raise ValueError(f"{side}_splits={splits} must lie between 1 and {side}_features={features}")
+        raise SplitError(f"{side}_splits={splits} must lie between 1 and {side}_features={features}")
     small, larger = divmod(features, splits)
     return [small + (i < larger) for i in range(splits)]
 

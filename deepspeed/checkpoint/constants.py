@@ -1,0 +1,45 @@
+"""Keys of checkpoint files and parts of their names, each under its documented constant.
+
+The script `zero_to_fp32.py` that release 0.19 puts into its checkpoints imports some of these.
+"""
+
+from __future__ import annotations
+
+from deepspeed.checkpoint.names import DS_CONFIG, DS_VERSION, MODEL_SUFFIX, OPTIM_SUFFIX, OPTIMIZER_STATE
+
+__all__ = ["DS_CONFIG", "DS_VERSION"]
+
+# Files
+MODEL_FILE_PREFIX = "mp_rank_"
+ZERO_FILE_PREFIX = "zero_pp_rank_"
+BF16_ZERO_FILE_PREFIX = f"bf16_{ZERO_FILE_PREFIX}"
+LAYER_FILE_PREFIX = "layer_"
+MODEL_FILE_SUFFIX = MODEL_SUFFIX
+OPTIM_FILE_SUFFIX = OPTIM_SUFFIX
+
+# Keys of the optimizer file
+OPTIMIZER_STATE_DICT = OPTIMIZER_STATE
+FP32_GROUPS = "fp32_groups"
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+BASE_OPTIMIZER_STATE = "base_optimizer_state"
+BASE_OPTIMIZER_STATE_STEP = f"{BASE_OPTIMIZER_STATE}_step"
+SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+PARAM_GROUPS = "param_groups"
+GROUP_PADDINGS = "group_paddings"
+PARTITION_COUNT = "partition_count"
+ZERO_STAGE = "zero_stage"
+CLIP_GRAD = "clip_grad"
+PARAM_SLICE_MAPPINGS = "param_slice_mappings"
+LOSS_SCALER = "loss_scaler"
+
+# Keys of the model file
+PARAM = "param"
+PARAM_SHAPES = "param_shapes"
+BUFFER_NAMES = "buffer_names"
+FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+
+# Universal checkpoints
+FP32_WEIGHT_KEY = "fp32"
+CAT_DIM = "cat_dim"
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"

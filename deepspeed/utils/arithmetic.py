@@ -1,0 +1,17 @@
+"""Whole numbers."""
+
+from __future__ import annotations
+
+
+def prime_factors(number: int) -> list[int]:
+    """The prime factors of `number`, smallest first, each as often as it divides: 12 gives [2, 2, 3]."""
+    if number <= 0:
+        raise ValueError(f"{number} has no prime factors: it must be a positive whole number")
+    factors: list[int] = []
+    candidate = 2
+    while candidate * candidate <= number:
+        while number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        candidate += 1
+    return factors + [number] if number > 1 else factors
