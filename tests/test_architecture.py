@@ -67,6 +67,7 @@ LAYER_OF = {
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.build": "assemblies",
     "deepspeed.runtime.observers": "assemblies",
+    "deepspeed.runtime.curves": "assemblies",
     "deepspeed.runtime.start_report": "assemblies",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",

@@ -27,7 +27,6 @@ INSTEAD = {
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "Until then experts can be ordinary submodules, replicated on every rank.",
-    "deepspeed.monitor": "Until then log from the training script; the engine's getters have the values.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
     "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
     "deepspeed.ops.deepspeed4science": "Until then use torch.nn.functional.scaled_dot_product_attention.",
@@ -268,15 +267,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "def is_moe_param(param)",
         "def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971)",
     ),
-    "deepspeed.monitor.comet": (
-        "class CometMonitor(comet_config): experiment samples_log_interval write_events",
-    ),
-    "deepspeed.monitor.csv_monitor": ("class csvMonitor(csv_config): setup_log_dir write_events",),
-    "deepspeed.monitor.monitor": ("class MonitorMaster(monitor_config): write_events",),
-    "deepspeed.monitor.tensorboard": (
-        "class TensorBoardMonitor(tensorboard_config): get_summary_writer write_events flush",
-    ),
-    "deepspeed.monitor.wandb": ("class WandbMonitor(wandb_config): log write_events",),
     "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "

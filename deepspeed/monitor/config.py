@@ -16,7 +16,10 @@ class TensorBoardConfig(DeepSpeedConfigModel):
     """Event files for TensorBoard."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    output_path: str = Field(default="", description="Folder of the event files; empty: `~/tensorboard`.")
+    output_path: str | None = Field(
+        default="",
+        description="Folder of the event files; empty: `~/tensorboard`, null: `tensorboard` where the script starts.",
+    )
     job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
 
 
@@ -33,7 +36,10 @@ class CSVConfig(DeepSpeedConfigModel):
     """One CSV file per curve."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    output_path: str = Field(default="", description="Folder of the files; empty: `~/csv_monitor`.")
+    output_path: str | None = Field(
+        default="",
+        description="Folder of the files; empty: `~/csv_monitor`, null: `csv_monitor` where the script starts.",
+    )
     job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
 
 

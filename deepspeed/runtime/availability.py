@@ -152,10 +152,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numbers
-    Missing("tensorboard.enabled", lambda c: c.tensorboard.enabled, "no curves are written", False),
-    Missing("wandb.enabled", lambda c: c.wandb.enabled, "no curves are written", False),
-    Missing("csv_monitor.enabled", lambda c: c.csv_monitor.enabled, "no curves are written", False),
-    Missing("comet.enabled", lambda c: c.comet.enabled, "no curves are written", False),
     Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing(

@@ -104,7 +104,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.collate_fn = collate_fn
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._plain_backward = PlainBackward(
-            self._begin_plain_backward, self._end_backward, lambda: self._in_backward
+            self._begin_plain_backward, self._end_plain_backward, lambda: self._in_backward
         )
         self._begin_counting()
         self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
@@ -218,7 +218,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         finally:
             self._in_backward = False
         self._end_backward()
-        self.events.emit("after_backward", loss=loss)
+        self.events.emit("after_backward", loss=loss, share=divided)
         return divided
 
     def _begin_plain_backward(self) -> None:
@@ -228,11 +228,17 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
                 "loss.backward() under fp16 needs the loss scale: call engine.scale(loss).backward(), or "
                 "engine.backward(loss)."
             )
+        self.events.emit("before_backward", loss=None)
         core.reducer.before_backward()
+
+    def _end_plain_backward(self) -> None:
+        self._end_backward()
+        self.events.emit("after_backward", loss=None, share=None)
 
     def _end_backward(self) -> None:
         self._scaled_loss = False
         assert self.core is not None
+        self.events.emit("before_reduction")
         self.core.reducer.flush()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -499,6 +505,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on the
         disk; CheckpointError: one of them could not be stored.
         """
+        self.events.emit("on_destroy")
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:

@@ -131,7 +131,7 @@ class EngineAccessors:
     """Mixin with one method per row of the table, and the few getters that answer more than a config value."""
 
     _config: Any
-    monitor: Any = None  # a later feature's
+    monitor: Any = None
     torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler serves autocast, too
 
     def gradient_accumulation_steps(self) -> int:

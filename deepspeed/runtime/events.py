@@ -9,12 +9,14 @@ EVENTS = (
     "before_forward",
     "after_forward",
     "before_backward",
+    "before_reduction",  # the gradients are computed; what overlap has not hidden of their reduction follows
     "after_backward",
     "before_step",
     "at_boundary",
     "after_step",
     "on_save",
     "on_load",
+    "on_destroy",
 )
 
 

@@ -1,4 +1,4 @@
-"""Observers that every engine may carry: progress lines, wall-clock breakdown, throughput, memory, state dump.
+"""Observers that every engine may carry: progress, curves, wall-clock breakdown, throughput, memory, state dump.
 
 They subscribe to the engine's events; the engine does not know them by name.
 """
@@ -8,18 +8,28 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.utils.logging import log_dist, logger, print_json_dist
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.curves import Curves
+from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
-from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+)
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-FORWARD, BACKWARD, STEP = "fwd", "bwd", "step"
-
 
 def attach_observers(engine: DeepSpeedEngine) -> None:
-    """Create the documented attributes (``timers``, ``tput_timer``) and subscribe what the config asks for."""
+    """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``) and subscribe what the config asks
+    for."""
     config = engine._config
     engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
     engine.tput_timer = ThroughputTimer(
@@ -28,10 +38,14 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
         steps_per_output=_print_interval(engine),
         monitor_memory=False,
     )
+    elapsed_ms: dict[str, float] = {}
     if config.wall_clock_breakdown:
-        WallClock(engine)
+        elapsed_ms = WallClock(engine).elapsed_ms
     if _print_interval(engine):
-        Progress(engine)
+        Throughput(engine)
+    engine.monitor = MonitorMaster(config.monitor_config)
+    if engine.monitor.enabled and is_rank_zero():
+        Curves(engine, engine.monitor, elapsed_ms)
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.dump_state:
@@ -44,53 +58,63 @@ def _print_interval(engine: DeepSpeedEngine) -> int | None:
     return None if every is None or math.isinf(every) else max(1, int(every))
 
 
-class Progress:
-    """One line every ``steps_per_print`` optimizer steps, on rank 0, with the throughput since the last one."""
+class Throughput:
+    """Keeps ``engine.tput_timer`` going, from each forward pass in training to the end of the step."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
-        self.every = _print_interval(engine) or 1
-        self.last_printed = 0
+        self.step = engine.global_steps
         engine.events.on("before_forward", self.begin)
-        engine.events.on("after_step", self.report)
+        engine.events.on("after_step", self.end)
 
     def begin(self, **_: Any) -> None:
         if self.engine.module.training:
             self.engine.tput_timer.start()
 
-    def report(self, **_: Any) -> None:
-        engine = self.engine
-        stepped = engine.was_step_applied() or engine.global_steps > self.last_printed
-        engine.tput_timer.stop(global_step=stepped, report_speed=False)
-        if not stepped or engine.global_steps % self.every or engine.global_steps == self.last_printed:
-            return
-        self.last_printed = engine.global_steps
-        rates = [f"{lr:.3e}" for lr in engine.get_lr()]
-        log_dist(
-            f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={rates}, mom={engine.get_mom()}, "
-            f"grad_norm={engine.get_global_grad_norm():.4g}, samples/s={engine.tput_timer.avg_samples_per_sec():.4g}",
-            ranks=[0],
-            level=logger.level,
-        )
+    def end(self, **_: Any) -> None:
+        stepped = self.engine.global_steps != self.step
+        self.step = self.engine.global_steps
+        self.engine.tput_timer.stop(global_step=stepped, report_speed=False)
 
 
 class WallClock:
-    """``wall_clock_breakdown``: milliseconds of forward, backward and step, summed over each optimizer step."""
+    """``wall_clock_breakdown``: milliseconds of forward, backward and step, summed over each optimizer step.
+
+    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` what their reduction takes
+    beyond that. ``elapsed_ms`` keeps the sums of the last step.
+    """
+
+    SPANS = (
+        ("before_forward", "after_forward", FORWARD_GLOBAL_TIMER),
+        ("before_backward", "after_backward", BACKWARD_GLOBAL_TIMER),
+        ("before_backward", "before_reduction", BACKWARD_INNER_GLOBAL_TIMER),
+        ("before_reduction", "after_backward", BACKWARD_REDUCE_GLOBAL_TIMER),
+        ("before_step", "after_step", STEP_GLOBAL_TIMER),
+    )
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
-        for before, after, name in (
-            ("before_forward", "after_forward", FORWARD),
-            ("before_backward", "after_backward", BACKWARD),
-            ("before_step", "after_step", STEP),
-        ):
-            engine.events.on(before, lambda name=name, **_: engine.timers(name).start())
-            engine.events.on(after, lambda name=name, **_: engine.timers(name).stop())
-        self.steps = 0
+        self.elapsed_ms: dict[str, float] = {}
+        for before, after, name in self.SPANS:
+            engine.events.on(before, lambda name=name, **_: self.begin(name))
+            engine.events.on(after, lambda name=name, **_: self.end(name))
+        self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
+
+    def begin(self, name: str) -> None:
+        timer = self.engine.timers(name)
+        timer.cancel()  # one that runs is of a pass that has failed
+        timer.start()
+
+    def end(self, name: str) -> None:
+        timer = self.engine.timers(name)
+        if timer.started_:
+            timer.stop()
 
     def report(self, **_: Any) -> None:
         if self.engine.global_steps == self.steps:
             return
         self.steps = self.engine.global_steps
-        self.engine.timers.log([FORWARD, BACKWARD, STEP], reset=True, ranks=[0])
+        names = [name for _, _, name in self.SPANS]
+        self.elapsed_ms |= {name: self.engine.timers(name).elapsed(reset=False) for name in names}
+        self.engine.timers.log(names, reset=True, ranks=[0])

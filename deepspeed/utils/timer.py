@@ -110,9 +110,13 @@ class SynchronizedWallClockTimer:
             ):  # nobody asks; old ones have long passed on the device
                 self._settle(MOST_UNREAD_SPANS // 2)
 
+        def cancel(self) -> None:
+            """Drops a running interval: what it was to time has failed."""
+            self._span, self.started_ = None, False
+
         def reset(self) -> None:
             """Forgets everything, also a running interval."""
-            self._span, self.started_ = None, False
+            self.cancel()
             self._finished.clear()
             self._recorded_ms.clear()
             self._total_ms = 0.0

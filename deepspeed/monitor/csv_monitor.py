@@ -1,0 +1,61 @@
+"""Curves as CSV files."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+
+from deepspeed.monitor.base import Backend, Point
+from deepspeed.monitor.utils import run_folder
+
+
+class csvMonitor(Backend):
+    """One file per curve: ``output_path/job_name/Train_Samples_lr.csv`` with the columns ``step`` (samples) and ``lr``.
+
+    A file that is there already is continued, so that a resumed run has one curve.
+    """
+
+    key = "csv_monitor"
+
+    def __init__(self, csv_config: object) -> None:
+        self.log_dir: str | None = None
+        super().__init__(csv_config)
+
+    @property
+    def output_path(self) -> str | None:
+        return self.monitor_config.output_path
+
+    @property
+    def job_name(self) -> str:
+        return self.monitor_config.job_name
+
+    def setup_log_dir(self, base: str | None = None) -> str:
+        """Make the folder of this run and return it. ``base`` (default ``~/csv_monitor``) stands for an empty
+        ``output_path``."""
+        base = base or os.path.join(os.path.expanduser("~"), "csv_monitor")
+        self.log_dir = run_folder(self.output_path, self.job_name, base)
+        os.makedirs(self.log_dir, exist_ok=True)
+        return self.log_dir
+
+    def _open(self) -> None:
+        self.setup_log_dir()
+
+    def _write(self, points: Iterable[Point]) -> None:
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for name, value, samples in points:
+            curves.setdefault(name, []).append((samples, value))
+        for name, rows in curves.items():
+            with open(self.path_of(name), "a", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                if file.tell() == 0:
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerows(rows)
+
+    def path_of(self, name: str) -> str:
+        """File of a curve: slashes and blanks of its name become underscores."""
+        assert self.log_dir is not None
+        return os.path.join(self.log_dir, name.translate(_UNDERSCORES) + ".csv")
+
+
+_UNDERSCORES = str.maketrans(dict.fromkeys("/\\ \0", "_"))

@@ -1,0 +1,49 @@
+"""All monitors of a config as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.monitor.base import Backend, Event, Monitor
+from deepspeed.monitor.comet import CometMonitor
+from deepspeed.monitor.csv_monitor import csvMonitor
+from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.monitor.wandb import WandbMonitor
+
+__all__ = ["Event", "Monitor", "MonitorMaster"]
+
+
+class MonitorMaster(Monitor):
+    """Writes each event to every monitor that the config enables.
+
+    Args:
+        monitor_config: ``DeepSpeedConfig(...).monitor_config``.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled: bool = monitor_config.enabled
+        self.tb_monitor = self._make(TensorBoardMonitor)
+        self.wandb_monitor = self._make(WandbMonitor)
+        self.csv_monitor = self._make(csvMonitor)
+        self.comet_monitor = self._make(CometMonitor)
+
+    def _make(self, kind: type[Backend]) -> Any:
+        section = getattr(self.monitor_config, kind.key)
+        return kind(section) if section.enabled else None
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Those that are enabled."""
+        made = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
+        return [backend for backend in made if backend is not None]
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        events = list(event_list)
+        for backend in self.backends:
+            backend.write_events(events)
+
+    def close(self) -> None:
+        for backend in self.backends:
+            backend.close()

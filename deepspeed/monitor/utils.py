@@ -1,0 +1,38 @@
+"""What the monitors need from outside, and where they write."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+
+
+def check_tb_availability() -> None:
+    """ImportError with what to install if TensorBoard's event files cannot be written."""
+    _require("tensorboard", "tensorboard")
+
+
+def check_wandb_availability() -> None:
+    """ImportError with what to install if the package of Weights & Biases is missing."""
+    _require("wandb", "wandb")
+
+
+def check_comet_availability() -> None:
+    """ImportError with what to install if Comet's package is missing or too old."""
+    if not hasattr(_require("comet_ml", "comet_ml"), "start"):
+        raise ImportError("comet_ml is too old: pip install -U 'comet_ml>=3.43'")
+
+
+def _require(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{error}; to write these curves: pip install {package}") from error
+
+
+def run_folder(output_path: str | None, job_name: str, base: str) -> str:
+    """``output_path/job_name``. An empty ``output_path`` stands for ``base``, null for a folder of the same name where
+    the script was started."""
+    if output_path is None:
+        output_path = os.path.join(os.getcwd(), os.path.basename(base))
+    return os.path.join(os.path.expanduser(output_path) if output_path else base, job_name)

@@ -1,0 +1,135 @@
+"""What the engine writes to the monitors by itself, at each optimizer step.
+
+The x axis of every curve is the number of samples that all ranks together have processed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.monitor.monitor import Event, MonitorMaster
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_INNER_GLOBAL_TIMER,
+    BACKWARD_REDUCE_GLOBAL_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    STEP_GLOBAL_TIMER,
+)
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+PREFIX = "Train/Samples/"
+TIMERS = {
+    FORWARD_GLOBAL_TIMER: "elapsed_time_ms_forward",
+    BACKWARD_GLOBAL_TIMER: "elapsed_time_ms_backward",
+    BACKWARD_INNER_GLOBAL_TIMER: "elapsed_time_ms_backward_inner",
+    BACKWARD_REDUCE_GLOBAL_TIMER: "elapsed_time_ms_backward_allreduce",
+    STEP_GLOBAL_TIMER: "elapsed_time_ms_step",
+}
+
+
+class LossMeter:
+    """The loss of one optimizer step, as this rank sees it: the sum of what it has back-propagated.
+
+    ``engine.backward`` divides each micro-batch's loss by the accumulation steps unless told not to, so the sum is the
+    mean over micro-batches, or what the client has divided himself. A plain ``loss.backward()`` does not tell which
+    tensor it began at: then it is the mean of the losses that the forward passes returned.
+
+    Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are looked at.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, *, always: bool = False) -> None:
+        self._always = always
+        self.listening = always
+        self._told: list[Tensor] = []
+        self._returned: list[Tensor] = []
+        engine.events.on("after_forward", self._after_forward)
+        engine.events.on("after_backward", self._after_backward)
+
+    def listen(self) -> None:
+        self.listening = True
+
+    def forget(self) -> None:
+        """Drop what was heard."""
+        self._told, self._returned = [], []
+        self.listening = self._always
+
+    def take(self) -> float | None:
+        """The loss since the last call, None if no tensor was seen that could be one. Waits for the device."""
+        told, returned = self._told, self._returned
+        self.forget()
+        if told:
+            return float(sum(loss.float() for loss in told))
+        if returned:
+            return float(sum(loss.float() for loss in returned)) / len(returned)
+        return None
+
+    def _after_forward(self, *, outputs: Any, **_: Any) -> None:
+        if self.listening and torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
+            self._returned.append(loss.detach())
+
+    def _after_backward(self, *, share: Tensor | None = None, **_: Any) -> None:
+        if self.listening and share is not None:
+            self._told.append(share.detach())
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The tensor in a module's outputs that is a loss by all signs: one element that requires a gradient, alone, named
+    ``loss``, or first of a tuple."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("loss")
+    elif isinstance(outputs, (tuple, list)):
+        outputs = outputs[0] if outputs else None
+    elif not isinstance(outputs, Tensor):
+        outputs = getattr(outputs, "loss", None)
+    if isinstance(outputs, Tensor) and outputs.numel() == 1 and outputs.requires_grad:
+        return outputs
+    return None
+
+
+class Curves:
+    """Loss, learning rate, loss scale and times of every optimizer step, for the monitors; on rank 0.
+
+    ``elapsed_ms`` holds the times of the last optimizer step by timer name, and is empty where none are taken.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, monitor: MonitorMaster, elapsed_ms: Mapping[str, float]
+    ) -> None:
+        self.engine = engine
+        self.monitor = monitor
+        self.elapsed_ms = elapsed_ms
+        self.meter = LossMeter(engine, always=True)
+        self.loss: float | None = None
+        self.step = engine.global_steps
+        engine.events.on("at_boundary", self.read_loss)
+        engine.events.on("after_step", self.write)
+
+    def read_loss(self, **_: Any) -> None:
+        """Before the update: the step waits for the end of backward anyhow, to know the gradient norm."""
+        self.loss = self.meter.take()
+
+    def write(self, **_: Any) -> None:
+        if self.engine.global_steps == self.step:  # not a boundary
+            return
+        self.step = self.engine.global_steps
+        if self.loss is not None:
+            self.engine.losses = self.loss
+        self.monitor.write_events(self.events())
+
+    def events(self) -> list[Event]:
+        engine, samples = self.engine, self.engine.global_samples
+        values: dict[str, float] = {}
+        if self.loss is not None:
+            values["train_loss"] = self.loss
+        if rates := engine.get_lr():
+            values["lr"] = rates[0]
+        if engine.core is not None and engine.core.scaler.plan.active:
+            values["loss_scale"] = engine.core.scaler.scale
+        values |= {TIMERS[name]: ms for name, ms in self.elapsed_ms.items() if name in TIMERS}
+        return [(PREFIX + name, value, samples) for name, value in values.items()]
