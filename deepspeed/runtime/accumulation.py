@@ -40,3 +40,8 @@ class AccumulationClock:
 
     def tick(self) -> None:
         self.micro_steps += 1
+
+    def rewind(self) -> None:
+        """Back to the beginning of the batch: its micro-batches do not count."""
+        if self.managed:
+            self.micro_steps -= self.position
