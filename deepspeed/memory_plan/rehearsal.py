@@ -21,10 +21,11 @@ from deepspeed.comm.collectives import Pending
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.plan import Cadence, Plan
 from deepspeed.runtime.zero.coordinator import Frame, LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather, ScheduledGather
+from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather
 from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.sharded_bucket import Status
 from deepspeed.runtime.zero.tiers import ResidentTier
 
@@ -197,9 +198,11 @@ class Rehearsal:
         gatherer = self._gatherer(buckets)
         coordinator = None
         if gatherer is not None and self.gathers is not None:
-            coordinator = ParamCoordinator(buckets, gatherer.gather, self.gathers.budget)  # type: ignore[arg-type]
+            coordinator = ParamCoordinator(buckets, gatherer, self.gathers.budget)  # type: ignore[arg-type]
         boundary = [False]
         reducer, params = self._reducer(coordinator, boundary)
+        if isinstance(gatherer, ScheduledGather):
+            reducer.turns, gatherer.start_sum = gatherer, reducer.launch
         needs = self._needs(buckets)
         known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
         firsts = _first_uses(self.calls, known)

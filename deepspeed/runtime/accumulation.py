@@ -53,3 +53,9 @@ class AccumulationClock:
         """A micro-batch is over, and so is its update if it was a boundary."""
         self.position = 0 if self.at_boundary else self.position + 1
         self._micro_steps += 1
+
+    def rewind(self) -> None:
+        """Back to the beginning of the batch: its micro-batches do not count."""
+        if self.managed:
+            self._micro_steps -= self.position
+            self.position = 0

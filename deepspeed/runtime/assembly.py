@@ -197,6 +197,7 @@ def build_core(
         copies.synchronize for copies in {b.host for b in grad_buckets} if copies is not None
     ]
     if sharded is not None:
+        sharded.join_sums(reducer)
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
     access = StateAccess(store, reducer, scaler, publisher, groups.shard, trained.names, trained.shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,27 +11,56 @@ import torch
 from torch import Tensor
 
 
-def output_tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors with a graph inside outputs made of tuples, lists, dicts and dataclasses."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors inside tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value
+        yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from output_tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from output_tensors(item)
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from output_tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
+
+
+def output_tensors(value: Any) -> Iterator[Tensor]:
+    """Those of them that have a graph."""
+    return (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
+
+
+class GraphTask:
+    """One running backward of autograd; made inside one of its hooks.
+
+    [Note: a backward that fails] Autograd calls what was queued for the end of a graph task only if it ends well. But
+    it drops the queued callables in either case: a callable that is gone without having been called belongs to a
+    backward that failed. This holds on whichever thread the backward ran, and without waiting for anything.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self.id: int = torch._C._current_graph_task_id()
+        self.ended = False
+
+        def close() -> None:
+            self.ended = True
+            at_end()
+
+        self._close = weakref.ref(close)
+        torch.autograd.Variable._execution_engine.queue_callback(close)
+
+    @property
+    def failed(self) -> bool:
+        return not self.ended and self._close() is None
 
 
 class PlainBackward:
     """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task is over.
 
     Registered on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only
-    the outermost one reaches the outputs. ``active()`` says that the engine runs the backward itself.
+    the outermost one reaches the outputs. ``active()`` says that the engine runs the backward itself. After a backward
+    that raised, ``failed`` is True until ``forget`` is called or the next one begins.
     """
 
     def __init__(
@@ -39,23 +69,30 @@ class PlainBackward:
         self.begin = begin
         self.end = end
         self.active = active
-        self._running = False
+        self._task: GraphTask | None = None
+        self._end_failed = False
+
+    @property
+    def failed(self) -> bool:
+        return self._end_failed or (self._task is not None and self._task.failed)
+
+    def forget(self) -> None:
+        self._task, self._end_failed = None, False
 
     def watch(self, outputs: Any) -> None:
         for tensor in output_tensors(outputs):
             tensor.register_hook(self._reached)
 
     def _reached(self, grad: Tensor) -> None:
-        if self._running or self.active():
+        if self.active() or (self._task is not None and not self._task.failed):
             return
-        self._running = True
-        try:
-            self.begin()
-        except BaseException:
-            self._running = False
-            raise
-        torch.autograd.Variable._execution_engine.queue_callback(self._over)
+        self.begin()
+        self._task = GraphTask(self._over)
 
     def _over(self) -> None:
-        self._running = False
-        self.end()
+        self._task = None
+        try:
+            self.end()
+        except BaseException:
+            self._end_failed = True
+            raise

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.runtime import engine_checkpoint
@@ -179,17 +180,23 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
         reduces gradients just as ``engine.backward(loss)`` does."""
+        self._recover()
         precision = self.plan.precision
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
             inputs = cast_inputs(inputs, precision.param)
             if precision.cast_kwargs:
                 kwargs = cast_inputs(kwargs, precision.param)
-        if precision.autocast is None:
-            outputs = self.module(*inputs, **kwargs)
-        else:
-            with autocast_context(precision, self.device.type):
+        context = contextlib.nullcontext()
+        if precision.autocast is not None:
+            context = autocast_context(precision, self.device.type)
+        try:
+            with context:
                 outputs = self.module(*inputs, **kwargs)
+        except BaseException as error:
+            if torch.is_grad_enabled():  # an evaluation is not part of a batch
+                self._abandon_batch(error)
+            raise
         if self.core is not None and torch.is_grad_enabled() and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
@@ -202,6 +209,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         scale; what is returned is divided but not multiplied. May be called several times per step.
         """
         core = self._require_core("backward")
+        self._recover()
         _check_loss(loss)
         self.events.emit("before_backward", loss=loss)
         divided = loss
@@ -212,17 +220,18 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         try:
             core.reducer.before_backward()
             (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
-        except BaseException:
-            core.reducer.abandon()
+            self._end_backward()
+        except BaseException as error:
+            self._abandon_batch(error)
             raise
         finally:
             self._in_backward = False
-        self._end_backward()
         self.events.emit("after_backward", loss=loss, share=divided)
         return divided
 
     def _begin_plain_backward(self) -> None:
         core = self._require_core("backward")
+        self._recover()
         if core.scaler.plan.active and not self._scaled_loss:
             raise RuntimeError(
                 "loss.backward() under fp16 needs the loss scale: call engine.scale(loss).backward(), or "
@@ -241,9 +250,37 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.events.emit("before_reduction")
         self.core.reducer.flush()
 
+    # After an exception --------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Notice a plain ``loss.backward()`` that raised since the last call (Note: a backward that fails)."""
+        if self._plain_backward.failed:
+            self._abandon_batch()
+
+    def _abandon_batch(self, error: BaseException | None = None) -> None:
+        """Back to where the batch began: what its micro-batches have accumulated is dropped and they do not count, so
+        that the next batch trains as if this one had never been. Every rank comes here, or none: whatever sums and
+        gathers the others may wait for are taken part in, unless ``error`` says that they cannot."""
+        if isinstance(error, CommunicationError) or (
+            self.dp_world_size > 1 and error is not None and not isinstance(error, Exception)
+        ):
+            return  # the other ranks are gone, or this one is asked to end
+        self._plain_backward.forget()
+        self._scaled_loss = False
+        if self.core is None:
+            if self.sharded is not None:
+                self.sharded.abandon()
+            return
+        self.core.reducer.abandon()
+        if self.sharded is not None:
+            self.sharded.abandon()
+            self.core.reducer.abandon()  # sums that had their turn among the rest of the gathers
+        self.clock.rewind()
+
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the present loss scale, for ``engine.scale(loss).backward()``; not divided by anything."""
         core = self._require_core("scale")
+        self._recover()
         _check_loss(loss)
         self._scaled_loss = True
         return loss * core.scaler.scale
@@ -255,14 +292,18 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
                 "engine.step() inside engine.no_sync(): leave the context before the update."
             )
         core = self._require_core("step")
+        self._recover()
         self.events.emit("before_step")
         self._step_applied = False
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
                 self._take_model_step(core, lr_kwargs or {})
-        finally:
             self.clock.tick()
+        except BaseException as error:
+            self._abandon_batch(error)
+            raise
+        finally:
             self.clock.stepping = False
         self.events.emit("after_step")
 
@@ -284,6 +325,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
 
     def zero_grad(self) -> None:
         """Drop every gradient, also those that were accumulated or reduced."""
+        self._recover()
         if self.core is not None:
             self.core.reducer.clear()
         for param in self.module.parameters():

@@ -8,17 +8,34 @@ modules between two blocks, come one after another, and the memory is due only w
 at its entry and exit; a hook on its outputs makes its buckets active again, and then every active call that
 *entered after this one's exit* is done: its nodes were all created later. Calls of one graph task end with it, so
 recomputation (which runs forward hooks, and in the reentrant kind nested graph tasks) cannot leak.
+
+[Note: backward of a backward] With ``create_graph`` the nodes of a backward are differentiated in turn, and they have
+saved weights, too. A gradient can enter them only through what that backward has produced: gradients of parameters,
+of inputs of the model, of outputs of its modules. Each of those gets a hook which keeps the buckets of that backward
+whole until the second one ends.
+
+[Note: threads] Each thread has frames of its own; what is in use on any of them stays. Collectives are made by
+one thread (the one that takes the steps, with autograd's own threads while they work for it): the order in which
+threads interleave differs from rank to rank. A forward on another thread fetches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from deepspeed.runtime.backward import GraphTask
+from deepspeed.runtime.zero.gather import LocalGather
+from deepspeed.runtime.zero.phases import Phase
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
 from deepspeed.runtime.zero.trace import UseTrace
+
+_OUTSIDE = -1  # of any graph task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,114 +53,190 @@ class Frame:
     needs: list[int]
     held: list[int]
     enter: int
+    phase: Phase = Phase.FORWARD
     exit: int = -1
-    graph_task: int = field(default=-1)
+    graph_task: int = field(default=_OUTSIDE)
+
+
+class Backward:
+    """A running graph task, with what it needed if its own nodes may be differentiated again."""
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self.task = GraphTask(at_end)
+        self.needed: dict[int, None] = {}  # a set in order
+        self.handles: list[Any] = []
+
+    def over(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
 
 
 class ParamCoordinator:
-    """Gathers and releases ``buckets`` (trainable and frozen). ``gather(i)`` brings the slices of bucket i."""
+    """Gathers and releases ``buckets`` (trainable and frozen) through ``gatherer``."""
 
-    def __init__(
-        self, buckets: Sequence[ShardedBucket], gather: Callable[[int], None], budget: LiveBudget
-    ) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], gatherer: LocalGather, budget: LiveBudget) -> None:
         self.buckets = list(buckets)
-        self.gather = gather
+        self.gatherer = gatherer
         self.budget = budget
         self.trace = UseTrace([b.layout.padded_numel for b in self.buckets])
-        self.frames: list[Frame] = []
         self.active: list[Frame] = []
+        self._calls = _Calls()
+        self._lock = threading.RLock()
+        self._trainer = threading.get_ident()
         self._uses = [0] * len(self.buckets)
         self._kept: set[int] = set()
         self._clock = 0
-        self._tasks: set[int] = set()
+        self._open_passes = 0
+        self._backwards: dict[int, Backward] = {}
+        self._left: set[int] = set()  # gathered outside training since the last step
         self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(
             budget.max_live, budget.max_reuse
         )
 
+    @property
+    def frames(self) -> list[Frame]:
+        """The open calls of this thread, outermost first."""
+        return self._calls.frames
+
     # Forward ------------------------------------------------------------------------------------------------
 
-    def enter(self, needs: list[int]) -> None:
-        self._clock += 1
-        frame = Frame(needs, [], self._clock)
-        self.frames.append(frame)
-        for b in needs:
-            self._hold(frame, b)
+    def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
+        """A call begins. ``phase`` counts for outermost calls; what they call belongs to the same pass, and a call
+        inside backward is a recomputation."""
+        with self._lock:
+            self._clock += 1
+            phase = self._phase_of(phase)
+            frame = Frame(needs, [], self._clock, phase)
+            self.frames.append(frame)
+            if len(self.frames) == 1:
+                self._begin_pass(phase, root)
+            for b in needs:
+                self._hold(frame, b)
+
+    def _phase_of(self, phase: Phase) -> Phase:
+        if self.frames:
+            return self.frames[0].phase
+        if torch._C._current_graph_task_id() != _OUTSIDE:
+            return Phase.RECOMPUTATION
+        return phase if threading.get_ident() == self._trainer else Phase.APART
+
+    def _begin_pass(self, phase: Phase, root: Hashable) -> None:
+        self._open_passes += 1
+        if phase is not Phase.RECOMPUTATION:
+            self._forget_failed()
+        if phase is Phase.FORWARD and self._left:
+            # A step begins with the same buckets whether or not an evaluation came before it: it can be foreseen.
+            for b in self._left if not self.trace.begun else ():
+                if not self._uses[b]:
+                    self.release(b)
+            self._left.clear()
+        self.gatherer.begin_pass(phase, root)
 
     def _hold(self, frame: Frame, b: int) -> None:
         frame.held.append(b)
         self._uses[b] += 1
-        self._require(b)
+        self._require(b, frame.phase)
 
     def leave(self) -> Frame:
-        self._clock += 1
-        frame = self.frames.pop()
-        frame.exit = self._clock
-        for b in frame.held:
-            self._uses[b] -= 1
-        if not self.frames and not self._tasks:
-            self._end_of_forward()
-        return frame
+        with self._lock:
+            self._clock += 1
+            frame = self.frames.pop()
+            frame.exit = self._clock
+            for b in frame.held:
+                self._uses[b] -= 1
+            if not self.frames:
+                self._end_pass(frame.phase)
+            return frame
+
+    def _end_pass(self, phase: Phase) -> None:
+        self._open_passes -= 1
+        self.gatherer.end_pass(phase)
+        if phase in (Phase.EVALUATION, Phase.APART) and not self._open_passes and not self._backwards:
+            self._release_idle(keep_near=False)
 
     def touch(self, b: int) -> None:
         """A module reads a parameter of bucket ``b`` that is not its own: from now on it needs that bucket."""
-        frame = self.frames[-1]
-        if b not in frame.held:
-            if b not in frame.needs:
-                frame.needs.append(b)
-            self._hold(frame, b)
+        with self._lock:
+            frame = self.frames[-1]
+            if b not in frame.held:
+                if b not in frame.needs:
+                    frame.needs.append(b)
+                self._hold(frame, b)
 
     def hold(self, b: int) -> None:
         """Keep bucket ``b`` gathered until ``drop`` (``GatheredParameters`` over all of it)."""
-        self._uses[b] += 1
-        self._require(b)
+        with self._lock:
+            self._uses[b] += 1
+            self._require(b, Phase.BY_HAND)
 
     def drop(self, b: int) -> None:
-        self._uses[b] -= 1
-        if not self._uses[b] and not self.keeps_all:
-            self.release(b)
+        with self._lock:
+            self._uses[b] -= 1
+            if not self._uses[b] and not self.keeps_all:
+                self.release(b)
 
     def keep(self, buckets: Sequence[int]) -> None:
         """Let these stay gathered until the weights change, or ``release_all``."""
-        for b in set(buckets) - self._kept:
-            self._uses[b] += 1
-            self._kept.add(b)
+        with self._lock:
+            for b in set(buckets) - self._kept:
+                self._uses[b] += 1
+                self._kept.add(b)
 
     def _let_go(self) -> None:
         for b in self._kept:
             self._uses[b] -= 1
         self._kept.clear()
 
-    def _end_of_forward(self) -> None:
-        if not torch.is_grad_enabled():
-            self._release_idle(keep_near=False)
-
     # Backward -----------------------------------------------------------------------------------------------
 
-    def backward(self, frame: Frame) -> None:
-        """Autograd reached an output of this call (Note: use in backward)."""
-        task = torch._C._current_graph_task_id()
-        self._open_task(task)
-        self._finish(lambda other: other.graph_task == task and other.enter > frame.exit)
+    def backward(self, frame: Frame, grad: Tensor | None = None) -> None:
+        """Autograd reached an output of this call (Note: use in backward), with this gradient."""
+        with self._lock:
+            backward = self._running()
+            task = backward.task.id
+            self._finish(lambda other: other.graph_task == task and other.enter > frame.exit)
+            self._activate(frame, task)
+            for b in frame.held:
+                self._require(b, Phase.BACKWARD)
+            if torch.is_grad_enabled():  # inside backward this says that it is recorded (create_graph)
+                self._foresee_another(backward, frame.held)
+                self.differentiated(grad)
+
+    def _activate(self, frame: Frame, task: int) -> None:
         if frame.graph_task != task:
             frame.graph_task = task
             self.active.append(frame)
             for b in frame.held:
                 self._uses[b] += 1
-        for b in frame.held:
-            self._require(b)
 
-    def _open_task(self, task: int) -> None:
-        if task in self._tasks:
-            return
-        self._tasks.add(task)
+    def _running(self) -> Backward:
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards:
+            self._forget_failed()
+            self._backwards[task] = Backward(lambda: self._close(task))
+        return self._backwards[task]
 
-        def close() -> None:
-            self._tasks.discard(task)
-            self._finish(lambda frame: frame.graph_task == task)
-            if not self._tasks and not self.frames:
+    def _close(self, task: int) -> None:
+        with self._lock:
+            self._forget(task)
+            if not self._backwards and not self._open_passes:
                 self._release_idle()
 
-        torch.autograd.Variable._execution_engine.queue_callback(close)
+    def _forget(self, task: int) -> None:
+        self._backwards.pop(task).over()
+        self._finish(lambda frame: frame.graph_task == task)
+
+    def _forget_failed(self) -> None:
+        """Backwards that raised did not end (Note: a backward that fails); their frames must not stay in use."""
+        failed = [task for task, backward in self._backwards.items() if backward.task.failed]
+        for task in failed:
+            self._forget(task)
 
     def _finish(self, done: Callable[[Frame], bool]) -> None:
         if not any(map(done, self.active)):
@@ -151,19 +244,55 @@ class ParamCoordinator:
         for frame in filter(done, self.active):
             for b in frame.held:
                 self._uses[b] -= 1
-            frame.graph_task = -1
-        self.active = [frame for frame in self.active if frame.graph_task >= 0]
+            frame.graph_task = _OUTSIDE
+        self.active = [frame for frame in self.active if frame.graph_task != _OUTSIDE]
+
+    # Backward of a backward ---------------------------------------------------------------------------------
+
+    def _foresee_another(self, backward: Backward, needed: Iterable[int]) -> None:
+        """The nodes of this backward will be differentiated: watch the gradients of the parameters it uses."""
+        for b in needed:
+            if b in backward.needed:
+                continue
+            backward.needed[b] = None
+            for param in self.buckets[b].params:
+                if param.requires_grad:
+                    backward.handles.append(param.register_hook(self.differentiated))
+
+    def differentiated(self, grad: Tensor | None) -> None:
+        """``grad`` was produced by the running backward: a later one that begins there needs the same buckets."""
+        backward = self._backwards.get(torch._C._current_graph_task_id())
+        if backward is None or grad is None or not grad.requires_grad:
+            return
+        frame = Frame([], [], enter=-1, exit=-1)
+        needed = backward.needed
+
+        def again(_: Tensor) -> None:
+            with self._lock:
+                later = self._running()
+                if frame.graph_task != later.task.id:
+                    frame.held = list(needed)
+                    self._activate(frame, later.task.id)
+                for b in frame.held:
+                    self._require(b, Phase.BACKWARD)
+                if torch.is_grad_enabled():
+                    self._foresee_another(later, frame.held)
+
+        grad.register_hook(again)
 
     # Gathering and releasing --------------------------------------------------------------------------------
 
-    def _require(self, b: int) -> None:
-        self.trace.use(b)
+    def _require(self, b: int, phase: Phase) -> None:
+        if phase is not Phase.APART:
+            self.trace.use(b)
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED:
             return
         if not self.keeps_all:
             self._release_idle(incoming=bucket.layout.padded_numel)
-        self.gather(b)
+        self.gatherer.gather(b, phase)
+        if not phase.trains:
+            self._left.add(b)
 
     def _release_idle(self, incoming: int = 0, keep_near: bool = True) -> None:
         if self.keeps_all:
@@ -182,6 +311,7 @@ class ParamCoordinator:
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED and not bucket.persistent:
             bucket.release()
+            self.gatherer.released(b)
 
     def _live(self) -> int:
         """Elements of gathered buckets that could be released."""
@@ -192,13 +322,29 @@ class ParamCoordinator:
     def end_of_step(self) -> None:
         """The weights have changed; ``publish`` has released what was gathered."""
         self._let_go()
+        self._trainer = threading.get_ident()
+        self._left.clear()
         self.trace.end_of_step()
 
+    def abandon(self) -> None:
+        """An exception ended the batch: the calls of this thread and all backwards are over, the step begins anew."""
+        with self._lock:
+            for task in list(self._backwards):
+                self._forget(task)
+            if self.frames:
+                self._open_passes -= 1
+            for frame in self.frames:
+                for b in frame.held:
+                    self._uses[b] -= 1
+            self.frames.clear()
+            self.trace.restart()
+
     def release_all(self) -> None:
-        self._let_go()
-        for b in range(len(self.buckets)):
-            if not self._uses[b]:
-                self.release(b)
+        with self._lock:
+            self._let_go()
+            for b in range(len(self.buckets)):
+                if not self._uses[b]:
+                    self.release(b)
 
     # Documented names that clients call ---------------------------------------------------------------------
 
@@ -214,8 +360,7 @@ class ParamCoordinator:
     def _invalidate_trace(self) -> None:
         """Forget the recorded order (a forward ran without hooks, or modules changed)."""
         self.trace.forget()
-        self.frames.clear()
-        self._finish(lambda _: True)
+        self.abandon()
         self._uses = [0] * len(self.buckets)
         self._kept.clear()
 

@@ -115,6 +115,7 @@ class GradBucket:
         """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
         if self.local is None:
             self._open(lasting)
+        grad = grad.detach()  # it has a graph of its own where the client asked for one (create_graph)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         view = self.views[position]
@@ -246,6 +247,15 @@ class GradBucket:
         """The tensors whose memory this bucket owns, with the views of them that it keeps."""
         kept = [self._owned, self._slice, self.local, self.reduced, *self.views]
         return [tensor for tensor in kept if tensor is not None]
+
+    def abandon(self) -> None:
+        """Wait for a sum whose result nobody wants: until then its memory is in use."""
+        flight, self.in_flight = self.in_flight, None
+        if flight is None:
+            return
+        flight.pending.wait()
+        if flight.wire is not self.local:
+            self.pool.give(flight.wire)
 
     def clear(self) -> None:
         """Forget every gradient of this step; an owned buffer stays for the next one."""

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.runtime.backward import output_tensors
+from deepspeed.runtime.backward import output_tensors, tensors_in
 from deepspeed.runtime.zero.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.params import is_zero_param
+from deepspeed.runtime.zero.phases import Phase
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.transforms import inside_transform, outside_transforms
 from deepspeed.utils.untraced import untraced
@@ -65,6 +66,7 @@ class DeepSpeedZeRoOffload:
             id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
         }
         self._needs: dict[nn.Module, list[int]] = {}
+        self._numbers: dict[nn.Module, int] = {}  # the same on every rank
         self._compiled: list[nn.Module] = []
         self._watch_reads()
         self._register_deepspeed_module(module)
@@ -110,11 +112,13 @@ class DeepSpeedZeRoOffload:
         return [b for b in indices if not self.param_coordinator.buckets[b].persistent]
 
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
-        coordinator = self.param_coordinator
+        coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
 
-        def before_forward(module: nn.Module, args: Any) -> None:
+        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not coordinator.frames and not inside_transform():
+                _watch_inputs(coordinator, (args, kwargs))
             with outside_transforms():
-                coordinator.enter(needs)
+                coordinator.enter(needs, _phase_of_call(module), number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
             with outside_transforms():
@@ -124,13 +128,15 @@ class DeepSpeedZeRoOffload:
                     coordinator.keep(frame.held)
                     return
 
-                def before_backward(_: Tensor) -> None:
-                    coordinator.backward(frame)
+                def before_backward(grad: Tensor) -> None:
+                    coordinator.backward(frame, grad)
 
                 for tensor in output_tensors(outputs):
                     tensor.register_hook(before_backward)
 
-        self.forward_hooks.append(module.register_forward_pre_hook(untraced(before_forward), prepend=True))
+        self.forward_hooks.append(
+            module.register_forward_pre_hook(untraced(before_forward), prepend=True, with_kwargs=True)
+        )
         self.forward_hooks.append(module.register_forward_hook(untraced(after_forward), always_call=True))
 
     # Parameters read outside their own module ---------------------------------------------------------------
@@ -168,6 +174,25 @@ class DeepSpeedZeRoOffload:
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())
             module.__dict__.pop("ds_external_parameters", None)
+
+
+def _phase_of_call(module: nn.Module) -> Phase:
+    """What an outermost call is for. The grad mode is asked here only, where a pass begins: further in it tells
+    nothing (reentrant checkpointing turns it off in training, recomputation turns it on in backward)."""
+    return Phase.FORWARD if torch.is_grad_enabled() and module.training else Phase.EVALUATION
+
+
+_WATCHED = "_ds_watched_by"
+
+
+def _watch_inputs(coordinator: ParamCoordinator, inputs: Any) -> None:
+    """Gradients with respect to inputs may be differentiated again (Note: backward of a backward)."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors_in(inputs):
+        if tensor.requires_grad and getattr(tensor, _WATCHED, None) is not coordinator:
+            setattr(tensor, _WATCHED, coordinator)
+            tensor.register_hook(lambda grad: coordinator.differentiated(grad))
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:

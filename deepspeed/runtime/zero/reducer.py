@@ -13,6 +13,7 @@ after its bucket was launched, it is kept aside, and the ranks agree at the step
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,16 @@ from deepspeed.runtime.zero.grad_sinks import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
+
+
+class LaunchTurns(Protocol):
+    """Says when a sum may start where other collectives (the gathers of stage 3) have their places among the sums."""
+
+    def sum_ready(self, b: int) -> None:
+        """Bucket ``b`` is complete here; calls ``GradReducer.launch(b)``, now or later."""
+
+    def end_segment(self) -> None:
+        """A backward that sums is over: launch everything that has a place before its end."""
 
 
 class GradReducer:
@@ -66,6 +77,8 @@ class GradReducer:
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether somebody else calls flush() at the end of the running backward
+        self.turns: LaunchTurns | None = None
+        self._running = False  # between the beginning of a backward and its flush
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -100,7 +113,8 @@ class GradReducer:
             sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
             for bucket in self.buckets
         ]
-        self._next = 0
+        self._next = 0  # position in the order up to which buckets were complete in turn
+        self._last: int | None = None  # the bucket that was launched last
         self._completed: list[int] = []
         self._launched = [False] * len(self.buckets)
         self._sync: bool | None = None
@@ -111,6 +125,7 @@ class GradReducer:
         ``managed``: the caller will ``flush`` when the backward is over.
         """
         self.managed = managed
+        self._running = True
         if not self._exposed:
             return
         if all(param.grad is None for param in self._exposed):
@@ -130,12 +145,13 @@ class GradReducer:
         self.used[index] = True
         if self._sync is None:
             self._sync = self.will_sync()
+            self._running = True
             if not self.managed:
                 self._schedule_flush()
         self._arrived[index] += 1
         if self._launched[b]:
             late = self._late.get(index)
-            self._late[index] = grad.detach().clone() if late is None else late.add_(grad)
+            self._late[index] = grad.detach().clone() if late is None else late.add_(grad.detach())
             return
         if not in_place:
             self.buckets[b].accept(position, grad, lasting=not self._sync)
@@ -171,16 +187,26 @@ class GradReducer:
             b = self._order[self._next]
             if self._missing[b] > 0:
                 return
-            self._launch(b)
+            self._next += 1
+            self._take_turn(b)
 
-    def _launch(self, b: int) -> None:
+    def _take_turn(self, b: int) -> None:
+        if self.turns is not None:
+            self.turns.sum_ready(b)
+        else:
+            self.launch(b)
+
+    def launch(self, b: int) -> None:
+        """Start the sum of bucket ``b``, once per backward, with zeros for what is missing on this rank."""
+        if self._launched[b]:
+            return
         bucket = self.buckets[b]
-        if not bucket.keep_local and self._next > 0:
+        if not bucket.keep_local and self._last is not None:
             # Borrowed buffers go back early: besides the ones being filled, one is in flight.
-            self.buckets[self._order[self._next - 1]].collect()
+            self.buckets[self._last].collect()
         bucket.launch(*self.factors)
         self._launched[b] = True
-        self._next += 1
+        self._last = b
         if not self.overlap:
             bucket.collect()
 
@@ -191,18 +217,27 @@ class GradReducer:
             self._sync = self.will_sync()
         if self._sync:
             self._reduce_rest()
+        self._running = False
         self._begin()
         if self.expose:
             self._expose()
 
     def _reduce_rest(self) -> None:
         completed, arrived = self._completed, self._arrived
-        while self._next < len(self._order):
-            self._launch(self._order[self._next])
+        self._launch_rest()
         for bucket in self.buckets:
             bucket.collect()
         if not self._recorded:
             self._agree_on_order(completed, arrived)
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self._order):
+            self._next += 1
+            self._take_turn(self._order[self._next - 1])
+        if self.turns is not None:
+            self.turns.end_segment()
+            for b in self._order:
+                self.launch(b)
 
     def _agree_on_order(self, completed: list[int], arrived: list[int]) -> None:
         """Broadcast the order and the numbers of arrivals that rank 0 saw (Note: order of collectives)."""
@@ -262,6 +297,7 @@ class GradReducer:
     def reduce_late(self) -> None:
         """Sum what arrived after its bucket was launched. Every rank calls this, or none (``GradReport``)."""
         self.before_backward()
+        self._running = False
         for index, grad in self._late.items():
             b, position = self._place[index]
             self.buckets[b].accept(position, grad)
@@ -297,15 +333,25 @@ class GradReducer:
                 bucket.host.synchronize()
 
     def abandon(self) -> None:
-        """A backward failed halfway: forget what it left, so that the next one starts clean on this rank."""
-        for bucket in self.buckets:
-            bucket.in_flight = None
+        """Forget every gradient since the last step, and what a backward that failed has left.
+
+        The sums of that backward are completed first and their results dropped. So all ranks have taken part in as
+        many, wherever in the backward each one failed, and no memory is used again while another rank still writes it.
+        """
+        running, self._running = self._running, False
         self.managed = False
+        if running and (self._sync or (self._sync is None and self.will_sync())):
+            self._launch_rest()
+        for bucket in self.buckets:
+            bucket.abandon()
         self.clear()
         self._begin()
 
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
+        if any(bucket.in_flight is not None for bucket in self.buckets):
+            self.abandon()  # a backward failed, and nobody has noticed yet
+            return
         for bucket in self.buckets:
             bucket.clear()
         for param in (*self.params, *self.waiting):

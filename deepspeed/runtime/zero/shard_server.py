@@ -34,11 +34,21 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.constants import RANK_ENDED
+from deepspeed.runtime.zero.meeting import (
+    ANSWER_HEAD,
+    Meeting,
+    Visit,
+    answer_length,
+    pack_answer,
+    unpack_order,
+)
 
 _REQUEST = struct.Struct("<qq")  # bucket, version
+_COUNT = struct.Struct("<q")
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
 _LEAVING = -1  # in place of a bucket: the connection is to be closed when the asked rank leaves
+_MEETING = -2  # in place of a bucket: a visit to the meeting follows, of as many bytes as the version says
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -58,6 +68,7 @@ class ShardServer:
         self.bytes_received = 0
         self.fetches = 0
         self.served = 0
+        self.meeting = Meeting(communicator.size)  # that of rank 0 counts
         self._changed = threading.Condition()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
@@ -106,18 +117,36 @@ class ShardServer:
         if host is not target:
             target.copy_(host)
 
-    def _lost(self, rank: int, error: OSError) -> CommunicationError:
-        """The error for a slice that did not come: late, or never because its rank is gone."""
+    def meet(self, visit: Visit) -> list[int] | None:
+        """Whether all ranks are about to do what ``visit`` says, and in which order (``Meeting``)."""
+        if self.communicator.rank == 0:
+            return self.meeting.attend(0, visit)
+        message = visit.pack()
+        try:
+            connection = self._connection(0)
+            connection.sendall(_REQUEST.pack(_MEETING, len(message)) + message)
+            head = _read(connection, ANSWER_HEAD)
+            if not head:
+                raise ConnectionError("the connection was closed")
+            count = answer_length(head)
+            return None if count < 0 else unpack_order(_read(connection, count * ANSWER_HEAD))
+        except OSError as error:
+            raise self._lost(0, error, "say which gathers come next") from error
+
+    def _lost(
+        self, rank: int, error: OSError, what: str = "deliver its slice of the parameters"
+    ) -> CommunicationError:
+        """The error for an answer that did not come: late, or never because its rank is gone."""
         name = f"rank {self.communicator.ranks[rank]}"
         if isinstance(error, TimeoutError):
             return CommunicationError(
-                f"{name} did not deliver its slice of the parameters within {self.timeout_s:.0f} s. {RANK_ENDED} (then "
-                "its own message is in its log) or it hangs; if it only is slow, raise the timeout: "
-                "DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+                f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (then its own message is in its "
+                "log) or it hangs; if it only is slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
+                "init_distributed(timeout=...)."
             )
         return CommunicationError(
-            f"{name} was gone before it delivered its slice of the parameters ({error}). {RANK_ENDED} (then its own "
-            "message is in its log) or it closed its engine long before this one."
+            f"{name} was gone before it could {what} ({error}). {RANK_ENDED} (then its own message is in its log) or "
+            "it closed its engine long before this one."
         )
 
     def _connection(self, rank: int) -> socket.socket:
@@ -125,7 +154,7 @@ class ShardServer:
             host, port, _ = self._addresses[rank]
             connection = socket.create_connection((host, port), timeout=self.timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(self._token)
+            connection.sendall(self._token + _COUNT.pack(self.communicator.rank))
             self._peers[rank] = connection
         return self._peers[rank]
 
@@ -145,11 +174,16 @@ class ShardServer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_read(connection, _TOKEN_BYTES), self._token):
                 return
+            (visitor,) = _COUNT.unpack(_read(connection, _COUNT.size))
             while True:
                 request = _read(connection, _REQUEST.size)
                 if not request:
                     return
                 bucket, version = _REQUEST.unpack(request)
+                if bucket == _MEETING:
+                    visit = Visit.unpack(_read(connection, version))
+                    connection.sendall(pack_answer(self.meeting.attend(visitor, visit)))
+                    continue
                 with self._changed:
                     if bucket == _LEAVING:
                         self._changed.wait_for(lambda: self._leaving or self._closed)
@@ -211,6 +245,7 @@ class ShardServer:
             self._closed = True
             self.shards = []
             self._changed.notify_all()
+        self.meeting.close()
         for connection in (self._listener, *self._peers.values(), *self._accepted):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -8,14 +8,16 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.collectives import communicator
 from deepspeed.comm.groups import default_timeout
 from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather, ScheduledGather
+from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather
 from deepspeed.runtime.zero.host_copies import off_host
 from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.shard_server import ShardServer
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
@@ -44,8 +46,8 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.gatherer = make_gatherer(self.buckets, groups.shard, prefetch_numel, storage)
-        self.coordinator = ParamCoordinator(self.buckets, self.gatherer.gather, budget)
+        self.gatherer = make_gatherer(self.buckets, groups, prefetch_numel, storage)
+        self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator
             bucket.on_change = self.gatherer.changed
@@ -57,6 +59,12 @@ class ShardedModel:
         wire carries each once per step."""
         return Cadence.AT_BOUNDARY if self.coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
 
+    def join_sums(self, reducer: GradReducer) -> None:
+        """Sums and gathers take their turns in one order, where gathers are collectives."""
+        if isinstance(self.gatherer, ScheduledGather):
+            reducer.turns = self.gatherer
+            self.gatherer.start_sum = reducer.launch
+
     def before_step(self) -> None:
         self.gatherer.end_of_step()
 
@@ -64,9 +72,16 @@ class ShardedModel:
         self.gatherer.changed()
         self.coordinator.end_of_step()
 
+    def abandon(self) -> None:
+        """The batch ended with an exception: nothing is in use, and the step begins anew."""
+        self.coordinator.abandon()
+        self.gatherer.abandon()
+        self.coordinator.release_all()
+
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
         self.offload.destroy()
+        self.gatherer.settle()
         for bucket in self.buckets:
             bucket.destroy()
         self.gatherer.close()
@@ -74,9 +89,10 @@ class ShardedModel:
 
 
 def make_gatherer(
-    buckets: Sequence[ShardedBucket], dp: Communicator, prefetch_numel: int, storage: ParamStorage
+    buckets: Sequence[ShardedBucket], groups: ShardGroups, prefetch_numel: int, storage: ParamStorage
 ) -> LocalGather:
     """The one place that chooses how slices come together."""
+    dp = groups.shard
     if dp.size == 1 and storage.swap is not None and not off_host(buckets[0].device):
         return ReadingGather(
             buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
@@ -86,12 +102,19 @@ def make_gatherer(
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
     server = ShardServer(dp, shards, default_timeout().total_seconds())
     if prefers_collectives(buckets[0].device.type):
-        # A group of its own: gathers and sums are then free to overtake each other.
+        # A group of its own, so that gathers and sums are under way at the same time. They are launched in one
+        # order all the same (Note: one order in launch_order.py).
         group = torch.distributed.new_group(
             list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True
         )
         assert isinstance(group, torch.distributed.ProcessGroup)
-        return ScheduledGather(buckets, communicator(group), server, prefetch_numel=prefetch_numel)
+        return ScheduledGather(
+            buckets,
+            communicator(group),
+            server,
+            prefetch_numel=prefetch_numel,
+            everyone=groups.everyone,
+        )
     return FetchingGather(buckets, dp, server)
 
 

@@ -25,6 +25,11 @@ class UseTrace:
     def complete(self) -> bool:
         return bool(self._last)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a bucket was used in this step."""
+        return bool(self._now)
+
     def use(self, b: int) -> None:
         if self._now and self._now[-1] == b:
             return
@@ -47,6 +52,10 @@ class UseTrace:
         if self._now:
             self._last, self._now = self._now, []
         self._cursor = 0
+
+    def restart(self) -> None:
+        """The step begins anew; what was seen of it does not count."""
+        self._now, self._cursor = [], 0
 
     def forget(self) -> None:
         self._last, self._now, self._cursor = [], [], 0

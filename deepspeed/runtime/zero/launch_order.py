@@ -1,0 +1,174 @@
+"""The one order in which every rank launches the gathers and sums of a step. Pure.
+
+[Note: one order] A collective needs every rank, and a rank that waits for one must not keep another rank from coming to
+it. With gathers and sums on two communicators that is easily violated: rank 0 waits for the sum of block 23 before it
+gathers block 19, rank 1 gathers block 19 first, because a gradient of block 23 never came there; each waits for the
+other, on the device as on the host. (NCCL asks for the same: kernels of two communicators on one device may be launched
+in any order only if they always fit beside each other.) So gathers and sums share one order, that of rank 0 in
+the last step, and every rank launches the whole of it:
+
+- a *need* (a bucket is used that is not whole here) launches all entries up to it. A sum that comes before it
+  and is not complete on this rank starts with zeros for what is missing; what arrives later is summed later, which
+  the ranks agree on at the step (``GradReport``);
+- a sum that is complete early waits for its turn, and so does a gather that is foreseen beyond ``window`` elements;
+- at the end of a forward pass, of a backward that sums, and of the step, what is left up to there is launched.
+
+A rank waits only for entries that it has launched, and launches entry n after waiting at most for entries before n: by
+induction every entry completes, whatever each rank's control flow is. What is not in the order (a branch that rank
+0 did not take) is fetched from the other ranks' servers, which needs nobody's cooperation.
+
+Between two backwards that sum lies one *segment*. All ranks have the same number of segments in a step, since
+sums are made by all; so a step with more micro-batches than the last still begins each segment in step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    NEED = 0  # in a record: the bucket was needed; in an order: gather it
+    SUM = 1
+    PASS = 2  # the end of a forward pass
+    RELEASE = 3  # only in a record: the bucket's memory was given back
+
+
+class Entry(NamedTuple):
+    kind: Kind
+    bucket: int = -1
+
+
+END_OF_PASS = Entry(Kind.PASS)
+
+
+class LaunchOrder:
+    """Follows the agreed order of the running step and records what this rank would have done by itself."""
+
+    def __init__(self) -> None:
+        self.agreed: list[list[Entry]] = []
+        self.record: list[list[Entry]] = [[]]
+        self.cursor = 0
+        self._passes = 0  # ends of forward passes in this segment, here
+        self._marks = 0  # of those in the order, how many the cursor has passed
+
+    @property
+    def segment(self) -> int:
+        return len(self.record) - 1
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.segment, self.cursor
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything happened in this segment."""
+        return bool(self.cursor or self.record[-1])
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.agreed[self.segment] if self.segment < len(self.agreed) else []
+
+    def coming(self) -> Entry | None:
+        entries = self.entries
+        return entries[self.cursor] if self.cursor < len(entries) else None
+
+    def passed(self) -> Entry:
+        """Move on by one entry."""
+        entry = self.entries[self.cursor]
+        self.cursor += 1
+        self._marks += entry.kind is Kind.PASS
+        return entry
+
+    def find(self, bucket: int, *, beyond_sums: bool) -> int:
+        """Entries from the cursor up to and including the next gather of ``bucket``; 0 if there is none.
+
+        A forward does not look beyond sums: it would start them before there are any gradients.
+        """
+        for ahead, entry in enumerate(self.entries[self.cursor :], start=1):
+            if entry == (Kind.NEED, bucket):
+                return ahead
+            if entry.kind is Kind.SUM and not beyond_sums:
+                break
+        return 0
+
+    def end_pass(self) -> int:
+        """A forward pass is over here; returns how many entries have to be launched for the others' sake."""
+        self.record[-1].append(END_OF_PASS)
+        self._passes += 1
+        if self._marks >= self._passes:
+            return 0
+        for ahead, entry in enumerate(self.entries[self.cursor :], start=1):
+            if entry.kind is Kind.PASS:
+                return ahead
+            if entry.kind is Kind.SUM:
+                break
+        return 0
+
+    def end_segment(self) -> None:
+        self.record.append([])
+        self.cursor = self._passes = self._marks = 0
+
+    def restart(self) -> None:
+        """The step begins anew (a batch was abandoned); what happened in it is not recorded."""
+        self.record = [[]]
+        self.cursor = self._passes = self._marks = 0
+
+    def end_step(self, agreed: list[list[Entry]]) -> None:
+        self.agreed = agreed
+        self.restart()
+
+
+def with_foresight(record: Sequence[Entry], numels: Sequence[int], window: int) -> list[Entry]:
+    """The order to launch what was recorded: each gather as early as ``window`` elements ahead of its use allow.
+
+    A gather never moves before the release that makes room for it: its bucket is still whole until then.
+    """
+    order: list[Entry] = []
+    needs = [i for i, entry in enumerate(record) if entry.kind is Kind.NEED]
+    released = [i for i, entry in enumerate(record) if entry.kind is Kind.RELEASE]
+    launched = 0  # of needs
+    ahead = 0
+    done = 0
+    for i, entry in enumerate(record):
+        if entry.kind is Kind.NEED:
+            if done == launched:
+                order.append(entry)
+                launched += 1
+            else:
+                ahead -= numels[entry.bucket]
+            done += 1
+        elif entry.kind is not Kind.RELEASE:
+            order.append(entry)
+            continue
+        while done and launched < len(needs):
+            coming = needs[launched]
+            bucket = record[coming].bucket
+            whole = any(i < r < coming and record[r].bucket == bucket for r in released)
+            if whole or ahead + numels[bucket] > window:
+                break
+            order.append(record[coming])
+            ahead += numels[bucket]
+            launched += 1
+    return order
+
+
+def encode(segments: Sequence[Sequence[Entry]]) -> list[int]:
+    """As a message: per segment its length, then kind and bucket of each entry."""
+    message: list[int] = []
+    for entries in segments:
+        message.append(len(entries))
+        for entry in entries:
+            message += [int(entry.kind), entry.bucket]
+    return message
+
+
+def decode(message: Sequence[int]) -> list[list[Entry]]:
+    segments: list[list[Entry]] = []
+    at = 0
+    while at < len(message):
+        stop = at + 1 + 2 * message[at]
+        segments.append([Entry(Kind(message[i]), message[i + 1]) for i in range(at + 1, stop, 2)])
+        at = stop
+    return segments

@@ -1,0 +1,96 @@
+"""Where ranks find out whether all of them are about to do the same thing.
+
+Training is done by all ranks together; evaluation and generation may be done by one alone, or by all for different
+lengths of time, and nobody knows in advance. Before the first gather of such a pass a rank sends one small message
+to rank 0: what it is going to do, and how long it is ready to wait. As soon as every rank waits with the same intent,
+all are told to go, with the order that rank 0 proposes; a rank whose patience ends before is told that it is alone.
+The decision is made in one place under one lock, so ranks never get different answers to the same question.
+
+Passes are not numbered: a rank that has generated more tokens than another is not out of step for good. Whichever
+passes are waiting at one time go together.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_HEAD = struct.Struct("<dq")  # patience, bytes of the intent
+_COUNT = struct.Struct("<q")
+
+
+@dataclass(slots=True)
+class Visit:
+    intent: bytes
+    proposal: list[int] = field(default_factory=list)
+    patience_s: float = 0.0
+    decided: bool = False
+    order: list[int] | None = None
+
+    def pack(self) -> bytes:
+        head = _HEAD.pack(self.patience_s, len(self.intent))
+        return head + self.intent + struct.pack(f"<{len(self.proposal)}q", *self.proposal)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Visit:
+        patience_s, length = _HEAD.unpack_from(message)
+        start = _HEAD.size + length
+        count = (len(message) - start) // _COUNT.size
+        proposal = list(struct.unpack_from(f"<{count}q", message, start))
+        return cls(message[_HEAD.size : start], proposal, patience_s)
+
+
+class Meeting:
+    """Lives on rank 0; ``attend`` is called by one thread per rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._waiting: dict[int, Visit] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def attend(self, rank: int, visit: Visit) -> list[int] | None:
+        """The order in which all ranks go together, or None: they do not."""
+        with self._changed:
+            self._waiting[rank] = visit
+            if len(self._waiting) == self.size:
+                self._decide()
+            else:
+                self._changed.wait_for(lambda: visit.decided or self._closed, visit.patience_s)
+            if not visit.decided:
+                self._waiting.pop(rank, None)
+            return visit.order
+
+    def _decide(self) -> None:
+        visits = self._waiting
+        agreed = len({visit.intent for visit in visits.values()}) == 1
+        for visit in visits.values():
+            visit.decided = True
+            visit.order = visits[0].proposal if agreed else None
+        self._waiting = {}
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def pack_answer(order: Sequence[int] | None) -> bytes:
+    """Its length first; -1 for "alone"."""
+    if order is None:
+        return _COUNT.pack(-1)
+    return struct.pack(f"<{len(order) + 1}q", len(order), *order)
+
+
+ANSWER_HEAD = _COUNT.size
+
+
+def answer_length(head: bytes) -> int:
+    return _COUNT.unpack(head)[0]
+
+
+def unpack_order(body: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(body) // _COUNT.size}q", body))

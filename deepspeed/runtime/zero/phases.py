@@ -1,0 +1,19 @@
+"""What a gather is for. Whoever begins a pass through the model says so; nothing below asks for the grad mode."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Phase(enum.Enum):
+    FORWARD = "a forward of training"
+    BACKWARD = "autograd runs backward through the model"
+    RECOMPUTATION = "a forward inside backward (activation checkpointing)"
+    EVALUATION = "a forward of which no training follows: evaluation, generation"
+    BY_HAND = "GatheredParameters"
+    APART = "a forward on another thread than the one that trains"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the gather belongs to a training step, which repeats itself and which every rank takes."""
+        return self in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION)

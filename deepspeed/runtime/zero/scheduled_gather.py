@@ -1,0 +1,319 @@
+"""Gathering by collectives that all ranks launch in one order, ahead of their use: the way on devices.
+
+[Note: which order] A training step is walked through by all ranks, so its order is agreed once, at its end, for the
+next one: gathers and sums together (Note: one order in ``launch_order.py``). One broadcast per step says that
+nothing has changed, or what.
+
+An evaluation, a generated token, ``GatheredParameters`` may be the affair of one rank. Such a pass asks before its
+first gather whether all ranks are about to make the same one (``meeting.py``): the same module, with the same buckets
+whole beforehand, the same weights, at the same position of the training order. Then all follow the order in which
+rank 0 made it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at
+one position of the training order, the collectives of the pass have one place in it, too. Asking is one small message
+to rank 0 and one back per pass, no collective, and nothing where all is whole already. A rank waits for the others
+up to ``PATIENCE_S``, a quarter as long after each time in vain, and the whole time again after a success: one rank that
+evaluates alone loses little, and ranks that drifted apart find each other again, because the one that comes last
+waits longest.
+
+What a pass did not use of its order is gathered and dropped at its end: that is what the other ranks wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.runtime.zero.gather import FetchingGather
+from deepspeed.runtime.zero.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
+from deepspeed.runtime.zero.meeting import Visit
+from deepspeed.runtime.zero.phases import Phase
+from deepspeed.runtime.zero.shard_server import ShardServer
+from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
+
+PATIENCE_S = 1.0
+LEAST_PATIENCE_S = 0.02
+_REMEMBERED_PASSES = 64
+
+
+@dataclass(slots=True)
+class GatherCounts:
+    """``collectives`` launched; of the buckets that were needed, those under way already, those launched only then,
+    and those fetched from the other ranks one-sidedly."""
+
+    collectives: int = 0
+    hits: int = 0
+    misses: int = 0
+    fetches: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        needs = self.hits + self.misses + self.fetches
+        return self.hits / needs if needs else 1.0
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """A pass outside the training step: the order that all ranks follow, None before they were asked."""
+
+    root: Hashable
+    intent: tuple[Hashable, ...] = ()
+    order: list[int] | None = None
+    cursor: int = 0
+    observed: list[int] = field(default_factory=list)
+
+
+class ScheduledGather(FetchingGather):
+    """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
+
+    ``everyone`` joins all ranks that take a step together; ``communicator`` those that hold one copy of the weights.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[ShardedBucket],
+        communicator: Communicator,
+        server: ShardServer,
+        *,
+        prefetch_numel: int,
+        everyone: Communicator | None = None,
+    ) -> None:
+        super().__init__(buckets, communicator, server)
+        self.everyone = everyone or communicator
+        self.prefetch_numel = prefetch_numel
+        self.order = LaunchOrder()
+        self.counts = GatherCounts()
+        self.start_sum: Callable[[int], None] = lambda b: None  # of the reducer
+        self.longest_patience_s = self.patience_s = PATIENCE_S
+        self.in_flight: dict[int, Pending] = {}  # oldest first
+        self._complete: set[int] = set()  # sums that wait for their turn
+        self._evaluation: Evaluation | None = None
+        self._last_orders: dict[Hashable, list[int]] = {}
+        self._last_record: list[list[Entry]] = []
+
+    # Needs --------------------------------------------------------------------------------------------------
+
+    def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
+        foreseen = index in self.in_flight
+        launched = self.counts.collectives
+        if phase.trains:
+            self.order.record[-1].append(Entry(Kind.NEED, index))
+            if not foreseen:
+                self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._need_in_evaluation(self._evaluation, index)
+        elif phase is Phase.BY_HAND and not foreseen and self._meet(("by hand", index), [index]):
+            self._launch_gather(index)
+        self._make_whole(index, foreseen, launched)
+        if phase.trains:
+            self._advance()
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._prefetch_evaluation(self._evaluation)
+
+    def _make_whole(self, index: int, foreseen: bool, launched: int) -> None:
+        if index in self.in_flight:
+            older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
+            for i in older:  # what was skipped becomes idle, and goes when memory is due
+                self._finish(i)
+        if self.buckets[index].status is Status.SHARDED:
+            self.counts.fetches += 1
+            super().gather(index)
+        elif foreseen:
+            self.counts.hits += 1
+        else:
+            assert self.counts.collectives > launched
+            self.counts.misses += 1
+
+    def released(self, index: int) -> None:
+        if self.order.begun:
+            self.order.record[-1].append(Entry(Kind.RELEASE, index))
+
+    # Launching ----------------------------------------------------------------------------------------------
+
+    def _launch_up_to(self, count: int) -> None:
+        """Launch the next ``count`` entries, of which the last is needed; those before it were skipped here, and are
+        kept only as far as the window allows."""
+        for left in range(count, 0, -1):
+            entry = self.order.coming()
+            assert entry is not None
+            fits = entry.kind is Kind.NEED and (
+                self._ahead() + self.buckets[entry.bucket].layout.padded_numel <= self.prefetch_numel
+            )
+            self._launch(1, keep=left == 1 or fits)
+
+    def _launch(self, count: int, *, keep: bool) -> None:
+        """Take part in the next ``count`` entries of the training order, whatever this rank itself needs."""
+        for _ in range(count):
+            entry = self.order.passed()
+            if entry.kind is Kind.NEED:
+                self._launch_gather(entry.bucket, keep=keep)
+            elif entry.kind is Kind.SUM:
+                self._complete.discard(entry.bucket)
+                self.start_sum(entry.bucket)
+
+    def _launch_gather(self, index: int, *, keep: bool = True) -> None:
+        bucket = self.buckets[index]
+        self.counts.collectives += 1
+        if bucket.status is Status.SHARDED and keep:
+            full = bucket.allocate()
+            self.in_flight[index] = self.communicator.all_gather(full, bucket.own_slice())
+            return
+        # Whole here already, or not wanted: the others still need this rank's slice.
+        assert bucket.shard is not None
+        spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
+        self.communicator.all_gather(spare, bucket.shard.to(bucket.device)).wait()
+
+    def _advance(self) -> None:
+        """Launch what has its turn and is ready: gathers within the window, sums that are complete."""
+        ahead = self._ahead()
+        while (entry := self.order.coming()) is not None:
+            if entry.kind is Kind.NEED:
+                bucket = self.buckets[entry.bucket]
+                ahead += bucket.layout.padded_numel
+                if ahead > self.prefetch_numel or bucket.status is not Status.SHARDED:
+                    return
+            elif entry.kind is Kind.SUM and entry.bucket not in self._complete:
+                return
+            self._launch(1, keep=True)
+
+    def _ahead(self) -> int:
+        return sum(self.buckets[i].layout.padded_numel for i in self.in_flight)
+
+    def _finish(self, index: int) -> None:
+        try:
+            self.in_flight.pop(index).wait()
+        finally:
+            self.buckets[index].arrived()
+
+    # Sums (``LaunchTurns`` of the reducer) ------------------------------------------------------------------
+
+    def sum_ready(self, b: int) -> None:
+        self.order.record[-1].append(Entry(Kind.SUM, b))
+        if not self.order.entries:
+            self.start_sum(b)
+            return
+        self._complete.add(b)
+        self._advance()
+
+    def end_segment(self) -> None:
+        self._launch_rest()
+        self.order.end_segment()
+
+    def _launch_rest(self) -> None:
+        self._launch(len(self.order.entries) - self.order.cursor, keep=False)
+        self._complete.clear()
+        for index in list(self.in_flight):
+            self._finish(index)
+
+    # Passes -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, phase: Phase, root: Hashable) -> None:
+        if phase is Phase.EVALUATION:
+            self._evaluation = Evaluation(root)
+
+    def end_pass(self, phase: Phase) -> None:
+        if phase is Phase.FORWARD:
+            self._launch(self.order.end_pass(), keep=False)
+        elif phase is Phase.EVALUATION and self._evaluation is not None:
+            self._end_evaluation(self._evaluation)
+            self._evaluation = None
+
+    def _need_in_evaluation(self, evaluation: Evaluation, index: int) -> None:
+        if evaluation.order is None:
+            evaluation.intent = (evaluation.root, *self._whole())
+            proposal = self._last_orders.get(evaluation.intent, [])
+            evaluation.order = self._meet(evaluation.intent, proposal)
+        evaluation.observed.append(index)
+        if index not in self.in_flight and index in evaluation.order[evaluation.cursor :]:
+            stop = evaluation.order.index(index, evaluation.cursor) + 1
+            while evaluation.cursor < stop:
+                self._launch_in_evaluation(evaluation)
+
+    def _launch_in_evaluation(self, evaluation: Evaluation, *, keep: bool = True) -> None:
+        assert evaluation.order is not None
+        evaluation.cursor += 1
+        self._launch_gather(evaluation.order[evaluation.cursor - 1], keep=keep)
+
+    def _prefetch_evaluation(self, evaluation: Evaluation) -> None:
+        ahead = self._ahead()
+        while evaluation.order and evaluation.cursor < len(evaluation.order):
+            coming = self.buckets[evaluation.order[evaluation.cursor]]
+            ahead += coming.layout.padded_numel
+            if ahead > self.prefetch_numel or coming.status is not Status.SHARDED:
+                return
+            self._launch_in_evaluation(evaluation)
+
+    def _end_evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.order is None:
+            return  # nothing was gathered
+        launched = set(evaluation.order)
+        while evaluation.cursor < len(evaluation.order):
+            self._launch_in_evaluation(evaluation, keep=False)
+        for index in [i for i in self.in_flight if i in launched]:
+            self._finish(index)
+        while len(self._last_orders) >= _REMEMBERED_PASSES:
+            self._last_orders.pop(next(iter(self._last_orders)))
+        self._last_orders[evaluation.intent] = evaluation.observed
+
+    def _whole(self) -> list[int]:
+        return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
+
+    def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
+        """The order of a pass that all ranks make now; empty where they do not."""
+        what = repr((intent, self.order.position, self.server.version)).encode()
+        order = self.server.meet(Visit(what, proposal, self.patience_s))
+        if order is not None:
+            self.patience_s = self.longest_patience_s
+            return order
+        self.patience_s = max(LEAST_PATIENCE_S, self.patience_s / 4)
+        return []
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def end_of_step(self) -> None:
+        foreseen = list(self.in_flight)
+        self._launch_rest()
+        for index in foreseen:  # but not used: the weights are about to change
+            self.buckets[index].release()
+        self._agree()
+
+    def abandon(self) -> None:
+        """Take part in the rest of the segment, so that all ranks are at one position, and begin the step anew."""
+        if self.order.begun:
+            self._launch_rest()
+        self._complete.clear()
+        self._evaluation = None
+        self.order.restart()
+
+    def settle(self) -> None:
+        """Before the buckets are taken apart, by all ranks: nothing is under way any more, on any rank."""
+        begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
+        self.everyone.all_reduce_max(begun).wait()
+        self.start_sum = lambda b: None
+        if begun.item():
+            self._launch_rest()
+        self.order.agreed = []
+        self.order.restart()
+
+    def _agree(self) -> None:
+        """What rank 0 recorded becomes the order of the next step: its length first, then, if it changed, itself."""
+        record = self.order.record
+        device = self.buckets[0].device
+        message: list[int] = []
+        changed = self.everyone.rank == 0 and record != self._last_record
+        if changed:
+            numels = [bucket.layout.padded_numel for bucket in self.buckets]
+            message = encode([with_foresight(entries, numels, self.prefetch_numel) for entries in record])
+        header = torch.tensor([len(message) if changed else -1], dtype=torch.int64, device=device)
+        self.everyone.broadcast(header, src=0).wait()
+        length = int(header.item())
+        self._last_record = record
+        if length < 0:
+            self.order.end_step(self.order.agreed)
+            return
+        body = torch.zeros(length, dtype=torch.int64, device=device)
+        if changed:
+            body.copy_(torch.tensor(message, dtype=torch.int64))
+        self.everyone.broadcast(body, src=0).wait()
+        self.order.end_step(decode(body.tolist()))
