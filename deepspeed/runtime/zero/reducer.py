@@ -164,9 +164,8 @@ class GradReducer:
 
     def _launch(self, b: int) -> None:
         bucket = self.buckets[b]
-        if not bucket.keep_local and self._next > 0:
-            # Borrowed buffers go back early: besides the ones being filled, one is in flight.
-            self.buckets[self._order[self._next - 1]].collect()
+        if self._next > 0 and (previous := self.buckets[self._order[self._next - 1]]).borrows:
+            previous.collect()  # borrowed buffers go back early: besides the ones being filled, one is in flight
         bucket.launch(*self.factors)
         self._launched[b] = True
         self._next += 1
