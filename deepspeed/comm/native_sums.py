@@ -90,7 +90,7 @@ class ExchangedSum:
         sum_in_order(output, list(received), scale)
 
     def _sums_of_host(self, strips: Tensor, levels: Levels) -> Tensor:
-        """[H, L, n] of this rank -> [H, n] summed over this host's ranks, unrounded: for its counterparts and itself."""
+        """[H, L, n] of this rank -> [H, n] summed over this host's ranks, unrounded: one row for each host."""
         num_hosts, local_size, count = strips.shape
         received = self._exchange(strips.transpose(0, 1), levels.inside).view(local_size, -1)
         sums = strips.new_empty((num_hosts, count), dtype=accumulation_dtype(strips.dtype))
