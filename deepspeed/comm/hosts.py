@@ -36,7 +36,7 @@ def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
     willing = may_share_memory and shared_memory.is_available()
     records = _gather(gloo, _Record.of_this_process(willing))
     blocks = blocks_of([one.host for one in records])
-    if not all(one.ready for one in records) or not can_share_memory(blocks):
+    if not all(one.ready for one in records) or not are_regular(blocks):
         return Hosts(blocks, None)
     block = next(block for block in blocks if gloo.rank in block)
     channel, attached = _connect(gloo, block, records[block[0]].pid)
@@ -59,7 +59,7 @@ def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(block) for block in found.values())
 
 
-def can_share_memory(blocks: tuple[tuple[int, ...], ...]) -> bool:
+def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
     """One host; or several with equally many neighbouring ranks, more than one each."""
     length = len(blocks[0])
     regular = all(

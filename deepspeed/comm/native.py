@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from .native_sums import ExchangedSum
 from .pending import CommunicationError, Pending
 from .reduction import accumulation_dtype
 
@@ -38,62 +39,47 @@ class NativeAllGather(_NativeOperation):
 
 
 class NativeReduceScatter(_NativeOperation):
-    """16-bit inputs cross the wire as they are (all_to_all) and are summed here in fp32, in rank order."""
+    """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
+
+    def __init__(
+        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
+    ) -> None:
+        super().__init__(group, ranks)
+        self.exchanged = exchanged or ExchangedSum(group, ranks)
 
     def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         wide = accumulation_dtype(input.dtype)
-        if wide == input.dtype:
-            total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
-            work = reduce_scatter_single(total, input, group=self.group, async_op=True)
+        if wide != input.dtype:
+            return self.exchanged.reduce_scatter(output, input, scale)
+        total = output if output.dtype == wide else torch.empty_like(output, dtype=wide)
+        work = reduce_scatter_single(total, input, group=self.group, async_op=True)
 
-            def finish() -> None:
-                self._wait(work, "reduce_scatter")
-                if scale != 1.0:
-                    total.mul_(scale)
-                if total is not output:
-                    output.copy_(total)
-
-            return Pending(finish)
-        received = torch.empty_like(input)
-        work = dist.all_to_all_single(received, input, group=self.group, async_op=True)
-
-        def finish_sum() -> None:
+        def finish() -> None:
             self._wait(work, "reduce_scatter")
-            total = received.view(self.size, -1).sum(0, dtype=wide)
-            output.copy_(total.mul_(scale) if scale != 1.0 else total)
+            if scale != 1.0:
+                total.mul_(scale)
+            if total is not output:
+                output.copy_(total)
 
-        return Pending(finish_sum)
+        return Pending(finish)
 
 
 class NativeAllReduce(_NativeOperation):
+    def __init__(
+        self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
+    ) -> None:
+        super().__init__(group, ranks)
+        self.exchanged = exchanged or ExchangedSum(group, ranks)
+
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        wide = accumulation_dtype(tensor.dtype)
-        if wide != tensor.dtype:
-            return self._sliced(tensor, scale)
+        if accumulation_dtype(tensor.dtype) != tensor.dtype:
+            return self.exchanged.all_reduce(tensor, scale, all_gather_single)
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
 
         def finish() -> None:
             self._wait(work, "all_reduce")
             if scale != 1.0:
                 tensor.mul_(scale)
-
-        return Pending(finish)
-
-    def _sliced(self, tensor: Tensor, scale: float) -> Pending:
-        padded_count = -(-tensor.numel() // self.size) * self.size
-        padded = tensor
-        if padded_count != tensor.numel():
-            padded = tensor.new_zeros(padded_count)
-            padded[: tensor.numel()].copy_(tensor)
-        own = tensor.new_empty(padded_count // self.size)
-        scattered = NativeReduceScatter(self.group, self.ranks)(own, padded, scale=scale)
-
-        def finish() -> None:
-            scattered.wait()
-            work = all_gather_single(padded, own, group=self.group, async_op=True)
-            self._wait(work, "all_reduce")
-            if padded is not tensor:
-                tensor.copy_(padded[: tensor.numel()])
 
         return Pending(finish)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import gloo, hierarchical, hosts, native, shared_memory
+from . import gloo, hierarchical, hosts, native, native_sums, shared_memory
 from .pending import Pending
 
 
@@ -138,12 +138,13 @@ def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallbac
 
 
 def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    exchanged = native_sums.ExchangedSum(group, ranks)
     return Transport(
         name="native",
         background=True,
         all_gather=native.NativeAllGather(group, ranks),
-        reduce_scatter=native.NativeReduceScatter(group, ranks),
-        all_reduce=native.NativeAllReduce(group, ranks),
+        reduce_scatter=native.NativeReduceScatter(group, ranks, exchanged),
+        all_reduce=native.NativeAllReduce(group, ranks, exchanged),
         all_reduce_max=native.NativeAllReduceMax(group, ranks),
         reduce=native.NativeReduce(group, ranks),
         broadcast=native.NativeBroadcast(group, ranks),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Pending
+from deepspeed.comm.native_sums import SCRATCH_BYTES
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.plan import Cadence, Plan
 from deepspeed.runtime.zero.coordinator import Frame, LiveBudget, ParamCoordinator
@@ -97,18 +98,16 @@ class PaperCommunicator:
         self.collectives: Counter[str] = Counter()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """16-bit sums are exchanged and added up in fp32 (``comm/native.py``)."""
+        """16-bit sums are exchanged and added up in fp32, piece by piece (``comm/native_sums.py``)."""
         if not self.native or input.element_size() >= 4:
             return Pending()
-        received = input.numel() * input.element_size()
-        self.meter.change(Kind.COMMUNICATION, received)
-
-        def finish() -> None:
-            total = output.numel() * 4
-            self.meter.change(Kind.COMMUNICATION, total)
-            self.meter.change(Kind.COMMUNICATION, -total - received)
-
-        return Pending(finish)
+        whole = input.numel() * input.element_size()
+        received = min(whole, SCRATCH_BYTES)
+        sent = received if whole > SCRATCH_BYTES else 0  # a single piece is sent from where it is
+        total = received // input.element_size() // self.size * 4
+        self.meter.change(Kind.COMMUNICATION, sent + received + total)
+        self.meter.change(Kind.COMMUNICATION, -sent - received - total)
+        return Pending()
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         return self.reduce_scatter(tensor[: -(-tensor.numel() // self.size)], tensor)

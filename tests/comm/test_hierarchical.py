@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.comm import gloo, hierarchical
-from deepspeed.comm.hosts import blocks_of, can_share_memory
+from deepspeed.comm.hosts import are_regular, blocks_of
 from deepspeed.comm.reduction import sum_in_blocks, sum_in_order
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, using, values
 from tests.pool import distributed
@@ -18,7 +18,7 @@ def test_blocks():
     assert blocks_of([b"a", b"b", b"a", b"c"]) == ((0, 2), (1,), (3,))
     regular = {((0, 1, 2),): True, ((0, 1), (2, 3)): True, ((0,), (1,)): False, ((0,),): False}
     regular |= {((0, 2), (1, 3)): False, ((0, 1), (2,)): False}
-    assert {blocks: can_share_memory(blocks) for blocks in regular} == regular
+    assert {blocks: are_regular(blocks) for blocks in regular} == regular
 
 
 def test_sums_in_blocks():

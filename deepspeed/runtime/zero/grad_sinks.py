@@ -188,6 +188,11 @@ class GradBucket:
             self._slice = self.new_slice(self.layout.shard_numel, self.dtype)
         return self._slice
 
+    @property
+    def borrows(self) -> bool:
+        """Whether the sum in flight holds memory that the next bucket could use."""
+        return self.in_flight is not None and (not self.keep_local or self.in_flight.wire is not self.local)
+
     def collect(self) -> None:
         """Wait for the sum and add it to the earlier rounds of this step."""
         if self.in_flight is None:

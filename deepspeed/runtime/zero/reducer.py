@@ -201,9 +201,8 @@ class GradReducer:
         if self._launched[b]:
             return
         bucket = self.buckets[b]
-        if not bucket.keep_local and self._last is not None:
-            # Borrowed buffers go back early: besides the ones being filled, one is in flight.
-            self.buckets[self._last].collect()
+        if self._last is not None and (previous := self.buckets[self._last]).borrows:
+            previous.collect()  # borrowed buffers go back early: besides the ones being filled, one is in flight
         bucket.launch(*self.factors)
         self._launched[b] = True
         self._last = b
