@@ -234,7 +234,7 @@ def test_thawed_parameters_need_a_word(tmp_path):
     with pytest.raises(CheckpointError, match=r"frozen\.(weight|bias) is trained now, but was frozen"):
         thawed.load_checkpoint(tmp_path)
     thawed.load_checkpoint(tmp_path, load_module_strict=False)
-    assert not full_state(thawed)["frozen.weight/exp_avg"].any()
+    assert "frozen.weight/exp_avg" not in full_state(thawed)  # the optimizer makes it
     assert train(thawed, 2, 4)
 
 

@@ -129,11 +129,13 @@ def test_inside_sums_of_one_rank(tmp_path, stage, precision):
     alone(engine, 0)
     alone(engine, 1)
     engine.save_checkpoint(tmp_path)
+    sums = {name: sum_.clone() for name, sum_ in engine.state_access.pending_gradients()["local"].items()}
     expected = finish(engine)
     resumed = make(stage, precision, seed=1)
     resumed.load_checkpoint(tmp_path)
-    kept = resumed.state_access.pending_gradients()
-    assert kept is not None and kept["local"]
+    kept = resumed.state_access.pending_gradients()["local"]
+    assert sums and {n: s.dtype for n, s in kept.items()} == {n: s.dtype for n, s in sums.items()}
+    assert_equal(kept, sums)
     assert_equal(finish(resumed), expected)
 
 

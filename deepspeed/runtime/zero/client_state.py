@@ -11,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.runtime.zero.access import StateAccess
@@ -74,7 +74,7 @@ class ClientState:
         self._own = optimizer.state
         return {**state_dict, "state": rest}
 
-    def _local(self, name: str, param: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+    def _local(self, name: str, param: nn.Parameter, state: dict[str, Any]) -> dict[str, Tensor]:
         """This rank's part of the state of one parameter."""
         start, stop = self.access.interval(param)
         found: dict[str, Tensor] = {}

@@ -116,7 +116,9 @@ class LateParams:
         for told in self.on_admit:
             told()
         self.look()
-        log_dist(f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0])
+        log_dist(
+            f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0]
+        )
         return grads
 
     def _check(self, added: TrainedParams) -> None:

@@ -96,8 +96,11 @@ class GradReducer:
 
     def install_hooks(self) -> None:
         for index in range(len(self._handles), len(self.params)):
-            hook = self._make_hook(index)
-            self._handles.append(self.params[index].register_post_accumulate_grad_hook(hook))
+            param, hook = self.params[index], self._make_hook(index)
+            trainable = param.requires_grad
+            param.requires_grad_(True)  # it may be another rank that has unfrozen it
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            param.requires_grad_(trainable)
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         # A closure, not a bound method: modules and parameters get deep-copied with their hooks.

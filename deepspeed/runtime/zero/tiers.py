@@ -263,18 +263,32 @@ class OffloadedTier(ResidentTier):
         new = list(_sub_groups(away, self.group_numel))
         if any(here):  # first: a device works on it while the host does the others
             new.insert(0, SubGroup(here, resident=True))
-        for number, sub_group in enumerate(new, len(self.sub_groups)):
-            if self.swap is not None and not sub_group.resident:
-                sub_group.records = list(_master_records(sub_group.fragments))
-                for record in sub_group.records:
-                    record.skew = self.swap.offset_of(record.resting) % PAGE
-                sub_group.known = {id(t) for record in sub_group.records for t in record.tensors}
-            for owned in sub_group.fragments:
-                self._part_of[id(owned)] = number
-                if not sub_group.resident and self._stages(owned):
-                    sub_group.staged.append(owned)
-        self.sub_groups += new
+        if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, also what comes later
+            for sub_group in new:
+                self._enter(self.sub_groups[0], sub_group.groups, 0)
+        else:
+            for sub_group in new:
+                groups, sub_group.groups = sub_group.groups, []
+                self.sub_groups.append(sub_group)
+                self._enter(sub_group, groups, len(self.sub_groups) - 1)
         self.rest()  # state that the client's optimizer had already
+
+    def _enter(self, sub_group: SubGroup, groups: list[list[OwnedFragment]], number: int) -> None:
+        """Fragments join sub-group ``number``."""
+        sub_group.groups += [[] for _ in groups[len(sub_group.groups) :]]
+        for own, added in zip(sub_group.groups, groups, strict=True):
+            own += added
+        fragments = [owned for group in groups for owned in group]
+        if self.swap is not None and not sub_group.resident:
+            for record in _master_records(fragments):
+                record.skew = self.swap.offset_of(record.resting) % PAGE
+                sub_group.records.append(record)
+                sub_group.known.update(map(id, record.tensors))
+        for owned in fragments:
+            self._part_of[id(owned)] = number
+            if not sub_group.resident and self._stages(owned):
+                sub_group.staged.append(owned)
+        sub_group.views = {}  # the staged weights lie behind the records
 
     def _stages(self, owned: OwnedFragment) -> bool:
         """Whether the refreshed weights pass through the slot on their way to where they belong."""
