@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.archive import naming, write_archive
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,
@@ -343,7 +343,7 @@ def agreed_tag(tags: list[str], on_mismatch: str) -> str:
             "to rank (checkpoint.tag_validation decides what happens: Ignore, Warn or Fail)"
         )
         if on_mismatch == "FAIL":
-            raise CheckpointError(message)
+            raise CheckpointTagError(message)
         logger.warning(f"{message}; {tags[0]!r} is used")
     return tags[0]
 
