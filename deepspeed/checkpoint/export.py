@@ -134,7 +134,9 @@ def _write(
             if safetensors:
                 write_safetensors(written, content, aliases)
             else:
-                write_archive(written, {**content, **{alias: content[name] for alias, name in aliases.items()}})
+                write_archive(
+                    written, {**content, **{alias: content[name] for alias, name in aliases.items()}}
+                )
             flush(written)
             os.replace(written, path)
     finally:

@@ -149,16 +149,23 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
     """The checkpoint "t" as ``world`` ranks leave it, of which only ``writers`` write files: of the others there are
     empty ones, which nobody may open. Returns the bytes that each has written beside its
     part of the state."""
-    sent = [_Files(*training_of(stage, r, world), exclude_frozen=False, pending=False).held() for r in range(world)]
+    sent = [
+        _Files(*training_of(stage, r, world), exclude_frozen=False, pending=False).held()
+        for r in range(world)
+    ]
     beside: dict[int, int] = {}
     final = folder / "t"
     final.mkdir(parents=True)
     for rank in writers:
         before = {path.name for path in final.iterdir()}
         training, place = training_of(stage, rank, world)
-        at_rank_0 = mock.patch.object(Ranks, "gather_at_writers", lambda self, held: sent if self.rank == 0 else None)
+        at_rank_0 = mock.patch.object(
+            Ranks, "gather_at_writers", lambda self, held: sent if self.rank == 0 else None
+        )
         with fake_rank(rank, world), at_rank_0:
-            writes_into = mock.patch("deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final))
+            writes_into = mock.patch(
+                "deepspeed.checkpoint.save.StagedFolder", lambda *_: mock.Mock(staging=final, final=final)
+            )
             with writes_into, mock.patch("deepspeed.checkpoint.save.flush_later"):
                 save(training, folder, "t", place, Ranks())
         state = sum(t.numel() for _, tensors in training.state.held for t in tensors.values())  # type: ignore[union-attr]
@@ -166,7 +173,10 @@ def saved_by(folder: Path, stage: int, world: int, writers: list[int]) -> dict[i
         state += frozen.ds_home.part.numel() if stage == 3 else WIDTH * (WIDTH + 1) * LAYERS * (rank == 0)
         beside[rank] = sum(p.stat().st_size for p in final.iterdir() if p.name not in before) - 4 * state
     for rank in range(world):
-        for name in (names.optim_file(rank, 0, bf16=False), names.zero_model_file(rank, 0) if stage == 3 else None):
+        for name in (
+            names.optim_file(rank, 0, bf16=False),
+            names.zero_model_file(rank, 0) if stage == 3 else None,
+        ):
             if name is not None:
                 (final / name).touch()
     return beside
@@ -239,7 +249,9 @@ def test_other_numbers_of_ranks_open_what_they_need(tmp_path):
         for world in (48, 100):
             for rank in (0, 17, 33, 47):
                 opened, _ = loaded_by(folder, stage, rank, world)
-                assert len({name for name in opened if "optim" in name}) <= 2 * 3 + 1  # of two buckets; random state
+                assert (
+                    len({name for name in opened if "optim" in name}) <= 2 * 3 + 1
+                )  # of two buckets; random state
 
 
 def _opened(folder: str, stage: int) -> set[str]:

@@ -118,7 +118,9 @@ def test_tags_that_name_no_folder_inside(tmp_path, tag):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints"] and len(list(folder.iterdir())) == 1
 
 
-@pytest.mark.parametrize("tag", ["epoch1/step5", "a b", "v1.0", ".hidden", "...", "\u00e9poque", "latest/1", "a\\b", "~"])
+@pytest.mark.parametrize(
+    "tag", ["epoch1/step5", "a b", "v1.0", ".hidden", "...", "\u00e9poque", "latest/1", "a\\b", "~"]
+)
 def test_tags_as_release_0_19_takes_them(tmp_path, tag):
     for text in ("one", "two"):
         save(tmp_path, tag, text)
@@ -175,7 +177,9 @@ def test_a_latest_that_names_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match=message):
             read_latest(tmp_path)
     latest.write_bytes(b"gone\n")
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'gone', which .*latest names, in .*no folders"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint 'gone', which .*latest names, in .*no folders"
+    ):
         find_folder(tmp_path, "gone")
     latest.unlink()
     (tmp_path / "global_step5").mkdir()
