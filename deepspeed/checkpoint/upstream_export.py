@@ -88,7 +88,7 @@ def export_checkpoint(
         staged.discard()
         raise
     staged.commit()
-    write_latest(Path(output_dir), staged.tag)
+    write_latest(Path(output_dir), staged.tag, alone=False)
     wait_for_flushes()
     return staged.final
 

@@ -118,8 +118,8 @@ def _is_latest(load_dir: Path, tag: str) -> bool:
         return False
 
 
-def write_latest(save_dir: Path, tag: str) -> None:
-    replace_file(save_dir / LATEST, tag.encode())
+def write_latest(save_dir: Path, tag: str, *, alone: bool = True) -> None:
+    replace_file(save_dir / LATEST, tag.encode(), alone=alone)
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool = True) -> None:
