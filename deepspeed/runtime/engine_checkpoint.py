@@ -182,6 +182,8 @@ def load_checkpoint(
             restorer.weights_from_masters()
         else:
             restorer.weights_from_module()
+        if custom_load_fn is None:
+            restorer.buffers_of_rank(ranks.rank, ranks.size)
         if what.optimizer:
             restorer.optimizer_states()
     if masters:

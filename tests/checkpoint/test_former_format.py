@@ -1,7 +1,7 @@
 """Checkpoints of format 1, which had other checksums and all ranks' random states in every model file, still load.
 
-Two ranks wrote those in ``tests/data/format1_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make a
-step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
+Two ranks wrote those in ``tests/data/format1_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
+a step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
 """
 
 from __future__ import annotations
