@@ -9,14 +9,17 @@ chunk. Reading maps the file, so that only what is touched is read.
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
 import os
 import pickle
 import re
 import zipfile
+import zlib
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,12 +27,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
+from torch._utils import _rebuild_parameter
 from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.hashing import BLOCK, BlockHasher, count_blocks, hash_blocks
 from deepspeed.checkpoint.names import CHECKSUMS
+from deepspeed.checkpoint.round_trip import culprit, difference, readable
 from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
 
 CHUNK_BYTES = 1 << 20
@@ -64,6 +69,14 @@ def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
         yield _memory_at(host.data_ptr(), host.numel() * host.element_size())
 
 
+def hash_tensor(tensor: Tensor) -> int:
+    """Of its bytes, shape and dtype: equal on ranks that hold the same."""
+    crc = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    for chunk in byte_chunks(tensor):
+        crc = zlib.crc32(memoryview(chunk), crc)  # type: ignore[arg-type]  # numpy arrays are buffers
+    return crc
+
+
 _TABLE = LazyTensor((0,), torch.int32, lambda: ())
 """Stands for the hashes of all tensors before it, whose number is known when the rest was pickled."""
 
@@ -83,7 +96,7 @@ def write_archive(
     """
     plan = _Plan(class_names or {})
     _write_structure(path, {**content, CHECKSUMS: _TABLE} if checksums else content, plan)
-    refuse_unsafe(path, content)
+    _refuse_what_does_not_load(path, content, compare=not class_names)
     with open(path, "r+b", buffering=0) as file, BlockHasher() as hasher:
         sink = Sink(file, hasher if checksums else None)
         for (offset, nbytes), tensor in zip(_records(path, plan.tensors), plan.tensors, strict=True):
@@ -91,27 +104,41 @@ def write_archive(
         return os.fstat(file.fileno()).st_size
 
 
-def refuse_unsafe(path: Path, content: Any) -> None:
-    """Raise CheckpointError if ``path`` needs a class that ``weights_only=True`` does not load."""
-    if not get_unsafe_globals_in_checkpoint(path):
-        return  # nothing but what torch itself allows
-    with allowed_types():
-        unsafe = get_unsafe_globals_in_checkpoint(path)
-    if not unsafe:
-        try:
-            read_archive(path)
-        except CheckpointError as error:
-            raise CheckpointError(f"the state to save could not be loaded again: {error}") from error
+def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
+    """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
+    does not load, or does not give ``content`` back."""
+    if unsafe := _unsafe_classes(path):
+        raise CheckpointError(
+            f"the state to save holds {', '.join(sorted(unsafe)[:5])}{_under(content, lambda v: _needs(v, unsafe))}. "
+            "Checkpoints are loaded with weights_only=True, which makes no objects of unknown classes: save plain data "
+            "instead, or allow the class with torch.serialization.add_safe_globals([...]) before saving and before "
+            "loading."
+        )
+    if not compare:
         return
-    where = ""
-    if isinstance(content, dict):
-        keys = [repr(key) for key, value in content.items() if _needs(value, unsafe)]
-        where = f" under {', '.join(keys)}" if keys else ""
-    raise CheckpointError(
-        f"the state to save holds {', '.join(sorted(unsafe)[:5])}{where}. Checkpoints are loaded with "
-        "weights_only=True, which makes no objects of unknown classes: save plain data instead, or allow the class "
-        "with torch.serialization.add_safe_globals([...]) before saving and before loading."
-    )
+    try:
+        loaded = read_archive(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the state to save could not be loaded again{_under(content, _does_not_load)}: "
+            f"{str(error).rpartition('damaged: ')[2]}"
+        ) from error
+    found = difference(content, loaded, lambda value: isinstance(value, LazyTensor))
+    if found is not None:
+        where, problem = found
+        raise CheckpointError(f"the state to save would not be loaded as it is: {readable(where)} {problem}")
+
+
+def _unsafe_classes(path: Path) -> list[str]:
+    """Names of those that are not allowed; none where reading fails before they matter."""
+    with suppress(pickle.UnpicklingError), allowed_types():
+        return get_unsafe_globals_in_checkpoint(path)
+    return []
+
+
+def _under(content: Any, fails: Callable[[Any], bool]) -> str:
+    where = culprit(content, fails)
+    return f" under {where}" if where else ""
 
 
 def read_archive(path: Path) -> Any:
@@ -261,6 +288,10 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
     try:
         with allowed_types(), skip_data():
             torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"the state to save{_under(content, _does_not_save)} cannot be pickled ({error}): save plain data instead"
+        ) from error
     except RuntimeError:
         with open(path, "ab", buffering=0) as file:  # fails again if the system is the reason
             file.write(bytes(1 << 16))
@@ -281,8 +312,12 @@ class _Plan:
 
         class Pickler(_renaming(class_names)):
             def reducer_override(self, obj: Any) -> Any:
-                if isinstance(obj, LazyTensor) or obj is _TABLE or plan.is_plain(obj):
+                if isinstance(obj, LazyTensor):
                     return plan.stand_in(obj).__reduce_ex__(2)
+                if type(obj) is torch.nn.Parameter and plan.is_plain(obj):
+                    return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
+                if plan.is_plain(obj):
+                    return _with_grad(plan.stand_in(obj).__reduce_ex__(2), obj.requires_grad)
                 if type(obj) in REDUCERS:
                     return REDUCERS[type(obj)](obj)
                 return NotImplemented
@@ -352,6 +387,12 @@ def _renaming(class_names: Mapping[type, str]) -> Any:
                 super().save_global(obj, name)
 
     return Renaming
+
+
+def _with_grad(reduced: Any, requires_grad: bool) -> Any:
+    """How to rebuild a tensor, as torch pickles it, with this flag."""
+    function, (storage, offset, size, stride, _, *rest) = reduced
+    return function, (storage, offset, size, stride, requires_grad, *rest)
 
 
 def _memory(value: Tensor | LazyTensor) -> Any:
@@ -441,19 +482,46 @@ def _needs(value: Any, classes: list[str]) -> bool:
     """Whether pickling ``value`` alone names one of ``classes``."""
     names: set[str] = set()
 
+    def note(obj: Any) -> None:
+        cls = obj if isinstance(obj, type) else type(obj)
+        names.add(f"{cls.__module__}.{cls.__name__}")
+        if callable(obj):
+            names.add(f"{getattr(obj, '__module__', '')}.{getattr(obj, '__name__', '')}")
+
+    _pickled(value, note)
+    return not names.isdisjoint(classes)
+
+
+def _does_not_save(value: Any) -> bool:
+    try:
+        _pickled(value)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
+        return True
+    return False
+
+
+def _does_not_load(value: Any) -> bool:
+    try:
+        with allowed_types():
+            _weights_only_unpickler.load(io.BytesIO(_pickled(value)))
+    except (pickle.UnpicklingError, *_DAMAGE):
+        return True
+    return False
+
+
+def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> bytes:
+    """``value`` without its tensors; ``note`` sees every object that is not of a basic type."""
+
     class Spy(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, (Tensor, LazyTensor)):
                 return int, ()
-            cls = obj if isinstance(obj, type) else type(obj)
-            names.add(f"{cls.__module__}.{cls.__name__}")
-            if callable(obj):
-                names.add(f"{getattr(obj, '__module__', '')}.{getattr(obj, '__name__', '')}")
-            return NotImplemented
+            note(obj)
+            return REDUCERS[type(obj)](obj) if type(obj) in REDUCERS else NotImplemented
 
-    with open(os.devnull, "wb") as sink:
+    with io.BytesIO() as sink:
         Spy(sink, protocol=2).dump(value)
-    return not names.isdisjoint(classes)
+        return sink.getvalue()
 
 
 def _unreadable(path: Path, error: Exception) -> str:

@@ -17,7 +17,8 @@ from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.load import Reader
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.checkpoint.writers import find_folder, read_latest
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.writers import find_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,3 +13,7 @@ class CheckpointTagError(CheckpointError, AssertionError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A folder or file that a checkpoint needs is not there."""
+
+
+class CheckpointTagError(CheckpointError, AssertionError):
+    """A tag cannot name a folder, or ranks give different ones. An AssertionError, too, as release 0.19 raises it."""

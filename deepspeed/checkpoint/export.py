@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.archive import LazyTensor, Sink, naming, write_archive
 from deepspeed.checkpoint.flush import flush
+from deepspeed.checkpoint.writers import aside, replace_file
 
 Weights = Mapping[str, Tensor | LazyTensor]
 
@@ -79,8 +80,7 @@ def save_weights(
         total = sum(shard.nbytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         path = folder / f"{filename}.index.json"
-        with naming(path):
-            path.write_text(json.dumps(index, indent=2) + "\n")
+        replace_file(path, (json.dumps(index, indent=2) + "\n").encode(), alone=False)
         paths.append(path)
     return paths
 
@@ -128,17 +128,19 @@ def nbytes(tensor: Tensor | LazyTensor) -> int:
 def _write(
     path: Path, content: dict[str, Tensor | LazyTensor], aliases: dict[str, str], safetensors: bool
 ) -> None:
-    aside = path.parent / f".{path.name}.tmp"
+    written = aside(path)
     try:
         with naming(path):
             if safetensors:
-                write_safetensors(aside, content, aliases)
+                write_safetensors(written, content, aliases)
             else:
-                write_archive(aside, {**content, **{alias: content[name] for alias, name in aliases.items()}})
-            flush(aside)
-            os.replace(aside, path)
+                write_archive(
+                    written, {**content, **{alias: content[name] for alias, name in aliases.items()}}
+                )
+            flush(written)
+            os.replace(written, path)
     finally:
-        aside.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def _cut(weights: Weights, limit: int | None) -> list[_Shard]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.names import buffers_file
+from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
@@ -130,6 +132,26 @@ class Restorer:
         self.report.parameters = sum(self.catalog.find([name]) is not None for name in named)
         if self.state is not None:
             self.state.weights_loaded()
+
+    def buffers_of_rank(self, rank: int, ranks: int) -> None:
+        """Where ranks held different buffers, each takes its own again if there are as many ranks; else all have those
+        of the first rank."""
+        index = self.catalog.index
+        if not index.get("buffers_differ"):
+            return
+        if index.get("world_size") != ranks:
+            self.report.notes.append(
+                f"buffers that differed from rank to rank are those of rank 0: {index.get('world_size')} ranks saved"
+            )
+            return
+        own = dict(self.module.named_buffers())
+        for name, saved in read_own(self.catalog.folder / buffers_file(rank))["buffers"].items():
+            if name in own and own[name].shape != saved.shape:
+                raise CheckpointError(
+                    f"the buffer {name} has shape {tuple(own[name].shape)}, not {tuple(saved.shape)}"
+                )
+            if name in own:
+                own[name].copy_(saved)
 
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
         """``custom_load_fn(src=saved state dict, dst=module)`` does what it likes; masters follow the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint import directory, names
-from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.archive import hash_tensor, naming, write_archive
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.own_format import (
@@ -93,7 +93,8 @@ def save(
         with ranks.together("writing the checkpoint"):
             files = _Files(training, place, exclude_frozen=exclude_frozen, pending=some_pending)
             held = files.held() if not ranks.node_local else {}
-        files.whole_job(ranks, held)
+            hashes = files.buffer_hashes()
+        files.whole_job(ranks, held, hashes)
         with ranks.together("writing the checkpoint"):
             written = files.write(folder.staging, pending, ranks.rank)
         with ranks.together("committing the checkpoint"):
@@ -134,6 +135,8 @@ class _Files:
         self.pending = pending
         self.rank_states: list[dict[str, Any]] | None = None
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
+        self.differing: list[str] = []
+        self.buffers_differ = False
         self.sharded = training.zero_stage > 0 and training.state is not None
         module = training.module
         self.parts = ShardedWeights(module)
@@ -161,11 +164,28 @@ class _Files:
             found[PARTS_DIRECTORY] = directory.held(parts, list(self._part_shapes())).packed()
         return {"file": self._number(), **found}
 
-    def whole_job(self, ranks: Ranks, held: dict[str, Any]) -> None:
-        """Exchange what must be in the first file. Collective.
+    def buffer_hashes(self) -> list[int]:
+        return [hash_tensor(buffer) for buffer in self._buffers().values()]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        found = {name: self.weights.get(name) for name, _ in self.training.module.named_buffers()}
+        return {
+            name: buffer
+            for name, buffer in found.items()
+            if isinstance(buffer, Tensor) and buffer.layout == torch.strided and buffer.device.type != "meta"
+        }
+
+    def whole_job(self, ranks: Ranks, held: dict[str, Any], buffer_hashes: list[int]) -> None:
+        """Exchange what must be in the first file, and find out which buffers differ from rank to rank. Collective.
 
         This grows with the number of ranks: a row of 32 bytes for each fragment, once per checkpoint; and random states
         where ranks have no file of their own (stage 0)."""
+        if ranks.agree(list(self._buffers())):
+            alike = ranks.agree_each(buffer_hashes)
+            self.differing = [name for name, same in zip(self._buffers(), alike, strict=True) if not same]
+        else:
+            self.differing = list(self._buffers())
+        self.buffers_differ = ranks.any(bool(self.differing))
         if not self.sharded and not self.parts:
             self.rank_states = ranks.gather_at_writers(dict(self.training.rank_state))
         elif not ranks.node_local:
@@ -200,6 +220,9 @@ class _Files:
             contents[names.model_file(place.mp_rank)] = self._model_states
         if self.pending:
             contents[names.pending_file(rank)] = lambda: {"pending_gradients": pending}
+        if self.buffers_differ:
+            own = {name: self.weights[name] for name in self.differing}
+            contents[names.buffers_file(rank)] = lambda: {"buffers": own}
         for name, content in contents.items():
             _put(folder / name, content)
         return list(contents)
@@ -285,6 +308,7 @@ class _Files:
             else None,
             "part_files": "model files" if self.parts else None,
             "pending": self.pending,
+            "buffers_differ": self.buffers_differ,
             **training.positions,
             **self.directories,
             **self._rank_states(),

@@ -77,7 +77,7 @@ def export_checkpoint(
     ranks = int(catalog.model_states["dp_world_size"]) if world_size is None else world_size
     if stage not in range(4) or ranks < 1:
         raise ValueError(f"zero_stage={stage}, world_size={ranks}: a stage from 0 to 3 and at least one rank")
-    staged = StagedFolder(Path(output_dir), tag.lstrip("."))
+    staged = StagedFolder(Path(output_dir), tag.lstrip("."), alone=False)
     if staged.final.resolve() == folder.resolve():
         raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
     files = _Files(catalog, stage, ranks)
@@ -88,7 +88,7 @@ def export_checkpoint(
         staged.discard()
         raise
     staged.commit()
-    write_latest(Path(output_dir), staged.tag)
+    write_latest(Path(output_dir), staged.tag, alone=False)
     wait_for_flushes()
     return staged.final
 

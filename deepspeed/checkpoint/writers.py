@@ -19,12 +19,14 @@ import errno
 import os
 import shutil
 import sys
+import uuid
 from pathlib import Path
 
 from deepspeed.checkpoint.archive import naming
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.flush import flush, flush_later, flush_names
 from deepspeed.checkpoint.names import LATEST, is_ours
+from deepspeed.checkpoint.tags import check_tag, read_latest
 from deepspeed.utils.logging import logger
 
 _AT_FDCWD = -100
@@ -38,32 +40,32 @@ class StagedFolder:
     These methods are called by one rank per folder; all ranks write into ``staging``.
     """
 
-    def __init__(self, save_dir: Path, tag: str) -> None:
+    def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
+        """``alone=False``: several processes may write the same folder at once; the last one's stays."""
         self.save_dir = save_dir
-        self.tag = tag
-        self.final = save_dir / tag
-        if not tag or self.final.resolve() == save_dir.resolve():
-            raise CheckpointError(f"the checkpoint tag {tag!r} does not name a folder inside {save_dir}")
-        self.staging = _hidden(self.final, "tmp")
+        self.tag = check_tag(tag)
+        self.final = _behind_links(save_dir / tag)
+        self.staging = _hidden(self.final, "tmp") if alone else aside(self.final)
         self.displaced = _hidden(self.final, "old")
 
     def prepare(self) -> None:
         """Clear away what a crash left behind and make the staging folder."""
         with naming(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self.final.exists() and not self.final.is_dir():
+                raise CheckpointError(f"{self.final} is a file: a checkpoint needs a folder of this name")
             if self.displaced.exists():
                 if self.final.exists():
                     shutil.rmtree(self.displaced)
                 else:
                     os.rename(self.displaced, self.final)
-            shutil.rmtree(self.staging, ignore_errors=True)
+            _remove(self.staging)
             self.staging.mkdir()
 
     def commit(self) -> None:
         """Make the staged files the checkpoint; the one that was there before is removed."""
         with naming(self.final):
-            if not self.final.is_dir():
-                os.rename(self.staging, self.final)
+            if not self.final.is_dir() and self._take_the_name():
                 flush_later([self.final])
                 return
             _keep_foreign(self.final, self.staging)
@@ -76,6 +78,16 @@ class StagedFolder:
             flush_names(self.final.parent)
             shutil.rmtree(replaced, ignore_errors=True)
 
+    def _take_the_name(self) -> bool:
+        """False if another process was quicker."""
+        try:
+            os.rename(self.staging, self.final)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and self.final.is_dir():
+                return False
+            raise
+        return True
+
     def discard(self) -> None:
         """Give up; the previous checkpoint was not touched."""
         shutil.rmtree(self.staging, ignore_errors=True)
@@ -83,49 +95,74 @@ class StagedFolder:
 
 def find_folder(load_dir: Path, tag: str) -> Path:
     """The folder of a committed checkpoint. CheckpointNotFoundError with the tags that do exist."""
-    final = load_dir / tag
+    final = load_dir / check_tag(tag)
     if final.is_dir():
         return final
-    displaced = _hidden(final, "old")
+    displaced = _hidden(_behind_links(final), "old")
     if displaced.is_dir():
         logger.warning(f"{final} is missing: a save was interrupted; the checkpoint before it is loaded")
         return displaced
     if not load_dir.is_dir():
         raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
     present = sorted(entry.name for entry in load_dir.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    named = f", which {load_dir / LATEST} names," if _is_latest(load_dir, tag) else ""
     raise CheckpointNotFoundError(
-        f"there is no checkpoint {tag!r} in {load_dir}; it holds: {', '.join(present[-10:]) or 'no folders'}"
+        f"there is no checkpoint {tag!r}{named} in {load_dir}; it holds: {', '.join(present[-10:]) or 'no folders'}"
     )
 
 
-def read_latest(load_dir: Path) -> str | None:
-    """The tag that was saved last; None where nothing says so."""
+def _is_latest(load_dir: Path, tag: str) -> bool:
     try:
-        return (load_dir / LATEST).read_text().strip() or None
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError as error:
-        raise CheckpointNotFoundError(f"{load_dir} is a file, not a folder of checkpoints") from error
+        return read_latest(load_dir) == tag
+    except CheckpointError:
+        return False
 
 
-def write_latest(save_dir: Path, tag: str) -> None:
-    replace_file(save_dir / LATEST, tag.encode())
+def write_latest(save_dir: Path, tag: str, *, alone: bool = True) -> None:
+    replace_file(save_dir / LATEST, tag.encode(), alone=alone)
 
 
-def replace_file(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write a small file so that at any instant either the old or the new content is there."""
-    aside = _hidden(path, "tmp")
-    with naming(path):
-        with open(aside, "wb") as file:
-            file.write(content)
-            os.chmod(aside, mode)
-        os.replace(aside, path)
-        flush_later([path])
+def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool = True) -> None:
+    """Write a small file so that at any instant either the old or the new content is there; ``alone=False``: also if
+    several processes do so at once."""
+    written = _hidden(path, "tmp") if alone else aside(path)
+    try:
+        with naming(path):
+            with open(written, "wb") as file:
+                file.write(content)
+                os.chmod(written, mode)
+            os.replace(written, path)
+            flush_later([path])
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def aside(path: Path) -> Path:
+    """A hidden name beside ``path`` that no other process or thread uses, to write under before it is renamed."""
+    return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
 
 
 def _hidden(path: Path, suffix: str) -> Path:
     """A sibling that patterns such as ``global_step*`` do not match."""
     return path.parent / f".{path.name}.{suffix}"
+
+
+def _behind_links(folder: Path) -> Path:
+    """Where the folder itself is: what takes its place must lie beside it, and the link to it stays."""
+    if not folder.is_symlink():
+        return folder
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise CheckpointError(f"{folder} is a symbolic link that leads nowhere: {error}") from error
+
+
+def _remove(path: Path) -> None:
+    """A folder with all it holds, or a file or link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _keep_foreign(old: Path, new: Path) -> None:

@@ -22,7 +22,8 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.writers import find_folder, read_latest
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.writers import find_folder
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.utils.logging import log_dist, logger
@@ -184,6 +185,8 @@ def load_checkpoint(
             restorer.weights_from_masters()
         else:
             restorer.weights_from_module()
+        if custom_load_fn is None:
+            restorer.buffers_of_rank(ranks.rank, ranks.size)
         if what.optimizer:
             restorer.optimizer_states()
     if masters:

@@ -1,7 +1,7 @@
 """Checkpoints of format 1, which had other checksums and all ranks' random states in every model file, still load.
 
-Two ranks wrote those in ``tests/data/format1_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make a
-step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
+Two ranks wrote those in ``tests/data/format1_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
+a step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tests.pool import distributed
 FIXTURES = Path(__file__).resolve().parents[1] / "data/format1_checkpoints"
 
 
-@pytest.mark.parametrize(("saved_at", "precision", "micro_steps"), [(0, "fp32", 2), (2, "fp32", 3), (3, "bf16", 2)])
+@pytest.mark.parametrize(
+    ("saved_at", "precision", "micro_steps"), [(0, "fp32", 2), (2, "fp32", 3), (3, "bf16", 2)]
+)
 @distributed(world_size=[1, 2])
 def test_checkpoints_of_format_1_load(saved_at, precision, micro_steps, world_size):
     folder = FIXTURES / f"stage{saved_at}"
@@ -34,4 +36,6 @@ def test_checkpoints_of_format_1_load(saved_at, precision, micro_steps, world_si
         assert engine.micro_steps == (micro_steps if world_size == 2 else 2)
         assert torch.equal(drawn, torch.load(folder / f"random{dist.get_rank()}.pt"))
     masters = consolidate(folder / "t").materialized()
-    assert all(torch.equal(masters[n].view(-1), expected[f"{n}/fp32"]) for n in masters if f"{n}/fp32" in expected)
+    assert all(
+        torch.equal(masters[n].view(-1), expected[f"{n}/fp32"]) for n in masters if f"{n}/fp32" in expected
+    )

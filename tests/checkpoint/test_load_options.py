@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint import archive
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
 from deepspeed.utils import logger
 from tests.checkpoint.models import (
     Zoo,
@@ -297,6 +297,17 @@ def test_client_state(tmp_path):
 
 
 @distributed(world_size=2)
+def test_tags_that_lead_elsewhere(tmp_path):
+    engine = trained_engine(tmp_path / "in", tag="epoch1/step5")
+    assert engine.load_checkpoint(tmp_path / "in")[0] == str(tmp_path / "in/epoch1/step5")
+    for tag in ("../up", "", " ", str(tmp_path / "up")):
+        for use in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(CheckpointTagError, match="a tag is the name of a folder inside save_dir"):
+                use(tmp_path / "in", tag=tag)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@distributed(world_size=2)
 def test_empty_save_dir(tmp_path):
     with pytest.raises(ValueError, match="save_dir is empty"):
         make_engine(config(1)).save_checkpoint("")
@@ -308,8 +319,9 @@ def test_ranks_that_give_different_tags(tmp_path, mode):
     engine = make_engine(config(1, checkpoint={"tag_validation": mode}))
     tag = f"tag{engine.global_rank}"
     if mode == "Fail":
-        with pytest.raises(CheckpointError, match="rank 0 gave 'tag0', rank 1 gave 'tag1'"):
+        with pytest.raises(AssertionError, match="rank 0 gave 'tag0', rank 1 gave 'tag1'") as caught:
             engine.save_checkpoint(tmp_path, tag)
+        assert isinstance(caught.value, CheckpointError)
         assert not list(tmp_path.iterdir())
         return
     with Lines() as log:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, load_model
 import deepspeed
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.export import parse_size
+from deepspeed.checkpoint.upstream_export import export_checkpoint
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -232,3 +233,48 @@ def test_cloned_tensors_have_storages_of_their_own_size():
     assert cloned["a"].untyped_storage().nbytes() == 40 and torch.equal(cloned["a"], state["a"])
     assert type(cloned["nested"][0]) is tuple and cloned["nested"][0][1] == "text"
     assert cloned["nested"][1]["b"].untyped_storage().nbytes() == 4
+
+
+def _save_on_two_ranks(folder: str) -> None:
+    engine = make_engine(config(2))
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+
+
+def _convert(folder: str, output: str, safetensors: bool, shard: str | None) -> None:
+    dist.barrier()
+    for _ in range(3):
+        convert_zero_checkpoint_to_fp32_state_dict(folder, output, shard, safetensors)
+
+
+@pytest.mark.parametrize(("safetensors", "shard"), [(False, None), (True, "300B")])
+def test_several_processes_convert_at_once(tmp_path, safetensors, shard):
+    """Scripts that are started once per rank call it on every rank."""
+    run(_save_on_two_ranks, 2, folder=str(tmp_path))
+    expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    output = tmp_path / "out"
+    run(_convert, 3, folder=str(tmp_path), output=str(output), safetensors=safetensors, shard=shard)
+    found: dict[str, torch.Tensor] = {}
+    for path in output.iterdir():
+        assert not path.name.startswith(".")
+        if path.suffix in (".bin", ".safetensors"):
+            found.update(load_file(path) if safetensors else torch.load(path))
+    assert all(torch.equal(found[name], expected[name]) for name in found) and len(found) >= len(expected) - 1
+    if shard:
+        index = json.loads((output / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {p.name for p in output.glob("*.safetensors")}
+
+
+def _export(folder: str, output: str) -> None:
+    dist.barrier()
+    for _ in range(3):
+        export_checkpoint(folder, output, zero_stage=1, world_size=2)
+
+
+def test_several_processes_export_at_once(tmp_path):
+    run(_save_on_two_ranks, 2, folder=str(tmp_path))
+    run(_export, 3, folder=str(tmp_path), output=str(tmp_path / "out"))
+    expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "out")
+    assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+    assert not [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed.checkpoint import writers
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from deepspeed.checkpoint.writers import StagedFolder, find_folder, read_latest, replace_file, write_latest
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.checkpoint.writers import StagedFolder, find_folder, replace_file, write_latest
 
 CRASHES = Path(__file__).with_name("crash_while_saving.py")
 
@@ -82,12 +83,109 @@ def test_unfinished_folders_are_not_matched_by_clients_patterns(tmp_path):
     assert not list(tmp_path.glob("global_step*"))
 
 
-def test_tags_that_name_no_folder_inside(tmp_path):
-    for tag in ("", "."):
-        with pytest.raises(CheckpointError, match="does not name a folder"):
-            StagedFolder(tmp_path, tag)
-    save(tmp_path, "deep/er", "x")
-    assert (tmp_path / "deep/er/mp_rank_00_model_states.pt").exists()
+NO_TAGS = {
+    "": "is empty",
+    " ": "begins or ends with a space",
+    "x ": "begins or ends with a space",
+    "\tx": "control character",
+    "a\n": "control character",
+    "a\0b": "control character",
+    "\udc80": "half of a character",
+    ".": "has '.' for one of its folders",
+    "..": "has '..' for one of its folders",
+    "../up": "has '..' for one of its folders",
+    "a/../../up": "has '..' for one of its folders",
+    "a/./b": "has '.' for one of its folders",
+    "a//b": "has '' for one of its folders",
+    "a/": "has '' for one of its folders",
+    "a/ b": "begins or ends with a space",
+    "/tmp/x": "is an absolute path",
+    "latest": "is the name of a file",
+    "zero_to_fp32.py": "is the name of a file",
+    ".a.tmp": "unfinished save",
+}
+
+
+@pytest.mark.parametrize("tag", NO_TAGS)
+def test_tags_that_name_no_folder_inside(tmp_path, tag):
+    folder = tmp_path / "checkpoints"
+    save(folder, "a", "one")
+    for use in (StagedFolder, find_folder):
+        with pytest.raises(CheckpointTagError, match=NO_TAGS[tag]) as caught:
+            use(folder, tag)
+        assert repr(tag) in str(caught.value) and "'global_step100'" in str(caught.value)
+        assert isinstance(caught.value, (ValueError, AssertionError))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints"] and len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "tag", ["epoch1/step5", "a b", "v1.0", ".hidden", "...", "\u00e9poque", "latest/1", "a\\b", "~"]
+)
+def test_tags_as_release_0_19_takes_them(tmp_path, tag):
+    for text in ("one", "two"):
+        save(tmp_path, tag, text)
+        if not tag.startswith("latest"):
+            write_latest(tmp_path, tag)
+        found = find_folder(tmp_path, tag)
+        assert found == tmp_path / tag and (found / "mp_rank_00_model_states.pt").read_text() == text
+    if not tag.startswith("latest"):
+        assert read_latest(tmp_path) == tag
+
+
+@pytest.mark.usefixtures("exchanging")
+def test_a_folder_that_is_a_symbolic_link_stays_one(tmp_path):
+    """The real folder is on another disk, say; what is exchanged is that folder."""
+    real, folder = tmp_path / "real/of_a", tmp_path / "checkpoints"
+    real.mkdir(parents=True), folder.mkdir()
+    (real / "notes.txt").write_text("mine")
+    (folder / "a").symlink_to(real, target_is_directory=True)
+    (folder / "later").symlink_to(tmp_path / "real/not_yet")
+    for text in ("one", "two", "three"):
+        for tag, place in (("a", real), ("later", tmp_path / "real/not_yet")):
+            save(folder, tag, text)
+            assert (folder / tag).is_symlink() and not place.is_symlink()
+            assert (place / "mp_rank_00_model_states.pt").read_text() == text
+            assert find_folder(folder, tag) == folder / tag
+    assert (real / "notes.txt").read_text() == "mine"
+    assert sorted(p.name for p in folder.iterdir()) == ["a", "later"]
+    assert sorted(p.name for p in (tmp_path / "real").iterdir()) == ["not_yet", "of_a"]
+    os.rename(real, real.parent / ".of_a.old")  # a crash between two renames
+    assert find_folder(folder, "a") == real.parent / ".of_a.old"
+
+
+def test_links_and_files_in_the_way(tmp_path):
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(CheckpointError, match=r"round.*(link|levels)"):
+        save(tmp_path, "round", "x")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="file is a file"):
+        save(tmp_path, "file", "x")
+    (tmp_path / ".a.tmp").symlink_to(tmp_path)  # as former releases left it behind
+    save(tmp_path, "a", "one")
+    assert content(tmp_path / "a") == {"mp_rank_00_model_states.pt": "one"}
+
+
+def test_a_latest_that_names_no_checkpoint(tmp_path):
+    latest = tmp_path / "latest"
+    for written, message in (
+        (b"", "latest is empty"),
+        (b" \n", "latest is empty"),
+        (b"\xff\xfeg\x00", r"latest does not hold a tag: .*not text"),
+        (b"../up\n", r"latest names '\.\./up' has '\.\.'"),
+    ):
+        latest.write_bytes(written)
+        with pytest.raises(CheckpointError, match=message):
+            read_latest(tmp_path)
+    latest.write_bytes(b"gone\n")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint 'gone', which .*latest names, in .*no folders"
+    ):
+        find_folder(tmp_path, "gone")
+    latest.unlink()
+    (tmp_path / "global_step5").mkdir()
+    latest.symlink_to(tmp_path / "global_step5")
+    with pytest.raises(CheckpointError, match="latest is a folder.*Pass tag="):
+        read_latest(tmp_path)
 
 
 def test_latest_and_small_files_are_replaced_in_one_step(tmp_path):

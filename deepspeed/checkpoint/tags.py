@@ -1,0 +1,76 @@
+"""What may be a checkpoint's tag, and the file ``latest`` that names one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
+from deepspeed.checkpoint.names import LATEST, RECOVERY_SCRIPT
+
+_OUR_OWN = re.compile(r"\..+\.(tmp|old)")
+"""Hidden folders of a save that is under way."""
+
+_LONGEST_LATEST = 4096
+
+
+def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
+    """``tag`` if it names a folder inside the folder of checkpoints: a name, or several with slashes between them.
+
+    CheckpointTagError says what is wrong with it; ``source`` is who gave it.
+    """
+    problem = _problem(tag)
+    if problem is not None:
+        raise CheckpointTagError(
+            f"{source} {tag!r} {problem}: a tag is the name of a folder inside save_dir, such as 'global_step100' or "
+            "'epoch1/step5'"
+        )
+    return tag
+
+
+def _problem(tag: str) -> str | None:
+    if not tag:
+        return "is empty"
+    if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in tag):
+        return "has a control character or half of a character in it"
+    if tag.startswith("/") or (os.name == "nt" and ("\\" in tag or ":" in tag)):
+        return "is an absolute path"
+    for name in tag.split("/"):
+        if name in ("", ".", ".."):
+            return f"has {name!r} for one of its folders"
+        if name != name.strip():
+            return "begins or ends with a space"
+        if _OUR_OWN.fullmatch(name):
+            return "looks like the folder of an unfinished save"
+    if tag in (LATEST, RECOVERY_SCRIPT):
+        return "is the name of a file that lies beside the checkpoints"
+    return None
+
+
+def read_latest(load_dir: Path) -> str | None:
+    """The tag that was saved last; None where nothing says so. CheckpointError: the file says nothing that is a tag."""
+    path = load_dir / LATEST
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LONGEST_LATEST)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise CheckpointNotFoundError(f"{load_dir} is a file, not a folder of checkpoints") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path} is a folder, not a file that holds a tag. {_REMEDY}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. {_REMEDY}") from error
+    try:
+        tag = content.decode().strip()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} does not hold a tag: it begins with {content[:20]!r}, which is not text. {_REMEDY}"
+        ) from error
+    if not tag:
+        raise CheckpointError(f"{path} is empty: it should hold the tag that was saved last. {_REMEDY}")
+    return check_tag(tag, source=f"{path} names")
+
+
+_REMEDY = "Pass tag= to load a checkpoint by its name, or write the name of its folder into that file"
