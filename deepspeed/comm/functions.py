@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .client_state import tell_accelerate
 from .init import require_initialized
 from .logging import comms_logger, paused_log, timed_op
 from .reduce_op import ReduceOp
@@ -99,7 +100,10 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """Whether the default process group exists, whoever made it."""
-    return dist.is_available() and dist.is_initialized()
+    exists = dist.is_available() and dist.is_initialized()
+    if exists:
+        tell_accelerate(dist.get_backend())  # it asks here, and makes no group where there is one
+    return exists
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

@@ -18,6 +18,7 @@ from deepspeed.utils import environment
 from deepspeed.utils.environment import Identity
 from deepspeed.utils.logging import logger
 
+from .client_state import tell_accelerate
 from .collectives import use_shared_memory
 from .logging import configure
 from .pending import CommunicationError
@@ -74,6 +75,7 @@ def init_distributed(
     if verbose and rank <= 0:
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
     _make_default_group(backend, timeout, init_method, rank, world_size)
+    tell_accelerate(backend)
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:

@@ -40,7 +40,7 @@ from deepspeed.launcher.processes import (
     kill_descendants,
     run_dir_prefix,
 )
-from deepspeed.launcher.shim import ERROR_FILE
+from deepspeed.launcher.shim import ERROR_FILE, LOCAL_RANK_OPTION, USAGE_ERROR
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -64,6 +64,7 @@ class NodeJob:
     master_addr: str
     master_port: int
     log_dir: Path | None  # one file per rank in here, instead of this process's output
+    adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
 
 
@@ -236,6 +237,11 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=moment)
 
 
+def _is_refused_option(failure: Failure) -> bool:
+    """Whether a script may have ended over its arguments: argparse and click exit with 2, others name the option."""
+    return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
+
+
 def _in_one_line(message: str) -> str:
     """The first line of an exception's text, with the second where the first only announces it."""
     first, *others = message.strip().splitlines() or [""]
@@ -293,6 +299,11 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
     for end, ranks in ends.items():
         plural = "s" if len(ranks) > 1 else ""
         lines.append(f"  rank{plural} {', '.join(map(str, sorted(ranks)))}: {end}")
+    if job.adds_local_rank and _is_refused_option(first):
+        lines.append(
+            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not take it, start it with: "
+            "deepspeed --no_local_rank ..."
+        )
     if job.log_dir is not None:
         lines.append(f"  everything that the ranks wrote is in {job.log_dir}{os.sep}*_rank*.log")
     if first.traceback and not first.on_screen:

@@ -23,11 +23,11 @@ from deepspeed.launcher import cores, ports, shim
 from deepspeed.launcher.devices import VISIBLE_DEVICES
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.processes import adopt_orphans
+from deepspeed.launcher.shim import USAGE_ERROR
 
 logger = logging.getLogger("deepspeed.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process is to end with it
-USAGE_ERROR = 2
 # How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
 # anything else wants a core (communication threads, data loaders, a neighbour) the threads of a rank then wait for
 # each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
@@ -190,6 +190,7 @@ def run(args: argparse.Namespace) -> int:
             master_addr=args.master_addr,
             master_port=args.master_port,
             log_dir=log_dir,
+            adds_local_rank=not args.no_local_rank,
             script=args.training_script,
         )
     )

@@ -36,7 +36,6 @@ from deepspeed.launcher.hostfile import (
 )
 from deepspeed.launcher.launch import (
     RUNNER_PID,
-    USAGE_ERROR,
     add_common_arguments,
     configure_logging,
     logger,
@@ -50,7 +49,7 @@ from deepspeed.launcher.processes import (
     own_children,
     run_dir_prefix,
 )
-from deepspeed.launcher.shim import INTERRUPTED
+from deepspeed.launcher.shim import INTERRUPTED, USAGE_ERROR
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",

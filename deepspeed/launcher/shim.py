@@ -24,8 +24,10 @@ PR_SET_PDEATHSIG = 1
 LINUX = sys.platform.startswith("linux")
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST_FAILURE = "first_failure"
+LOCAL_RANK_OPTION = "--local_rank"
 SIGKILL = 9  # not in `signal` on Windows
 INTERRUPTED = 128 + signal.SIGINT
+USAGE_ERROR = 2  # what commands exit with that are called wrongly
 
 
 class Options(NamedTuple):
@@ -57,7 +59,9 @@ def main() -> None:
     if options.cores is not None:
         os.sched_setaffinity(0, options.cores[local_rank])
     if options.local_rank_argument:
-        arguments.insert(0, f"--local_rank={local_rank}")
+        arguments.insert(0, f"{LOCAL_RANK_OPTION}={local_rank}")
+        if kind != "program":
+            spare_strict_parsers(arguments[0])
 
     if kind == "program":
         run_program(target, arguments)
@@ -83,6 +87,27 @@ def _tell_the_interpreter(error: BaseException) -> None:
     """Sets what Python itself sets for an exception that nobody caught: what runs at its end looks there to learn
     whether all went well (a rank that failed must not wait for the others)."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def spare_strict_parsers(added: str) -> None:
+    """Has a parser of argparse that knows no ``--local_rank`` pass over the one that we ``added``.
+
+    Scripts for this command take the option, as it is documented; scripts for other launchers read LOCAL_RANK and would
+    end with "unrecognized arguments". Which of the two a script is, its parser alone knows: the option may be declared
+    in any module that the script imports. ``sys.argv`` holds it either way.
+    """
+    import argparse
+
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_args_sparing(self, args=None, namespace=None):
+        given = list(sys.argv[1:] if args is None else args)
+        takes_it = any(option.startswith(LOCAL_RANK_OPTION) for option in self._option_string_actions)
+        if added in given and not takes_it:
+            given.remove(added)
+        return parse_args(self, given, namespace)
+
+    argparse.ArgumentParser.parse_args = parse_args_sparing  # type: ignore[assignment]
 
 
 def run_program(target: str, arguments: list[str]) -> None:

@@ -2,7 +2,7 @@
 
     python examples/accelerate_loop/train.py
     torchrun --nproc-per-node 2 examples/accelerate_loop/train.py             # two ranks, or:
-    deepspeed --no_local_rank --num_gpus 2 examples/accelerate_loop/train.py
+    deepspeed --num_gpus 2 examples/accelerate_loop/train.py
 
 A two-layer encoder learns to tell which of two symbols is the more frequent one in a sequence. Shows that the loop does
 not change with the ZeRO stage: the losses of stages 0 to 3 are printed side by side, and after `load_state` a stage

@@ -2,7 +2,7 @@
 
     python examples/hf_trainer/train.py                                  # one process
     torchrun --nproc-per-node 2 examples/hf_trainer/train.py             # two ranks, or:
-    deepspeed --no_local_rank --num_gpus 2 examples/hf_trainer/train.py
+    deepspeed --num_gpus 2 examples/hf_trainer/train.py
 
 Text: the source of Python's standard library, as bytes. Shows that the loss falls below what byte frequencies
 alone reach, that a run resumed from a checkpoint ends with the very same loss, and that the model is saved whole.

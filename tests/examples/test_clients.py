@@ -60,7 +60,7 @@ def preferences_show(text: str, ranks: int) -> None:
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-OURS = [*COMMAND[1:], "--no_local_rank", "--num_gpus", "2"]
+OURS = [*COMMAND[1:], "--num_gpus", "2"]
 
 EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "hf_trainer": ([], ["--steps", "40"], trainer_shows),

@@ -87,6 +87,47 @@ def test_each_rank_gets_its_environment_and_arguments(folder):
     )  # what starts where; another port than usual, if that is in use
 
 
+PARSERS = """\
+import argparse, json, sys
+strict = argparse.ArgumentParser()
+strict.add_argument("--steps", type=int)
+strict.add_argument("rest", nargs="*")
+print(json.dumps(["strict", vars(strict.parse_args())]))
+print(json.dumps(["given", vars(strict.parse_args(sys.argv[1:]))]))
+for name in ("--local_rank", "--local-rank"):
+    parser = argparse.ArgumentParser(parents=[strict], add_help=False)
+    parser.add_argument(name, type=int, default=-1)
+    print(json.dumps([name, vars(parser.parse_args())]))
+print(json.dumps(["known", vars(strict.parse_known_args()[0]), strict.parse_known_args()[1]]))
+"""
+
+
+def test_local_rank_reaches_the_scripts_that_take_it_and_spares_the_others(folder):
+    """What a parser knows decides, wherever the option was declared."""
+    (folder / "parsers.py").write_text(PARSERS)
+    result = deepspeed("--num_gpus", 1, "parsers.py", "--steps", 3, "a", cwd=folder)
+    plain = {"steps": 3, "rest": ["a"]}
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        ["strict", plain],
+        ["given", plain],
+        ["--local_rank", plain | {"local_rank": 0}],
+        ["--local-rank", plain | {"local_rank": -1}],
+        ["known", plain, ["--local_rank=0"]],
+    ], result.stderr
+
+
+def test_a_script_that_refuses_an_argument_is_told_of_no_local_rank(folder):
+    (folder / "other.py").write_text(
+        "import sys\nif any(a.startswith('--local_rank') for a in sys.argv): sys.exit(2)\n"
+    )
+    (folder / "typo.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    result = deepspeed("--num_gpus", 1, "other.py", cwd=folder)
+    assert result.returncode == 2 and "deepspeed --no_local_rank ..." in result.stderr
+    assert deepspeed("--num_gpus", 1, "--no_local_rank", "other.py", cwd=folder).returncode == 0
+    result = deepspeed("--num_gpus", 1, "typo.py", "--stops", cwd=folder)
+    assert result.returncode == 2 and "unrecognized arguments: --stops\n" in result.stderr
+
+
 def test_module_without_local_rank(folder):
     result = deepspeed("--num_gpus", 1, "--no_local_rank", "-q", "--module", "show", "x", cwd=folder)
     assert result.returncode == 0 and result.stderr == ""
@@ -253,7 +294,7 @@ def test_traceback_is_shown_although_ranks_log_to_files(folder):
     ("sys.exit(7)", 7, "exit code 7"),
     ("os._exit(9)", 9, "exit code 9"),
     ("os.kill(os.getpid(), 11)", 139, "killed by SIGSEGV (exit code 139)"),
-    ("sys.exit('bad data')", 1, "exit code 1"),
+    ("sys.exit('bad data')", 1, "bad data (exit code 1)"),
 ])  # fmt: skip
 def test_exit_code_is_that_of_the_first_rank_that_failed(folder, ending, code, said):
     (folder / "end.py").write_text(

@@ -1,0 +1,20 @@
+"""What a client library has to be told about the process group that it had us make."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def tell_accelerate(backend: str) -> None:
+    """Complete the state that Accelerate is building while it asks us for a process group.
+
+    Where Accelerate finds no accelerator it chooses no backend, has us choose one, and then takes the missing choice
+    for "no distributed training": each of several ranks believes that it is the only one, reads all of the data, and
+    Transformers computes the batch size for a job of one rank. Its `PartialState` keeps what it knows in one dict per
+    process; while it is being made, that holds `backend` and not yet `num_processes`.
+    """
+    module = sys.modules.get("accelerate.state")
+    state: Any = getattr(getattr(module, "PartialState", None), "_shared_state", None)
+    if isinstance(state, dict) and "num_processes" not in state and state.get("backend", backend) is None:
+        state["backend"] = backend
