@@ -5,7 +5,7 @@ loss curve, on another number of ranks and another stage, with nothing to conver
 exported, the model writes some text, and the loss must be below the unigram entropy, which no model without
 context can beat.
 
-    python demo.py               up to four minutes, however busy the machine is
+    python demo.py               about four minutes: it ends by time as well as by steps
     python demo.py --minutes 2   or as long as you like
     python demo.py --short       a smaller model and fewer steps
 """
