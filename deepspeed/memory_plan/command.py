@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=_DTYPES,
         default="fp32",
-        help="dtype of the weights as the training script builds them (default: fp32)",
+        help="dtype in which the training script builds the model",
     )
     made.add_argument(
         "--device", help="type of device, such as cuda or cpu (default: the one here, else cuda)"
