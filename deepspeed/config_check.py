@@ -28,10 +28,10 @@ from deepspeed.runtime.constants import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import check_optimizer
 
 STAGES = (
-    "nothing is cut over the ranks",
-    "optimizer state is cut over the ranks",
-    "optimizer state and gradients are cut over the ranks",
-    "optimizer state, gradients and parameters are cut over the ranks",
+    "nothing is partitioned across the ranks",
+    "optimizer state is partitioned across the ranks",
+    "optimizer state and gradients are partitioned across the ranks",
+    "optimizer state, gradients and parameters are partitioned across the ranks",
 )
 
 

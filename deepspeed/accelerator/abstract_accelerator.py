@@ -1,4 +1,4 @@
-"""What every device answers.
+"""The interface of every accelerator.
 
 torch gives each device type a module of the same shape (``torch.cuda``, ``torch.xpu``, ``torch.npu``,
 ...). The base class speaks to that module, so that a concrete accelerator holds only what is different

@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: what ``DS_ACCELERATOR`` says, else what torch finds, else the CPU."""
+"""Which accelerator this process uses: the one in ``DS_ACCELERATOR``, else the one that torch finds, else the CPU."""
 
 from __future__ import annotations
 

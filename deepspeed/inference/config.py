@@ -201,5 +201,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     @classmethod
     def has_triton(cls, value: bool) -> bool:
         if value and importlib.util.find_spec("triton") is None:
-            raise ValueError(f"the package 'triton' is not installed: {install_hint('triton', extra='triton')}")
+            raise ValueError(
+                f"the package 'triton' is not installed: {install_hint('triton', extra='triton')}"
+            )
         return value

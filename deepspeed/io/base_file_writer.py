@@ -1,4 +1,4 @@
-"""What all writers share: the path, and being a context manager."""
+"""What all writers share: the path and the context-manager protocol."""
 
 from __future__ import annotations
 

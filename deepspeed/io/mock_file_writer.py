@@ -1,4 +1,4 @@
-"""A writer that counts, to see what serialization alone costs."""
+"""A writer that only counts bytes, to see what serialization alone costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain file of Python, to compare with."""
+"""A plain Python file, for comparison."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class Failure:
         if self.exit_code >= 0:
             code = f"exit code {self.exit_code}"
             return f"{self.message} ({code})" if self.message else code
-        hint = ", perhaps for want of memory" if self.exit_code == -signal.SIGKILL else ""
+        hint = ", perhaps because memory ran out" if self.exit_code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
 
 

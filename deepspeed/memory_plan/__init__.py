@@ -1,1 +1,1 @@
-"""Memory is planned before it is taken: bytes per rank on device, host and disk, by kind and phase (docs/memory.md)."""
+"""Memory planned before it is allocated: bytes per rank on device, host and disk, by kind and phase (docs/memory.md)."""

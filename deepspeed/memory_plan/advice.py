@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: the cheapest of the known ways, each one planned again."""
+"""What to change when a plan does not fit: the cheapest of the known remedies, each checked by another plan."""
 
 from __future__ import annotations
 

@@ -63,23 +63,33 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--gpus", type=_positive, default=1, metavar="N", help="ranks per node (default: 1)")
     made.add_argument("--nodes", type=_positive, default=1, metavar="M")
-    made.add_argument("--micro-batch", type=_positive, metavar="B", help="default: the config's, else 1")
+    made.add_argument(
+        "--micro-batch", type=_positive, metavar="B", help="samples (default: the config's, else 1)"
+    )
     made.add_argument("--sequence", type=_positive, metavar="S", help="tokens per sample, for activations")
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
     )
     made.add_argument("--zero-init", action="store_true", help="the model is built under zero.Init (stage 3)")
     made.add_argument(
-        "--dtype", choices=_DTYPES, default="fp32", help="of the weights as the training script makes them"
+        "--dtype",
+        choices=_DTYPES,
+        default="fp32",
+        help="dtype in which the training script builds the model",
     )
     made.add_argument(
         "--device", help="type of device, such as cuda or cpu (default: the one here, else cuda)"
     )
-    made.add_argument("--device-memory", type=_bytes, metavar="SIZE", help="of each device: 80G")
     made.add_argument(
-        "--host-memory", type=_bytes, metavar="SIZE", help="of each node (default: what is free here)"
+        "--device-memory", type=_bytes, metavar="SIZE", help="memory of each device, such as 80G"
     )
-    made.add_argument("--disk", type=_bytes, metavar="SIZE", help="of each node, for swap files")
+    made.add_argument(
+        "--host-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="memory of each node (default: what is available here)",
+    )
+    made.add_argument("--disk", type=_bytes, metavar="SIZE", help="space for swap files on each node")
     made.add_argument(
         "--set",
         action="append",

@@ -1,4 +1,4 @@
-"""Refusing early: before ``initialize`` allocates anything, a run whose model states cannot fit is told so."""
+"""Refusing early: a run whose model states cannot fit ends with an error before ``initialize`` allocates anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a memory plan says: bytes of one rank by phase, place and kind."""
+"""A memory plan: the bytes of one rank by phase, place and kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan of one rank: what rests where, counted with the functions that build the engine.
+"""The memory plan of one rank: what is kept where, counted with the functions that build the engine.
 
 ``plan_memory`` is arithmetic: it reads no file, asks no device and talks to no rank. What rests is counted here, what
 comes and goes within a step in ``rehearsal.py``, what passes through host memory to storage in ``offload.py``.

@@ -1,4 +1,4 @@
-"""A question to the planner: this model with this config on this many ranks, and what there is to hold it."""
+"""A question to the planner: this model with this config on this many ranks, and the memory there is."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ def parser() -> argparse.ArgumentParser:
         help="directories and the accelerators that use each, such as /nvme0:0,1 /nvme1:2,3",
     )
     made.add_argument("--io_size", type=_bytes, required=True, help="bytes per file (K, M, G)")
-    made.add_argument("--fast_io_size", type=_bytes, default="64M", help="bytes that torch_fastio gathers")
+    made.add_argument("--fast_io_size", type=_bytes, default="64M", help="bytes that torch_fastio buffers")
     made.add_argument("--read", action="store_true", help="read; otherwise write")
     made.add_argument("--multi_process", type=_count, default=1, help="processes per folder, a file each")
     made.add_argument("--block_size", type=_bytes, default="1M", help="bytes per request")
-    made.add_argument("--queue_depth", type=_count, default=32, help="requests under way")
+    made.add_argument("--queue_depth", type=_count, default=32, help="requests in flight")
     made.add_argument("--single_submit", action="store_true", help="one system call per request")
     made.add_argument(
         "--sequential_requests", action="store_true", help="no overlap of submission and waiting"
     )
     made.add_argument(
-        "--validate", action="store_true", help="compare what was moved, inside the measured time"
+        "--validate", action="store_true", help="verify the transferred bytes, as part of the measured time"
     )
     made.add_argument("--engine", choices=ENGINES, default="aio_handle")
     made.add_argument("--loops", type=_count, default=3)
@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--use_accelerator_pin_memory",
         action="store_true",
-        help="memory pinned for the accelerator; locked memory is that already where there is one",
+        help="use memory pinned for the accelerator; where there is one, locked memory already is",
     )
     made.add_argument("--warmup_loops", type=int, default=1)
     made.add_argument("--include_warmup_time", action="store_true")

@@ -6,7 +6,7 @@
 
 A two-layer encoder learns to tell which of two symbols is the more frequent one in a sequence. Shows that the loop does
 not change with the ZeRO stage: the losses of stages 0 to 3 are printed side by side, and after `load_state` a stage
-goes on with the very numbers it had.
+goes on with exactly the numbers it had.
 """
 
 from __future__ import annotations

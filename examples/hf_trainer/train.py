@@ -5,7 +5,7 @@
     deepspeed --num_gpus 2 examples/hf_trainer/train.py
 
 Text: the source of Python's standard library, as bytes. Shows that the loss falls below what byte frequencies
-alone reach, that a run resumed from a checkpoint ends with the very same loss, and that the model is saved whole.
+alone can reach, that a run resumed from a checkpoint ends with the same loss, and that the whole model is saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA on a base that ZeRO-3 has cut over the ranks from its first byte on.
+"""LoRA on a base model that ZeRO-3 shards across the ranks while it is loaded.
 
     python examples/lora_zero3/train.py
     torchrun --nproc-per-node 2 examples/lora_zero3/train.py

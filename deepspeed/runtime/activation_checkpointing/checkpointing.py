@@ -98,9 +98,9 @@ def configure(
     """Says how checkpointed regions keep their inputs. Arguments that are given override the config.
 
     Args:
-        mpu_: Model-parallel unit; its tensor-parallel group is the one that inputs are cut over. None:
-        nobody. deepspeed_config: Path, dict or object with a section ``activation_checkpointing``.
-        partition_activations: Cut inputs over the tensor-parallel ranks, which all hold the same ones.
+        mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: there is no such group.
+        deepspeed_config: Path, dict or object with a section ``activation_checkpointing``.
+        partition_activations: Partition inputs across the tensor-parallel ranks, which all hold the same ones.
         contiguous_checkpointing: Keep inputs in buffers made once, for ``num_checkpoints`` regions. Needs
             ``partition_activations``.
         checkpoint_in_cpu: Keep inputs in host memory.

@@ -60,8 +60,7 @@ def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any)
 
     Raises:
         DeepSpeedConfigError: unknown or unavailable name, unknown parameter, or a value out of range; all
-            problems at
-            once.
+            problems at once.
     """
     problems = check_optimizer(name, params)
     if problems:

@@ -21,28 +21,30 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 class TPLayerSpec(LenientConfigModel):
-    """One rule: which parameters, and how they are cut."""
+    """One rule: which parameters, and how they are partitioned."""
 
     patterns: list[str] = Field(default=[], description="Regular expressions on the parameter's name.")
     partition_type: Literal["row", "column", "skip"] = Field(
         default="column", description="Cut by rows, by columns, or not at all."
     )
     shape: list[Any] | None = Field(default=None, description="Shape of the parts of a fused weight.")
-    partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is cut.")
+    partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is partitioned.")
     model_types: list[str] | None = Field(
         default=None, description="Only for these values of the model's `config.model_type`."
     )
 
 
 class TPPartitionConfig(LenientConfigModel):
-    """Own rules for what is cut how."""
+    """Your own rules for what is partitioned, and how."""
 
     use_default_specs: bool = Field(default=True, description="Use the rules of the preset too.")
     strict_mode: bool = Field(default=False, description="A parameter without a rule is an error.")
     lm_head_patterns: list[str] = Field(
         default=["lm_head", "embed_out"], description="Names of output heads."
     )
-    embedding_partition_dim: Int = Field(default=1, description="Dimension in which embeddings are cut.")
+    embedding_partition_dim: Int = Field(
+        default=1, description="Dimension along which embeddings are partitioned."
+    )
     layer_specs: list[TPLayerSpec] = Field(default=[], description="The rules; the first that matches holds.")
 
 
@@ -56,7 +58,7 @@ class TPConfig(DeepSpeedConfigModel):
 
 
 class TPTrainingConfig(DeepSpeedConfigModel):
-    """Layers cut over ranks without changes to the model."""
+    """Layers partitioned across ranks without changes to the model."""
 
     dtype: Annotated[torch.dtype, PlainValidator(_dtype), Says("a dtype such as 'bf16'")] = Field(
         default=torch.float16, description="Dtype that `tp_model_init` was called with."

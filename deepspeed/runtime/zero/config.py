@@ -22,7 +22,7 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroStageEnum(int, Enum):
-    """What is cut over the data-parallel ranks: each stage adds to the one before."""
+    """What is partitioned across the data-parallel ranks: each stage adds to the one before."""
 
     disabled = 0
     optimizer_states = 1
@@ -51,7 +51,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
     stage: ZeroStageEnum = Field(
         default=ZeroStageEnum.disabled,
-        description="0: nothing is cut; 1: optimizer state; 2: gradients too; 3: parameters too.",
+        description="0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
     )
     contiguous_gradients: bool = Field(
         default=True, description="Collect gradients in one buffer while backward makes them."
