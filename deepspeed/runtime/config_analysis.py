@@ -298,7 +298,7 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
         )
 
     for finding in check_rules(config):
-        if any(spoiled(key) for key in finding.keys):
+        if any(spoiled(key) for key in finding.keys) or finding.keys[0] in result.auto_keys:
             continue
         if finding.is_error:
             result.error(finding.keys[0], finding.message)
