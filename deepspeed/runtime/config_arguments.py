@@ -6,10 +6,13 @@ would train, to nonsense. Names mean the same in all optimizers, so one table se
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from deepspeed.runtime.config_problems import Remedy
 
 LARGEST = 1e6
 """No rate, decay or factor of a training run is larger."""
@@ -78,6 +81,15 @@ WORD = Allowed(lambda value: isinstance(value, str), "text")
 STEPS, NO_STEPS = _whole_from(1), _whole_from(0)
 WHOLE = Allowed(is_whole, "a whole number")
 RATE, RATES = SIZE, SIZE.or_list()
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+FINITE = Allowed(_all_finite, "finite numbers")  # what holds for arguments that no table knows
 
 _EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
     lambda value: (
@@ -173,25 +185,31 @@ WHOLE_NUMBERS = frozenset(
 """Arguments of schedules that are counts; JSON may write them as 1e3."""
 
 
-def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, what is allowed) for each value that no optimizer can use."""
+class WrongArgument(NamedTuple):
+    key: str
+    value: Any
+    text: str
+    """What is allowed."""
+    fits: Callable[[Any], bool]
+
+
+def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
+    """Each value that no optimizer can use."""
     yield from _wrong(params, OPTIMIZER)
 
 
-def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, what is allowed) for each value that the schedule cannot use."""
+def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
+    """Each value that the schedule cannot use."""
     yield from _wrong(params, SCHEDULES.get(name, {}))
 
 
-def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[tuple[str, Any, str]]:
+def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
     for key, value in (params or {}).items():
         if not _from_json(value):
             continue  # a tensor, a function: from a script, for a constructor that knows it
-        if key in table:
-            if not table[key].test(value):
-                yield key, value, table[key].text
-        elif not _all_finite(value):
-            yield key, value, "finite numbers"
+        allowed = table.get(key, FINITE)
+        if not allowed.test(value):
+            yield WrongArgument(key, value, allowed.text, allowed.test)
 
 
 def _from_json(value: Any) -> bool:
@@ -200,20 +218,29 @@ def _from_json(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, dict))
 
 
-def _all_finite(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_all_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+def without_quotes(value: Any) -> Any:
+    """The boolean or finite number that a text spells; None for any other."""
+    if not isinstance(value, str):
+        return None
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if word.lstrip("+-").isdigit() else number
+
+
+def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
+    """The same value without quotes, where that fits."""
+    spelled = without_quotes(value)
+    return Remedy(value=spelled, replaces_value=True) if spelled is not None and fits(spelled) else None
 
 
 def remedy(value: Any) -> str:
     """What to write instead of a text that is meant as something else."""
-    if not isinstance(value, str):
-        return ""
-    if value.strip().lower() in ("true", "false"):
-        return f"; write {value.strip().lower()} without quotes"
-    try:
-        number = float(value)
-    except ValueError:
-        return ""
-    return f"; write {number:g} without quotes" if math.isfinite(number) else ""
+    spelled = without_quotes(value)
+    return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"

@@ -15,11 +15,13 @@ import torch
 
 from deepspeed.runtime.config_arguments import (
     REQUIRED,
+    WrongArgument,
+    meant,
     remedy,
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
-from deepspeed.runtime.config_problems import nearest, shown
+from deepspeed.runtime.config_problems import Remedy, nearest, shown
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import (
     BUILT_IN_OPTIMIZERS,
@@ -33,6 +35,7 @@ class Finding:
     keys: tuple[str, ...]
     message: str
     is_error: bool = True
+    remedy: Remedy | None = None
 
 
 Rule = Callable[[TrainingConfig], Iterator[Finding]]
@@ -226,15 +229,15 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
 
 def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
     optimizer, scheduler = config.optimizer, config.scheduler
-    wrong: list[tuple[str, Iterator[tuple[str, Any, str]]]] = []
+    wrong: list[tuple[str, Iterator[WrongArgument]]] = []
     if optimizer is not None:
         wrong.append(("optimizer", wrong_optimizer_arguments(optimizer.params)))
     if scheduler is not None and scheduler.type is not None:
         wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
     for section, problems in wrong:
-        for key, value, text in problems:
+        for key, value, text, fits in problems:
             message = f"{shown(value)} is not allowed; expected {text}{remedy(value)}"
-            yield Finding((f"{section}.params.{key}",), message)
+            yield Finding((f"{section}.params.{key}",), message, remedy=meant(value, fits))
 
 
 def _unknown_class(name: str, own: tuple[str, ...], module: Any, module_name: str) -> str:

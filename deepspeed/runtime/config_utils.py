@@ -180,6 +180,11 @@ def _same(value: Any) -> Any:
     return value
 
 
+def keeps_value(facts: Mapping[str, Any]) -> bool:
+    """Whether a deprecated key means its successor with the same value."""
+    return facts.get("new_param_fn", _same) is _same
+
+
 def extra_facts(field: FieldInfo) -> dict[str, Any]:
     """The `json_schema_extra` of a field as a dict (empty when there is none)."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

@@ -181,7 +181,7 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
 def _bad_values(settings: dict[str, Any]) -> list[str]:
     return [
         f"optimizer.params.{key}={value!r} must be {text}{remedy(value)}"
-        for key, value, text in wrong_optimizer_arguments(settings)
+        for key, value, text, _ in wrong_optimizer_arguments(settings)
     ]
 
 
