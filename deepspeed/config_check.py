@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from deepspeed.client_config import ClientConfig, read_any, read_client
+from deepspeed.client_config import ClientConfig, client_of, read_any, read_client
+from deepspeed.config_fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config import data_parallel_share, world_size
 from deepspeed.runtime.config_analysis import BATCH_KEYS, Analysis, analyse
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, nearest, shown
+from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, Remedy, nearest, shown
 from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import VALID_LR_SCHEDULES
@@ -130,20 +131,30 @@ def _ranks(count: int | None) -> tuple[int, str]:
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
-    """Arguments that the constructor of the optimizer or schedule would refuse."""
+    """Arguments that the constructor of the optimizer or schedule would refuse, beside those already told."""
     config = analysis.config
     told = {problem.key for problem in analysis.errors}
-    if config is None or any(key.startswith(("optimizer", "scheduler")) for key in told):
+    if config is None:
         return
-    if config.optimizer is not None and config.optimizer.type is not None:
-        for text in check_optimizer(config.optimizer.type, config.optimizer.params):
+    optimizer, scheduler = config.optimizer, config.scheduler
+    if optimizer is not None and optimizer.type is not None and "optimizer.type" not in told:
+        for text in check_optimizer(optimizer.type, optimizer.params):
             match = re.match(r"optimizer(\.\w+)*", text)
             key = match.group() if match else "optimizer"
-            yield Problem(key, text.removeprefix(key).lstrip("= "), source.line(tuple(key.split("."))))
-    if config.scheduler is not None and config.scheduler.type is not None:
-        for name, text in _scheduler_problems(config.scheduler.type, config.scheduler.params or {}):
-            key = f"scheduler.params.{name}"
-            yield Problem(key, text, source.line(tuple(key.split("."))))
+            if key not in told:
+                yield _argument_problem(key, text.removeprefix(key).lstrip("= "), source)
+    if scheduler is not None and scheduler.type is not None and "scheduler.type" not in told:
+        for name, text in _scheduler_problems(scheduler.type, scheduler.params or {}):
+            if (key := f"scheduler.params.{name}") not in told:
+                yield _argument_problem(key, text, source)
+
+
+def _argument_problem(key: str, text: str, source: ConfigSource) -> Problem:
+    path = tuple(key.split("."))
+    close = re.search(r"did you mean '?(\w+)'?\?", text)
+    siblings = source.data.get(path[0], {}).get("params") or {}
+    remedy = Remedy(rename=close.group(1)) if close and close.group(1) not in siblings else None
+    return Problem(key, text, source.line(path), remedy, path)
 
 
 def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -256,6 +267,34 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+# -------------------------------------------------------------------------------------------- corrections
+
+
+def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
+    """Correct a config file as far as its meaning is plain, print the changes, and report what is left.
+
+    Without `output` the file itself is written, and kept as it was beside it (`.bak`). Raises CannotFix.
+    """
+    if not os.path.isfile(path):
+        raise CannotFix(f"{path[:200]} is no file")
+    try:
+        source = read_any(path)
+    except UnreadableConfig as error:
+        raise CannotFix(f"{error}; this has to be put right by hand") from None
+    if client := client_of(source.data):
+        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it names")
+    before = source.text or ""
+    text, report = corrected(
+        start_text(source, in_place=output is None),
+        path,
+        lambda attempt: _checked(attempt, *_ranks(world_size)),
+    )
+    print("\n".join(unified(before, text, path)) or "nothing to correct")
+    if text != before or output is not None:
+        write_fixed(path, text, output)
+    return report
+
+
 # -------------------------------------------------------------------------------------------- the command
 
 
@@ -277,9 +316,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="ranks of the job (default: the environment's, else 1)",
     )
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="correct what is plain: misspelt keys, deprecated spellings, values of the wrong type. Shows the changes, "
+        "and keeps the file as it was as CONFIG.bak",
+    )
+    parser.add_argument("--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG alone")
     parser.add_argument("--no-color", action="store_true", help="plain text also on a terminal")
     args = parser.parse_args(argv)
+    if args.output is not None and not args.fix:
+        parser.error("--output goes with --fix")
     report = check_config(args.config, args.gpus)
+    if args.fix:
+        try:
+            report = fix_file(args.config, args.gpus, output=args.output)
+        except CannotFix as error:
+            print(f"ds_check --fix: {error}", file=sys.stderr)
+            return 2
     colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
     print("\n".join(report_lines(report, Style(colors))))
     return 0 if report.ok else 1

@@ -52,6 +52,8 @@ LAYER_OF = {
     "deepspeed.launcher*": "tools",
     "deepspeed.env_report": "tools",
     "deepspeed.config_check": "tools",
+    "deepspeed.config_edit": "tools",
+    "deepspeed.config_fix": "tools",
     "deepspeed.utils.zero_to_fp32": "tools",
     # schemas stand beside the mechanism that they configure
     "deepspeed*.config": "schemas and plan",

@@ -7,6 +7,7 @@ hides another.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,8 @@ from deepspeed.runtime import batch
 from deepspeed.runtime.availability import missing_features
 from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config_keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
-from deepspeed.runtime.config_problems import Problem, misspelt, nearest, shown
+from deepspeed.runtime.config_meaning import plain_meaning
+from deepspeed.runtime.config_problems import Problem, Remedy, misspelt, nearest, shown
 from deepspeed.runtime.config_reader import ConfigSource, Path, copy_containers
 from deepspeed.runtime.config_rules import check_rules
 from deepspeed.runtime.config_schema import TrainingConfig
@@ -51,10 +53,10 @@ class Analysis:
     doubtful: set[str] = field(default_factory=set)
     """Keys whose value is not known because it was refused, or stands under a misspelt key."""
 
-    def error(self, path: Path | str, message: str) -> None:
+    def error(self, path: Path | str, message: str, remedy: Remedy | None = None) -> None:
         path = tuple(path.split(".")) if isinstance(path, str) else path
         key = ".".join(str(part) for part in path) or "config"
-        self.errors.append(Problem(key, message, self.source.line(path)))
+        self.errors.append(Problem(key, message, self.source.line(path), remedy, path))
 
 
 def analyse(
@@ -134,7 +136,8 @@ def _unknown_key(
     if suggestion is not None:
         meant = ".".join(map(str, (*path, suggestion)))
         result.doubtful.add(meant)
-        result.error(here, f"unknown key; did you mean '{meant}'? (value: {shown(value)})")
+        remedy = None if suggestion in siblings else Remedy(rename=suggestion)
+        result.error(here, f"unknown key; did you mean '{meant}'? (value: {shown(value)})", remedy)
         return
     elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
     hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
@@ -200,7 +203,10 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
             for path, message, missing in _told(error, data, result.source.data):
                 dotted = ".".join(map(str, path))
                 if not {dotted, f"{dotted}.{missing}"} & (refused | result.doubtful):
-                    result.error(path, message)
+                    meant = (
+                        None if missing else plain_meaning(path, _value_at(result.source.data, path, None))
+                    )
+                    result.error(path, message, meant)
                 refused.add(dotted)
             if len(refused) == before:
                 return None
@@ -259,8 +265,11 @@ def _message(path: Path, entry: Any, raw: Mapping[str, Any]) -> str:
             message += f" ({own_text})"
         choices = [str(choice) for choice in choices_of(found) if choice is not None]
         hint = nearest(value, choices) if isinstance(value, str) and choices else None
+        meant = plain_meaning(path, value)
         if hint:
             message += f"; did you mean '{hint}'?"
+        elif meant is not None:
+            message += f"; did you mean {json.dumps(meant.value)}?"
     return message
 
 
@@ -298,10 +307,10 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
         )
 
     for finding in check_rules(config):
-        if any(spoiled(key) for key in finding.keys):
+        if any(spoiled(key) for key in finding.keys) or finding.keys[0] in result.auto_keys:
             continue
         if finding.is_error:
-            result.error(finding.keys[0], finding.message)
+            result.error(finding.keys[0], finding.message, finding.remedy)
         else:
             note(f"config key '{finding.keys[0]}' {finding.message}")
     for row in missing_features(config):

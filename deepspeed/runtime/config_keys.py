@@ -104,6 +104,17 @@ def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo |
     return found.field if found else None
 
 
+def section_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    """The model of the section that a path leads to; None where it leads to a value or to nothing."""
+    section: type[BaseModel] | None = model
+    for part in path:
+        key = keys_of(section).get(part) if section is not None and isinstance(part, str) else None
+        if key is None or key.container is not None:
+            return None
+        section = key.section
+    return section
+
+
 # ---------------------------------------------------------------------------------------- what is allowed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FROM_DICT, FROM_BASE64 = "config", "base64 config"
@@ -13,14 +13,26 @@ WITHOUT_FILE = (FROM_DICT, FROM_BASE64)
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """What is plainly meant: another name for the key, or another value."""
+
+    rename: str | None = None
+    value: Any = None
+    replaces_value: bool = False
+
+
+@dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key (dotted), what is said about it, and the line when it came from a
-    file.
+    """One thing that is wrong: the key (dotted), what is said about it, the line when it came from a file, and,
+    where that is plain, what was meant.
     """
 
     key: str
     message: str
     line: int | None = None
+    remedy: Remedy | None = field(default=None, compare=False)
+    path: tuple[str | int, ...] = field(default=(), compare=False)
+    """The key in its parts, which may hold dots themselves."""
 
     def __str__(self) -> str:
         place = f" (line {self.line})" if self.line else ""

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.config_problems import nearest, shown
+from deepspeed.runtime.config_arguments import (
+    REQUIRED,
+    WrongArgument,
+    meant,
+    remedy,
+    wrong_optimizer_arguments,
+    wrong_schedule_arguments,
+)
+from deepspeed.runtime.config_problems import Remedy, nearest, shown
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import (
     BUILT_IN_OPTIMIZERS,
     ONE_BIT_OPTIMIZERS,
     VALID_LR_SCHEDULES,
-    WARMUP_LR_SCHEDULES,
 )
 
 
@@ -28,6 +35,7 @@ class Finding:
     keys: tuple[str, ...]
     message: str
     is_error: bool = True
+    remedy: Remedy | None = None
 
 
 Rule = Callable[[TrainingConfig], Iterator[Finding]]
@@ -214,14 +222,22 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(
             ("scheduler.type",), _unknown_class(name, VALID_LR_SCHEDULES, module, "torch.optim.lr_scheduler")
         )
-    if name in WARMUP_LR_SCHEDULES and "warmup_num_steps" in params:
-        steps = params["warmup_num_steps"]
-        whole = isinstance(steps, (int, float)) and not isinstance(steps, bool) and float(steps).is_integer()
-        if not whole or steps < 0:
-            yield Finding(
-                ("scheduler.params.warmup_num_steps",),
-                f"{shown(steps)} is not allowed; expected a whole number > 0",
-            )
+    for key in REQUIRED.get(name, ()):
+        if key not in params:
+            yield Finding((f"scheduler.params.{key}",), f"is missing: {name} needs it")
+
+
+def arguments_make_sense(config: TrainingConfig) -> Iterator[Finding]:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    wrong: list[tuple[str, Iterator[WrongArgument]]] = []
+    if optimizer is not None:
+        wrong.append(("optimizer", wrong_optimizer_arguments(optimizer.params)))
+    if scheduler is not None and scheduler.type is not None:
+        wrong.append(("scheduler", wrong_schedule_arguments(scheduler.type, scheduler.params)))
+    for section, problems in wrong:
+        for key, value, text, fits in problems:
+            message = f"{shown(value)} is not allowed; expected {text}{remedy(value)}"
+            yield Finding((f"{section}.params.{key}",), message, remedy=meant(value, fits))
 
 
 def _unknown_class(name: str, own: tuple[str, ...], module: Any, module_name: str) -> str:
@@ -297,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     old_stage_one,
     optimizer_is_known,
     scheduler_is_known,
+    arguments_make_sense,
     contiguous_checkpoints,
     elastic_batch,
     expert_and_tensor_parallel,

@@ -20,7 +20,15 @@ from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfi
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.aio_config import AioConfig
 from deepspeed.runtime.checkpoint_config import CheckpointConfig
-from deepspeed.runtime.config_utils import Dtype, Float, Int, LenientConfigModel, Says, is_auto
+from deepspeed.runtime.config_utils import (
+    Dtype,
+    Float,
+    FloatOrInfinity,
+    Int,
+    LenientConfigModel,
+    Says,
+    is_auto,
+)
 from deepspeed.runtime.data_pipeline.config import (
     CurriculumLegacyConfig,
     DataEfficiencyConfig,
@@ -140,7 +148,7 @@ class TrainingConfig(LenientConfigModel):
         default=False, description="Divide gradients before they are reduced instead of after."
     )
     gradient_predivide_factor: Float = Field(
-        default=1.0, gt=0, description="Divide by this before reducing, by the rest after."
+        default=1.0, gt=0, le=1e6, description="Divide by this before reducing, by the rest after."
     )
     sparse_gradients: bool = Field(
         default=False, description="Reduce gradients of `nn.Embedding` as indices and values."
@@ -156,8 +164,8 @@ class TrainingConfig(LenientConfigModel):
     torch_autocast: TorchAutocastConfig = Field(
         default=TorchAutocastConfig(), description="`torch.autocast` by the engine."
     )
-    gradient_clipping: Float = Field(
-        default=1.0, ge=0, description="Largest global norm of the gradients; 0: no clipping."
+    gradient_clipping: FloatOrInfinity = Field(
+        default=1.0, ge=0, description="Largest global norm of the gradients; 0 or infinity: no clipping."
     )
     data_types: DataTypesConfig = Field(
         default=DataTypesConfig(), description="Dtypes other than the implied ones."

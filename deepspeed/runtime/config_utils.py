@@ -19,7 +19,15 @@ from functools import cache
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_serializer,
+)
 from pydantic.fields import FieldInfo
 
 from deepspeed.utils.logging import logger
@@ -92,7 +100,8 @@ def _float_or_auto(value: Any) -> float | str:
 
 # Whole floats such as 5e8 are accepted for both (JSON has no other way to write a large round number).
 Int = Annotated[int, BeforeValidator(_not_bool)]
-Float = Annotated[float, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
+FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
 IntOrAuto = Annotated[Any, PlainValidator(_int_or_auto), Says("a whole number or 'auto'")]
 FloatOrAuto = Annotated[Any, PlainValidator(_float_or_auto), Says("a number or 'auto'")]
 
@@ -169,6 +178,11 @@ def deprecated(
 
 def _same(value: Any) -> Any:
     return value
+
+
+def keeps_value(facts: Mapping[str, Any]) -> bool:
+    """Whether a deprecated key means its successor with the same value."""
+    return facts.get("new_param_fn", _same) is _same
 
 
 def extra_facts(field: FieldInfo) -> dict[str, Any]:

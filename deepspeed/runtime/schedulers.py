@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config_arguments import WHOLE_NUMBERS
 
 
 def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -19,7 +20,11 @@ def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.opt
     if name is None or optimizer is None:
         return None
     kind = _find(name)
-    params = {k: v for k, v in (config.scheduler_params or {}).items() if v != "auto"}
+    params = {
+        key: int(value) if key in WHOLE_NUMBERS and isinstance(value, float) else value
+        for key, value in (config.scheduler_params or {}).items()
+        if value != "auto"
+    }
     known = set(inspect.signature(kind).parameters) - {"optimizer"}
     unknown = sorted(set(params) - known)
     if unknown:

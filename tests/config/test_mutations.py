@@ -158,7 +158,7 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.reduce_bucket_size": 0.5}, "zero_optimization.reduce_bucket_size"),
     ({"zero_optimization.overlap_comm": 3}, "zero_optimization.overlap_comm"),
     ({"zero_optimization.offload_optimizer": "cpu"}, "zero_optimization.offload_optimizer"),
-    ({"zero_optimization.leaf_module": {"names": "moe"}}, "zero_optimization.leaf_module.names"),
+    ({"zero_optimization.leaf_module": {"names": 3}}, "zero_optimization.leaf_module.names"),
     ({"zero_optimization.leaf_module": {"names": ["a", 3]}}, "zero_optimization.leaf_module.names.1"),
     ({"checkpoint.parallel_write": True}, "checkpoint.parallel_write"),
     (

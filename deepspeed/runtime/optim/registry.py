@@ -19,6 +19,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
+from deepspeed.runtime.config_arguments import remedy, wrong_optimizer_arguments
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, nearest
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
@@ -177,26 +178,10 @@ def _unknown_keys(name: str, settings: dict[str, Any]) -> list[str]:
 
 
 def _bad_values(settings: dict[str, Any]) -> list[str]:
-    """Ranges that hold for every optimizer that has the key."""
-    problems = []
-    for key in ("lr", "eps", "weight_decay", "momentum", "lr_decay", "initial_accumulator_value"):
-        value = settings.get(key)
-        if value is None or isinstance(value, (tuple, list, torch.Tensor)):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            problems.append(f"optimizer.params.{key}={value!r} must be a number, 0 or greater")
-    betas = settings.get("betas")
-    if betas is not None and not (
-        isinstance(betas, tuple) and len(betas) >= 2 and all(map(_is_fraction, betas))
-    ):
-        problems.append(
-            f"optimizer.params.betas={settings['betas']!r} must be numbers from 0 up to, not including, 1"
-        )
-    return problems
-
-
-def _is_fraction(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+    return [
+        f"optimizer.params.{key}={value!r} must be {text}{remedy(value)}"
+        for key, value, text, _ in wrong_optimizer_arguments(settings)
+    ]
 
 
 def _nearest(name: str, choices: Iterable[str]) -> str:

@@ -1,0 +1,246 @@
+"""What the arguments of optimizers and schedules may be: `optimizer.params` and `scheduler.params` of a config.
+
+A constructor would notice some of it, late and in words of its own; a weight decay of null or an epsilon of 1e30
+would train, to nonsense. Names mean the same in all optimizers, so one table serves all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from deepspeed.runtime.config_problems import Remedy
+
+LARGEST = 1e6
+"""No rate, decay or factor of a training run is larger."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A test of one value, and what it wants in words."""
+
+    test: Callable[[Any], bool]
+    text: str
+
+    def or_null(self) -> Allowed:
+        return Allowed(lambda value: value is None or self.test(value), f"{self.text}, or null")
+
+    def or_list(self) -> Allowed:
+        """The value, or a list of such values with one per parameter group."""
+        return Allowed(
+            lambda value: (
+                all(map(self.test, value)) if isinstance(value, (list, tuple)) else self.test(value)
+            ),
+            f"{self.text}, or a list of these with one per parameter group",
+        )
+
+
+def is_number(value: Any) -> bool:
+    """A finite number (Python counts True as 1; here it is none)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    return is_number(value) and float(value).is_integer()
+
+
+def _pair(first: Allowed, second: Allowed, text: str) -> Allowed:
+    return Allowed(
+        lambda value: (
+            isinstance(value, (list, tuple))
+            and len(value) == 2
+            and first.test(value[0])
+            and second.test(value[1])
+        ),
+        text,
+    )
+
+
+def _whole_from(least: int) -> Allowed:
+    return Allowed(lambda value: is_whole(value) and value >= least, f"a whole number >= {least}")
+
+
+SIZE = Allowed(lambda value: is_number(value) and 0 <= value <= LARGEST, f"a number from 0 to {LARGEST:g}")
+POSITIVE = Allowed(
+    lambda value: is_number(value) and 0 < value <= LARGEST, f"a number above 0 and up to {LARGEST:g}"
+)
+NUMBER = Allowed(is_number, "a finite number")
+SHARE = Allowed(lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+FRACTION = Allowed(
+    lambda value: is_number(value) and 0 <= value < 1, "a number from 0 up to, but not including, 1"
+)
+BETAS = Allowed(
+    lambda value: isinstance(value, (list, tuple)) and len(value) >= 2 and all(map(FRACTION.test, value)),
+    "a list of numbers from 0 up to, but not including, 1",
+)
+FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
+WORD = Allowed(lambda value: isinstance(value, str), "text")
+STEPS, NO_STEPS = _whole_from(1), _whole_from(0)
+WHOLE = Allowed(is_whole, "a whole number")
+RATE, RATES = SIZE, SIZE.or_list()
+
+
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_all_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+FINITE = Allowed(_all_finite, "finite numbers")  # what holds for arguments that no table knows
+
+_EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
+    lambda value: (
+        len(value) == 2 and SHARE.or_null().test(value[0]) and SHARE.test(value[1])
+        if isinstance(value, (list, tuple))
+        else SHARE.test(value)
+    ),
+    SHARE.text,
+)
+
+OPTIMIZER: dict[str, Allowed] = {
+    **dict.fromkeys(
+        ("lr", "muon_lr", "adam_lr", "lr_decay", "weight_decay", "initial_accumulator_value"), SIZE
+    ),
+    **dict.fromkeys(("lambd", "t0", "d", "momentum_decay", "max_coeff", "min_coeff"), SIZE),
+    **dict.fromkeys(("momentum", "alpha", "rho"), SHARE),
+    "dampening": NUMBER,
+    "eps": _EPSILONS,
+    "betas": BETAS,
+    "etas": _pair(FRACTION, Allowed(lambda v: is_number(v) and v > 1, ""), "two numbers, below and above 1"),
+    "step_sizes": _pair(SIZE, SIZE, f"two numbers from 0 to {LARGEST:g}"),
+    "ns_steps": STEPS,
+    "ns_method": WORD,
+    **dict.fromkeys(
+        (
+            "adam_w_mode",
+            "amsgrad",
+            "bias_correction",
+            "centered",
+            "decoupled_weight_decay",
+            "differentiable",
+            "eps_inside_sqrt",
+            "fp32_optimizer_states",
+            "maximize",
+            "nesterov",
+            "set_grad_none",
+            "torch_adam",
+        ),
+        FLAG,
+    ),
+    **dict.fromkeys(("foreach", "fused", "capturable"), FLAG.or_null()),
+}
+
+_LAST = {"last_batch_iteration": _whole_from(-1)}
+_WARMUP = {"warmup_min_lr": RATES, "warmup_max_lr": RATES.or_null(), "warmup_num_steps": NO_STEPS, **_LAST}
+_TYPE = {"warmup_type": WORD}
+
+SCHEDULES: dict[str, dict[str, Allowed]] = {
+    "LRRangeTest": {
+        "lr_range_test_min_lr": RATES,
+        "lr_range_test_step_size": STEPS,
+        "lr_range_test_step_rate": SIZE,
+        "lr_range_test_staircase": FLAG,
+        **_LAST,
+    },
+    "OneCycle": {
+        "cycle_min_lr": RATES,
+        "cycle_max_lr": RATES,
+        "decay_lr_rate": SIZE,
+        "cycle_first_step_size": STEPS,
+        "cycle_second_step_size": WHOLE.or_null(),
+        "cycle_first_stair_count": WHOLE,
+        "cycle_second_stair_count": WHOLE.or_null(),
+        "decay_step_size": NO_STEPS,
+        "cycle_momentum": FLAG,
+        "cycle_min_mom": FRACTION.or_list(),
+        "cycle_max_mom": FRACTION.or_list(),
+        "decay_mom_rate": SIZE,
+        **_LAST,
+    },
+    "WarmupLR": {**_WARMUP, **_TYPE},
+    "WarmupDecayLR": {**_WARMUP, **_TYPE, "total_num_steps": STEPS},
+    "WarmupCosineLR": {
+        "total_num_steps": STEPS,
+        "warmup_min_ratio": SIZE,
+        "cos_min_ratio": SIZE,
+        "warmup_num_steps": NO_STEPS,
+        **_TYPE,
+        **_LAST,
+    },
+}
+REQUIRED = {
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+}
+WHOLE_NUMBERS = frozenset(
+    key
+    for table in SCHEDULES.values()
+    for key in table
+    if key.endswith(("_steps", "_size", "_count", "_iteration"))
+)
+"""Arguments of schedules that are counts; JSON may write them as 1e3."""
+
+
+class WrongArgument(NamedTuple):
+    key: str
+    value: Any
+    text: str
+    """What is allowed."""
+    fits: Callable[[Any], bool]
+
+
+def wrong_optimizer_arguments(params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
+    """Each value that no optimizer can use."""
+    yield from _wrong(params, OPTIMIZER)
+
+
+def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Iterator[WrongArgument]:
+    """Each value that the schedule cannot use."""
+    yield from _wrong(params, SCHEDULES.get(name, {}))
+
+
+def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
+    for key, value in (params or {}).items():
+        if not _from_json(value):
+            continue  # a tensor, a function: from a script, for a constructor that knows it
+        allowed = table.get(key, FINITE)
+        if not allowed.test(value):
+            yield WrongArgument(key, value, allowed.text, allowed.test)
+
+
+def _from_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_from_json, value))
+    return value is None or isinstance(value, (bool, int, float, str, dict))
+
+
+def without_quotes(value: Any) -> Any:
+    """The boolean or finite number that a text spells; None for any other."""
+    if not isinstance(value, str):
+        return None
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if word.lstrip("+-").isdigit() else number
+
+
+def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
+    """The same value without quotes, where that fits."""
+    spelled = without_quotes(value)
+    return Remedy(value=spelled, replaces_value=True) if spelled is not None and fits(spelled) else None
+
+
+def remedy(value: Any) -> str:
+    """What to write instead of a text that is meant as something else."""
+    spelled = without_quotes(value)
+    return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"
