@@ -168,14 +168,14 @@ class LiveLine:
         self.status = StatusLine() if display.form is Form.BAR else None
         self.now_s = now_s
         self.meter = LossMeter(engine)
-        self.meter.listen()  # a first step may take minutes
         self.tokens_per_sample: int | None = None
+        self.looking = False
+        self.listen()  # a first step may take minutes
         self.pause_s = BAR_PAUSE_S if self.status is not None else FIRST_LINE_S
         self.last_s = now_s()
         self.due_s = self.last_s + (0.0 if self.status is not None else self.pause_s)
         self.step = engine.global_steps
         self.mark: tuple[float, int, int] | None = None  # time, steps, samples of the last line
-        engine.events.on("before_forward", self.look_at_inputs)
         engine.events.on("after_step", self.after_step)
         engine.events.on("on_load", self.resume)
         engine.events.on("on_destroy", self.close)
@@ -190,10 +190,22 @@ class LiveLine:
             self.mark = (now, step, self.engine.global_samples)
         if now >= self.due_s if self.every is None else step % self.every == 0:
             self.show(now)
-        elif self.meter.listening:
-            self.meter.forget()
+        self.look_away()
         if now + (now - before) >= self.due_s if self.every is None else (step + 1) % self.every == 0:
-            self.meter.listen()
+            self.listen()
+
+    def listen(self) -> None:
+        """The coming step is going to be shown."""
+        self.meter.listen()
+        if not self.looking:
+            self.looking = True
+            self.engine.events.on("before_forward", self.look_at_inputs)
+
+    def look_away(self) -> None:
+        if self.looking:
+            self.looking = False
+            self.meter.forget()
+            self.engine.events.off("before_forward", self.look_at_inputs)
 
     def show(self, now: float) -> None:
         """Whatever goes wrong here is not the training's concern."""
@@ -232,14 +244,13 @@ class LiveLine:
         )
 
     def look_at_inputs(self, *, inputs: Any = (), kwargs: Any = {}, **_: Any) -> None:  # noqa: B006 - read only
-        if self.meter.listening:
-            self.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
+        self.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
 
     def resume(self, **_: Any) -> None:
         """Steps and samples have jumped: speeds count from here."""
         self.step, self.mark = self.engine.global_steps, None
         if self.every is not None and (self.step + 1) % self.every == 0:
-            self.meter.listen()
+            self.listen()
 
     def close(self, **_: Any) -> None:
         if self.status is not None:
