@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import sys
 from typing import TextIO
 
-from .logging import write_safely
+from .logging import logger, write_safely
 
 ERASE_TO_END = "\x1b[K"
 
@@ -37,6 +38,7 @@ class StatusLine:
         self._works = True
         self._shown = False
         atexit.register(self.close)
+        logger.addFilter(self.make_room)
 
     def show(self, text: str) -> None:
         """Replace what is shown; cut to the width of the terminal, so that it stays one line."""
@@ -45,9 +47,17 @@ class StatusLine:
             self._works = write_safely(f"\r{text[:width]}{ERASE_TO_END}", sys.stderr)
             self._shown = self._works
 
+    def make_room(self, record: logging.LogRecord) -> bool:
+        """A filter of the logger: a line of the log replaces what is shown, until it is shown again below."""
+        if self._shown and self._works and logger.isEnabledFor(record.levelno):
+            self._works = write_safely(f"\r{ERASE_TO_END}", sys.stderr)
+            self._shown = False
+        return True
+
     def close(self) -> None:
         """Leave what is shown on the screen and go to the next line."""
         atexit.unregister(self.close)
+        logger.removeFilter(self.make_room)
         if self._shown and self._works:
             write_safely("\n", sys.stderr)
         self._shown = self._works = False
