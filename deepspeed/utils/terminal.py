@@ -49,7 +49,7 @@ class StatusLine:
 
     def make_room(self, record: logging.LogRecord) -> bool:
         """A filter of the logger: a line of the log replaces what is shown, until it is shown again below."""
-        if self._shown and self._works and logger.isEnabledFor(record.levelno):
+        if self._shown and self._works:
             self._works = write_safely(f"\r{ERASE_TO_END}", sys.stderr)
             self._shown = False
         return True

@@ -360,6 +360,19 @@ def test_the_status_line_stays_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert screen.getvalue() == "\rstep 1\x1b[K\rstep 2 an\x1b[K\n"
 
 
+def test_a_line_of_the_log_takes_the_place_of_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    line = StatusLine()
+    line.show("step 1")
+    logger.warning("careful")
+    line.close()
+    logger.warning("again")
+    text = screen.getvalue()
+    assert text.startswith("\rstep 1\x1b[K\r\x1b[K[") and text.count("\r") == 2 and "careful\n[" in text
+
+
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(), ValueError("I/O operation on closed file"), OSError(28, "full")]
 )
