@@ -70,6 +70,7 @@ LAYER_OF = {
     "deepspeed.runtime.build": "assemblies",
     "deepspeed.runtime.observers": "assemblies",
     "deepspeed.runtime.curves": "assemblies",
+    "deepspeed.runtime.live_line": "assemblies",
     "deepspeed.runtime.start_report": "assemblies",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",

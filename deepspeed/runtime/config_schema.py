@@ -197,7 +197,9 @@ class TrainingConfig(LenientConfigModel):
     )
     steps_per_print: Annotated[
         int | float | None, PlainValidator(_print_period), Says("a number above 0 (infinity: never) or null")
-    ] = Field(default=None, description="Steps between two lines of progress; null: none.")
+    ] = Field(
+        default=None, description="Steps between two lines of progress; null: as it fits, see logging.md."
+    )
     wall_clock_breakdown: bool = Field(
         default=False, description="Time forward, backward and step; `flops_profiler` turns it on."
     )
@@ -207,7 +209,10 @@ class TrainingConfig(LenientConfigModel):
     dump_state: bool = Field(default=False, description="Print the config at the start.")
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
-    ] = Field(default=None, description="Level of the logger; null: left as it is.")
+    ] = Field(
+        default=None,
+        description="Level of the logger; null: left as it is. From `warning` on no progress is shown.",
+    )
     vocabulary_size: Int | None = Field(
         default=None, ge=1, description="Only checked: a multiple of 8 is quicker on GPUs."
     )

@@ -44,20 +44,28 @@ class LossMeter:
     """
 
     def __init__(self, engine: DeepSpeedEngine, *, always: bool = False) -> None:
+        self._events = engine.events
         self._always = always
-        self.listening = always
+        self.listening = False
         self._told: list[Tensor] = []
         self._returned: list[Tensor] = []
-        engine.events.on("after_forward", self._after_forward)
-        engine.events.on("after_backward", self._after_backward)
+        if always:
+            self.listen()
 
     def listen(self) -> None:
-        self.listening = True
+        """From now on; a meter that does not listen costs nothing, it is not called."""
+        if not self.listening:
+            self.listening = True
+            self._events.on("after_forward", self._after_forward)
+            self._events.on("after_backward", self._after_backward)
 
     def forget(self) -> None:
-        """Drop what was heard."""
+        """Drop what was heard, and stop listening unless it is for good."""
         self._told, self._returned = [], []
-        self.listening = self._always
+        if self.listening and not self._always:
+            self.listening = False
+            self._events.off("after_forward", self._after_forward)
+            self._events.off("after_backward", self._after_backward)
 
     def take(self) -> float | None:
         """The loss since the last call, None if no tensor was seen that could be one. Waits for the device."""
@@ -70,11 +78,11 @@ class LossMeter:
         return None
 
     def _after_forward(self, *, outputs: Any, **_: Any) -> None:
-        if self.listening and torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
+        if torch.is_grad_enabled() and (loss := loss_of(outputs)) is not None:
             self._returned.append(loss.detach())
 
     def _after_backward(self, *, share: Tensor | None = None, **_: Any) -> None:
-        if self.listening and share is not None:
+        if share is not None:
             self._told.append(share.detach())
 
 

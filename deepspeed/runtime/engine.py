@@ -43,6 +43,7 @@ from deepspeed.runtime.start_report import log_start
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
+from deepspeed.utils.logging import apply_log_level
 from deepspeed.utils.transforms import inside_transform
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
@@ -82,6 +83,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         super().__init__()
         self.config = config
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
+        apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
         dist.init_distributed(dist_init_required=dist_init_required, config=self._config)
         self.mpu = mpu

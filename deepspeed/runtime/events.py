@@ -31,6 +31,10 @@ class Events:
             raise ValueError(f"unknown event {event!r}; the events are {', '.join(EVENTS)}")
         self._subscribers.setdefault(event, []).append(subscriber)
 
+    def off(self, event: str, subscriber: Callable[..., Any]) -> None:
+        """Take a subscriber out again; not while that very event is emitted."""
+        self._subscribers[event].remove(subscriber)
+
     def emit(self, event: str, **facts: Any) -> None:
         subscribers = self._subscribers.get(event)
         if subscribers:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.curves import Curves
+from deepspeed.runtime.live_line import attach_live_line
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -50,6 +51,7 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
+    attach_live_line(engine)
 
 
 def _print_interval(engine: DeepSpeedEngine) -> int | None:

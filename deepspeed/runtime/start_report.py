@@ -1,19 +1,25 @@
-"""The few lines that an engine logs when it starts, on rank 0."""
+"""The few lines that an engine writes when it starts, on rank 0."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed import version
+from deepspeed.memory_plan.ledger import TRAINING, Phase, Place
+from deepspeed.memory_plan.report import size
+from deepspeed.memory_plan.request import Request, answer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.runtime.live_line import VARIABLE, Form, asked_form, made_by_client
 from deepspeed.runtime.precision import precision_table
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.runtime.zero.tiers import OffloadedTier
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import is_rank_zero, log_dist, logger, report, wants_reports
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -48,25 +54,100 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
 
 
 def log_start(engine: DeepSpeedEngine) -> None:
+    """Three lines about what was decided, on rank 0, unless they are refused; details at level INFO."""
+    say = _say(engine)
     zero = engine.plan.zero
-    log_dist(
+    say(
         f"DeepSpeed info: version={version}, torch={torch.__version__}, ranks={engine.world_size}, "
         f"device={engine.device}, ZeRO stage={zero.stage}, precision={engine.plan.precision.name}, "
         f"batch={engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
-        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks",
-        ranks=[0],
+        f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks"
     )
     core = engine.core
-    if core is not None:
-        trained = sum(full_numel(p) for p in core.trained.params)
-        frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
-        log_dist(
-            f"{trained:,} trained parameters in {len(core.param_buckets)} buckets, {max(0, frozen):,} frozen; "
-            f"optimizer {type(core.store.optimizer).__name__}",
-            ranks=[0],
-        )
-        if isinstance(core.store.tier, OffloadedTier):
-            native = hasattr(core.store.optimizer, "multi_tensor_step")
-            note = "" if native else "; torch's own update is slower there than an optimizer of this package"
-            log_dist(core.store.tier.describe() + note, ranks=[0])
+    if core is None:
+        return
+    connections = _connections(engine)  # on every rank: to choose a transport takes all of them
+    if is_rank_zero():
+        say(_parameters(engine, core) + _memory(engine))
+        say(connections)
+    if isinstance(core.store.tier, OffloadedTier):
+        native = hasattr(core.store.optimizer, "multi_tensor_step")
+        note = "" if native else "; torch's own update is slower there than an optimizer of this package"
+        log_dist(core.store.tier.describe() + note, ranks=[0])
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
+
+
+def _say(engine: DeepSpeedEngine) -> Callable[[str], None]:
+    """``report``, or where a client speaks for itself or nothing is wanted, the log at level INFO."""
+    asked = asked_form()
+    wanted = asked is not Form.NONE and wants_reports(engine._config.log_level)
+    if wanted and (asked is not None or not made_by_client()):
+        return report
+    return lambda text: log_dist(text, ranks=[0])
+
+
+def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
+    trained = sum(full_numel(p) for p in core.trained.params)
+    frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
+    return (
+        f"{trained:,} trained parameters in {len(core.param_buckets)} buckets, {max(0, frozen):,} frozen; "
+        f"optimizer {type(core.store.optimizer).__name__}"
+    )
+
+
+def _memory(engine: DeepSpeedEngine) -> str:
+    """What this rank holds now, and what the plan foresees: at this moment, and at most without activations."""
+    text = f"; this rank holds {size(held_bytes(engine))}"
+    try:
+        ledger = answer(_request(engine)).ledger
+    except Exception as error:  # a plan that cannot be made is no reason to stop a run
+        logger.debug(f"the memory of this run could not be planned: {error}")
+        return text
+    places = (Place.DEVICE, Place.HOST)
+    now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
+    most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
+    return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
+
+
+def _request(engine: DeepSpeedEngine) -> Request:
+    return Request(
+        module=engine.module,
+        config=engine._config._param_dict,
+        ranks=engine.dp_world_size,
+        device_type=engine.device.type,
+        optimizer=engine.basic_optimizer,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+    )
+
+
+def held_bytes(engine: DeepSpeedEngine) -> int:
+    """Memory behind parameters, buffers, master weights, gradients and optimizer state of this rank, each once."""
+    tensors: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
+    if engine.sharded is not None:
+        tensors += [bucket.shard for bucket in engine.sharded.buckets]
+    if engine.core is not None:
+        tensors += [bucket.full for bucket in engine.core.param_buckets]
+        tensors += [bucket.reduced for bucket in engine.core.reducer.buckets]
+        for owned in engine.core.store.fragments:
+            tensors += [owned.master, *engine.core.store.state_of(owned).values()]
+    sizes = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _connections(engine: DeepSpeedEngine) -> str:
+    """How gradients travel, and where a person sees how it goes."""
+    communicator = engine.mesh.communicator("dp", "sp")
+    if communicator.size == 1:
+        transport = "one rank, nothing is sent"
+    else:
+        name = communicator.transport_name(engine.device.type)
+        transport = (
+            f"transport {torch.distributed.get_backend(communicator.group) if name == 'native' else name}"
+        )
+    monitors = [backend.key for backend in engine.monitor.backends]
+    curves = f"curves in {', '.join(monitors)}" if monitors else "no monitor enabled"
+    return f"{transport}; {curves}; {VARIABLE}=0 silences these lines and the progress"

@@ -25,9 +25,23 @@ log_levels = {
 LINE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
 ALL_RANKS = -1
 
+LEVEL_VARIABLE = "DEEPSPEED_LOG_LEVEL"
+"""Environment variable with the name of a level; it has precedence over the config key ``log_level``."""
+
 QUIET_WHEN_COMPILING = "DISABLE_LOGS_WHILE_COMPILING"
 STILL_LOUD_WHEN_COMPILING = "LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE"
 LOGGER_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+def write_safely(text: str, stream: TextIO | None) -> bool:
+    """Write and flush; False if that fails, as it does for a closed pipe or a full disk."""
+    try:
+        assert stream is not None
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError, AttributeError, AssertionError):
+        return False
+    return True
 
 
 class _StdoutHandler(logging.StreamHandler):
@@ -41,6 +55,12 @@ class _StdoutHandler(logging.StreamHandler):
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
         return sys.stdout
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A standard output that is closed, full or gone costs nobody his training: then it is standard error."""
+        if not isinstance(sys.exc_info()[1], (OSError, ValueError, AttributeError)):
+            return super().handleError(record)
+        write_safely(self.format(record) + "\n", sys.stderr)
 
 
 class LoggerFactory:
@@ -74,7 +94,38 @@ def _be_quiet_while_compiling(created: logging.Logger) -> None:
     dynamo.ignore_logger_methods = dynamo.ignore_logger_methods | quiet
 
 
-logger = LoggerFactory.create_logger(name="DeepSpeed", level=logging.WARNING)
+def level_of_environment() -> int | None:
+    """The level that the environment variable names; None if it names none."""
+    return log_levels.get(os.environ.get(LEVEL_VARIABLE, "").strip().lower())
+
+
+logger = LoggerFactory.create_logger(name="DeepSpeed", level=level_of_environment() or logging.WARNING)
+
+
+def apply_log_level(name: str | None) -> None:
+    """Set the level that a config asks for (None: leave it), unless the environment has decided."""
+    if name is not None and level_of_environment() is None:
+        logger.setLevel(get_log_level_from_string(name))
+
+
+def wants_reports(name: str | None) -> bool:
+    """Whether reports at level INFO are to be shown that need no asking for: not if the environment, a config (its
+    ``log_level`` is ``name``) or the script has raised the level."""
+    asked = level_of_environment()
+    if asked is None and name is not None:
+        asked = get_log_level_from_string(name)
+    if asked is None:
+        return logger.level <= logging.WARNING  # the level of the package
+    return asked <= logging.INFO
+
+
+def report(message: Any) -> None:
+    """An INFO line on rank 0 that is shown whatever the level, because it was asked for (see ``wants_reports``)."""
+    if not is_rank_zero():
+        return
+    file, line, function, _ = logger.findCaller(stacklevel=2)
+    text = f"[Rank 0] {message}"
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, file, line, text, (), None, function))
 
 
 def this_rank() -> int:
@@ -111,7 +162,7 @@ def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logg
 def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
     """Prints on the listed ranks, whatever the log level: for reports that the user asked for."""
     if (text := get_dist_msg(message, ranks)) is not None:
-        print(text, flush=True)
+        write_safely(text + "\n", sys.stdout)
 
 
 @functools.cache
@@ -150,7 +201,7 @@ def print_json_dist(
         return
     text = json.dumps({**message, "rank": this_rank()})
     if path is None:
-        print(text, flush=True)
+        write_safely(text + "\n", sys.stdout)
         return
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_memory import machine_total_bytes, machine_used_bytes
 
-from .logging import is_rank_zero
+from .logging import is_rank_zero, write_safely
 
 GIB = 1024**3
 
@@ -31,13 +33,13 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     accelerator = get_accelerator()
     used, total = machine_used_bytes(), machine_total_bytes()
-    print(
+    write_safely(
         f"{message}\n"
         f"MA {accelerator.memory_allocated() / GIB:.2f} GB "
         f"Max_MA {accelerator.max_memory_allocated() / GIB:.2f} GB "
         f"CA {accelerator.memory_reserved() / GIB:.2f} GB "
         f"Max_CA {accelerator.max_memory_reserved() / GIB:.2f} GB\n"
-        f"CPU Virtual Memory: used = {used / GIB:.2f} GB, percent = {100 * used / total:.1f}%",
-        flush=True,
+        f"CPU Virtual Memory: used = {used / GIB:.2f} GB, percent = {100 * used / total:.1f}%\n",
+        sys.stdout,
     )
     accelerator.reset_peak_memory_stats()

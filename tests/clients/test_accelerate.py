@@ -267,3 +267,30 @@ def test_norm_gather_and_metrics() -> None:
         assert norm is not None and norm > 0
         assert launched.gather_for_metrics(torch.tensor([launched.process_index])).tolist() == [0, 1]
         assert launched.reduce(torch.tensor(1.0), reduction="sum") == 2
+
+
+@distributed(world_size=1)
+def test_monitors_of_a_config_file(tmp_path: Path) -> None:
+    """A JSON with a monitor through `DeepSpeedPlugin(hf_ds_config=)`; nothing is printed by the engine."""
+    import contextlib
+    import csv
+    import io
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 2},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "curves"},
+    }
+    from accelerate import DeepSpeedPlugin
+
+    printed = io.StringIO()
+    with clean_clients(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        launched = accelerator(DeepSpeedPlugin(hf_ds_config=config))
+        losses = train(launched, *prepared(launched))
+    with open(tmp_path / "curves" / "Train_Samples_train_loss.csv", newline="") as file:
+        _, *rows = csv.reader(file)
+    means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
+    assert [int(samples) for samples, _ in rows] == [4 * step for step in range(1, len(means) + 1)]
+    assert [float(loss) for _, loss in rows] == pytest.approx(means, rel=1e-4)
+    assert "step=" not in printed.getvalue() and "DeepSpeed info" not in printed.getvalue()

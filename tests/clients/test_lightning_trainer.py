@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -180,3 +183,18 @@ def test_precisions(tmp_path: Path, stage: int, precision: str) -> None:
     _, module = fit(tmp_path, {"stage": stage, **config}, precision=precision)
     assert all(loss == loss for loss in module.seen)
     assert sum(module.seen[8:]) < sum(module.seen[:8])
+
+
+@distributed(world_size=1)
+def test_monitors_of_a_config_and_silence_otherwise(tmp_path: Path) -> None:
+    """Lightning shows its own bar, so the engine shows nothing; its curves are those of the config."""
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "curves"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        _, module = fit(
+            tmp_path, {"config": {"zero_optimization": {"stage": 2}, "csv_monitor": section}}, epochs=1
+        )
+    with open(tmp_path / "curves" / "Train_Samples_train_loss.csv", newline="") as file:
+        _, *found = csv.reader(file)
+    assert [float(loss) for _, loss in found] == pytest.approx(module.seen, rel=1e-5)
+    assert "step=" not in printed.getvalue() and "DeepSpeed info" not in printed.getvalue()

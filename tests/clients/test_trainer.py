@@ -342,3 +342,28 @@ def test_gradients_are_seen_before_the_step_only(tmp_path: Path, stage: int) -> 
         run.train()
     assert look.before and all(grad is not None and grad.abs().sum() > 0 for grad in look.before)
     assert look.after and all(grad is None for grad in look.after)
+
+
+@distributed(world_size=2)
+def test_monitors_of_the_config(tmp_path: Path) -> None:
+    """The sections reach the engine through the Trainer; the loss is the one that the Trainer logs, on rank 0."""
+    import csv
+
+    with clean_clients():
+        section = {"enabled": True, "output_path": str(tmp_path), "job_name": "curves"}
+        config = auto_config(2, csv_monitor=section)
+        args = arguments(tmp_path, config, gradient_accumulation_steps=2, log_level="warning")
+        run = trainer(args)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            run.train()
+        assert "step=" not in printed.getvalue() and "DeepSpeed info" not in printed.getvalue()
+        if torch.distributed.get_rank() == 0:
+            with open(tmp_path / "curves" / "Train_Samples_train_loss.csv", newline="") as file:
+                header, *rows = csv.reader(file)
+            assert header == ["step", "train_loss"]
+            assert [int(samples) for samples, _ in rows] == [8, 16, 24, 32]  # 2 ranks x 2 x 2 micro-batches
+            assert all(
+                float(loss) == pytest.approx(seen, rel=0.1)
+                for (_, loss), seen in zip(rows, losses(run), strict=True)
+            )
