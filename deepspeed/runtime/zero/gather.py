@@ -72,7 +72,7 @@ class ReadingGather(LocalGather):
     """One rank whose slices rest in a file: the next buckets in the order of the last step are read ahead.
 
     ``read(i, full)`` starts to fill ``full`` and returns what finishes it. At most ``ahead`` buckets of at most
-    ``max_numel`` elements are under way. A step (with its backwards) is one walk, and so is an evaluation of each module.
+    ``max_numel`` elements are under way. A step with its backwards is one walk, an evaluation of each module another.
     """
 
     def __init__(
