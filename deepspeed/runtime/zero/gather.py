@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class LocalGather:
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)
+        self.lock = threading.RLock()  # of every transition; forwards may run on several threads
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
@@ -137,10 +139,11 @@ class ReadingGather(LocalGather):
                 self._start(index)
 
     def end_of_step(self) -> None:
-        for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
-            self._finish(index)
-            self.buckets[index].release()
-        self.training.again()
+        with self.lock:
+            for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
+                self._finish(index)
+                self.buckets[index].release()
+            self.training.again()
 
     def abandon(self) -> None:
         self._finish_all()
