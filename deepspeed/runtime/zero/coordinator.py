@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed.runtime.backward import GraphTask
 from deepspeed.runtime.zero.gather import LocalGather
@@ -98,6 +100,7 @@ class ParamCoordinator:
         self._open_passes = 0
         self._apart: set[int | None] = set()  # threads other than the trainer that are in a forward
         self._backwards: dict[int, Backward] = {}
+        self._watched = WeakIdKeyDictionary()  # input tensors that have a hook
         self._left: set[int] = set()  # gathered outside training since the last step
         self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(
             budget.max_live, budget.max_reuse
@@ -272,6 +275,13 @@ class ParamCoordinator:
                 if param.requires_grad:
                     backward.handles.append(param.register_hook(self.differentiated))
 
+    def watch_input(self, tensor: Tensor) -> None:
+        """A gradient with respect to an input of the model may be differentiated again."""
+        with self._lock:
+            if tensor.requires_grad and tensor not in self._watched:
+                self._watched[tensor] = True
+                tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
+
     def differentiated(self, grad: Tensor | None) -> None:
         """``grad`` was produced by the running backward: a later one that begins there needs the same buckets."""
         backward = self._backwards.get(torch._C._current_graph_task_id())
@@ -296,7 +306,7 @@ class ParamCoordinator:
     # Gathering and releasing --------------------------------------------------------------------------------
 
     def _require(self, b: int, phase: Phase) -> None:
-        if phase is not Phase.APART:
+        if phase.trains:
             self.trace.use(b)
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED:

@@ -27,7 +27,7 @@ class RowNorms:
     def __init__(self, module: nn.Module, coordinator: ParamCoordinator, everyone: Communicator) -> None:
         self.coordinator = coordinator
         self.everyone = everyone
-        self._tables = [
+        self._tables: list[Any] = [
             each
             for each in module.modules()
             if isinstance(each, (nn.Embedding, nn.EmbeddingBag))
