@@ -208,6 +208,17 @@ class StateAccess:
                 if owned.low is not None:
                     owned.master.view(-1).copy_(owned.low)
 
+    def elements_written(self, param: nn.Parameter, value: Tensor) -> None:
+        """One parameter's own weights will be ``value`` [shape]: the masters take what differs from now."""
+        flat = value.reshape(-1)
+        for owned in self._fragments(param):
+            if owned.low is not None:
+                start = owned.fragment.param_offset
+                new = flat[start : start + owned.fragment.numel].to(owned.low.device)
+                master = owned.master.view(-1)
+                differs = new != owned.low.view(-1)
+                master.copy_(torch.where(differs.to(master.device), new.to(master), master))
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The client's groups without their parameters."""

@@ -16,18 +16,22 @@ whole until the second one ends.
 
 [Note: threads] Each thread has frames of its own; what is in use on any of them stays. Collectives are made by
 one thread (the one that takes the steps, with autograd's own threads while they work for it): the order in which
-threads interleave differs from rank to rank. A forward on another thread fetches.
+threads interleave differs from rank to rank. A forward on another thread fetches, and ends before new weights
+are published, so it never loses a bucket in the middle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed.runtime.backward import GraphTask
 from deepspeed.runtime.zero.gather import LocalGather
@@ -87,13 +91,17 @@ class ParamCoordinator:
         self.trace = UseTrace([b.layout.padded_numel for b in self.buckets])
         self.active: list[Frame] = []
         self._calls = _Calls()
-        self._lock = threading.RLock()
+        self._lock = gatherer.lock
+        self._quiet = threading.Condition(self._lock)
+        self._waiting = 0  # publishers that wait for other threads' passes to end
         self._trainer = threading.get_ident()
         self._uses = [0] * len(self.buckets)
         self._kept: set[int] = set()
         self._clock = 0
         self._open_passes = 0
+        self._apart: set[int | None] = set()  # threads other than the trainer that are in a forward
         self._backwards: dict[int, Backward] = {}
+        self._watched = WeakIdKeyDictionary()  # input tensors that have a hook
         self._left: set[int] = set()  # gathered outside training since the last step
         self.keeps_all = sum(b.layout.padded_numel for b in self.buckets) <= min(
             budget.max_live, budget.max_reuse
@@ -110,8 +118,10 @@ class ParamCoordinator:
         """A call begins. ``phase`` counts for outermost calls; what they call belongs to the same pass, and a call
         inside backward is a recomputation."""
         with self._lock:
-            self._clock += 1
             phase = self._phase_of(phase)
+            if phase is Phase.APART and not self.frames:
+                self._quiet.wait_for(lambda: not self._waiting)
+            self._clock += 1
             frame = Frame(needs, [], self._clock, phase)
             self.frames.append(frame)
             if len(self.frames) == 1:
@@ -128,6 +138,8 @@ class ParamCoordinator:
 
     def _begin_pass(self, phase: Phase, root: Hashable) -> None:
         self._open_passes += 1
+        if phase is Phase.APART:
+            self._apart.add(threading.get_ident())
         if phase is not Phase.RECOMPUTATION:
             self._forget_failed()
         if phase is Phase.FORWARD and self._left:
@@ -156,9 +168,26 @@ class ParamCoordinator:
 
     def _end_pass(self, phase: Phase) -> None:
         self._open_passes -= 1
+        self._apart.discard(threading.get_ident())
         self.gatherer.end_pass(phase)
         if phase in (Phase.EVALUATION, Phase.APART) and not self._open_passes and not self._backwards:
             self._release_idle(keep_near=False)
+        self._quiet.notify_all()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Wait until no other thread is in the middle of a forward, and let none begin: weights are to change."""
+        with self._lock:
+            self._waiting += 1
+            try:
+                while self._apart & {thread.ident for thread in threading.enumerate()}:
+                    self._quiet.wait(timeout=0.5)  # a thread may end without leaving what it entered
+            finally:
+                self._waiting -= 1
+            try:
+                yield
+            finally:
+                self._quiet.notify_all()
 
     def touch(self, b: int) -> None:
         """A module reads a parameter of bucket ``b`` that is not its own: from now on it needs that bucket."""
@@ -259,6 +288,13 @@ class ParamCoordinator:
                 if param.requires_grad:
                     backward.handles.append(param.register_hook(self.differentiated))
 
+    def watch_input(self, tensor: Tensor) -> None:
+        """A gradient with respect to an input of the model may be differentiated again."""
+        with self._lock:
+            if tensor.requires_grad and tensor not in self._watched:
+                self._watched[tensor] = True
+                tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
+
     def differentiated(self, grad: Tensor | None) -> None:
         """``grad`` was produced by the running backward: a later one that begins there needs the same buckets."""
         backward = self._backwards.get(torch._C._current_graph_task_id())
@@ -283,7 +319,7 @@ class ParamCoordinator:
     # Gathering and releasing --------------------------------------------------------------------------------
 
     def _require(self, b: int, phase: Phase) -> None:
-        if phase is not Phase.APART:
+        if phase.trains:
             self.trace.use(b)
         bucket = self.buckets[b]
         if bucket.status is Status.GATHERED:

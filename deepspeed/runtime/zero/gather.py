@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class LocalGather:
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)
+        self.lock = threading.RLock()  # of every transition; forwards may run on several threads
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
@@ -72,7 +74,7 @@ class ReadingGather(LocalGather):
     """One rank whose slices rest in a file: the next buckets in the order of the last step are read ahead.
 
     ``read(i, full)`` starts to fill ``full`` and returns what finishes it. At most ``ahead`` buckets of at most
-    ``max_numel`` elements are under way. A step (with its backwards) is one walk, and so is an evaluation of each module.
+    ``max_numel`` elements are under way. A step with its backwards is one walk, an evaluation of each module another.
     """
 
     def __init__(
@@ -137,10 +139,11 @@ class ReadingGather(LocalGather):
                 self._start(index)
 
     def end_of_step(self) -> None:
-        for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
-            self._finish(index)
-            self.buckets[index].release()
-        self.training.again()
+        with self.lock:
+            for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
+                self._finish(index)
+                self.buckets[index].release()
+            self.training.again()
 
     def abandon(self) -> None:
         self._finish_all()

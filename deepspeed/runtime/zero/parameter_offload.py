@@ -115,8 +115,9 @@ class DeepSpeedZeRoOffload:
         coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not coordinator.frames and not inside_transform():
-                _watch_inputs(coordinator, (args, kwargs))
+            if not coordinator.frames and torch.is_grad_enabled() and not inside_transform():
+                for tensor in tensors_in((args, kwargs)):
+                    coordinator.watch_input(tensor)
             with outside_transforms():
                 coordinator.enter(needs, _phase_of_call(module), number)
 
@@ -180,19 +181,6 @@ def _phase_of_call(module: nn.Module) -> Phase:
     """What an outermost call is for. The grad mode is asked here only, where a pass begins: further in it tells
     nothing (reentrant checkpointing turns it off in training, recomputation turns it on in backward)."""
     return Phase.FORWARD if torch.is_grad_enabled() and module.training else Phase.EVALUATION
-
-
-_WATCHED = "_ds_watched_by"
-
-
-def _watch_inputs(coordinator: ParamCoordinator, inputs: Any) -> None:
-    """Gradients with respect to inputs may be differentiated again (Note: backward of a backward)."""
-    if not torch.is_grad_enabled():
-        return
-    for tensor in tensors_in(inputs):
-        if tensor.requires_grad and getattr(tensor, _WATCHED, None) is not coordinator:
-            setattr(tensor, _WATCHED, coordinator)
-            tensor.register_hook(lambda grad: coordinator.differentiated(grad))
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:

@@ -189,16 +189,18 @@ class ScheduledGather(FetchingGather):
     # Sums (``LaunchTurns`` of the reducer) ------------------------------------------------------------------
 
     def sum_ready(self, b: int) -> None:
-        self.order.record[-1].append(Entry(Kind.SUM, b))
-        if not self.order.entries:
-            self.start_sum(b)
-            return
-        self._complete.add(b)
-        self._advance()
+        with self.lock:
+            self.order.record[-1].append(Entry(Kind.SUM, b))
+            if not self.order.entries:
+                self.start_sum(b)
+                return
+            self._complete.add(b)
+            self._advance()
 
     def end_segment(self) -> None:
-        self._launch_rest()
-        self.order.end_segment()
+        with self.lock:
+            self._launch_rest()
+            self.order.end_segment()
 
     def _launch_rest(self) -> None:
         self._launch(len(self.order.entries) - self.order.cursor, keep=False)
@@ -272,19 +274,21 @@ class ScheduledGather(FetchingGather):
     # Steps --------------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
-        foreseen = list(self.in_flight)
-        self._launch_rest()
-        for index in foreseen:  # but not used: the weights are about to change
-            self.buckets[index].release()
-        self._agree()
+        with self.lock:
+            foreseen = list(self.in_flight)
+            self._launch_rest()
+            for index in foreseen:  # but not used: the weights are about to change
+                self.buckets[index].release()
+            self._agree()
 
     def abandon(self) -> None:
         """Take part in the rest of the segment, so that all ranks are at one position, and begin the step anew."""
-        if self.order.begun:
-            self._launch_rest()
-        self._complete.clear()
-        self._evaluation = None
-        self.order.restart()
+        with self.lock:
+            if self.order.begun:
+                self._launch_rest()
+            self._complete.clear()
+            self._evaluation = None
+            self.order.restart()
 
     def settle(self) -> None:
         """Before the buckets are taken apart, by all ranks: nothing is under way any more, on any rank."""

@@ -126,7 +126,8 @@ class ShardedBucket(ParamBucket):
         """After an update: refresh persistent parameters, drop stale copies of the others."""
         assert self.shard is not None and self.full is not None
         if not self.persistent:
-            self.release()
+            with self.coordinator.quiet():
+                self.release()
             return None
         return self.communicator.all_gather(self.full, self.own_slice())
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.host_copies import off_host
 from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.row_norms import RowNorms
 from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.shard_server import ShardServer
@@ -52,6 +53,7 @@ class ShardedModel:
             bucket.coordinator = self.coordinator
             bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
+        self.row_norms = RowNorms(module, self.coordinator, groups.everyone)
 
     @property
     def cadence(self) -> Cadence:
@@ -67,6 +69,7 @@ class ShardedModel:
 
     def before_step(self) -> None:
         self.gatherer.end_of_step()
+        self.row_norms.settle()
 
     def after_step(self) -> None:
         self.gatherer.changed()
@@ -81,6 +84,7 @@ class ShardedModel:
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
         self.offload.destroy()
+        self.row_norms.destroy()
         self.gatherer.settle()
         for bucket in self.buckets:
             bucket.destroy()
