@@ -7,10 +7,6 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, read, or fitted to the model; the message says which file and why."""
 
 
-class CheckpointTagError(CheckpointError, AssertionError):
-    """Ranks save under different tags where that is to fail. Documented as an AssertionError."""
-
-
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A folder or file that a checkpoint needs is not there."""
 
