@@ -1,3 +1,1 @@
-"""Memory planned before it is allocated: bytes per rank on device, host and disk, by kind and phase.
-
-See docs/memory.md."""
+"""Planning memory before it is allocated: bytes per rank and place, by kind and phase (docs/memory.md)."""
