@@ -102,7 +102,7 @@ class GatheredParameters:
             self._publish()
             return True
         for home in self._buckets():
-            if home.persistent:
+            if home.persistent and home.full is not None:
                 home.communicator.all_gather(home.full, home.own_slice()).wait()
         if misshapen is not None:
             raise misshapen
