@@ -5,7 +5,7 @@ The training state is a fake: whatever implements ``TrainingState`` can be saved
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ class FileState:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         yield from self.held
 
-    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
+    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
         for index, tensors in self.held:
-            if name in (None, index.name):
-                tensors[key].copy_(value)
+            if index.name in values:
+                tensors[key].copy_(values[index.name])
 
     def scalars(self) -> dict[str, Any]:
         return {}
@@ -88,7 +88,7 @@ class FileState:
     def pending_gradients(self) -> None:
         return None
 
-    def ensure_state(self) -> None:
+    def keep_state(self, names: Container[str]) -> None:
         """It is there."""
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+
 
 @torch.no_grad()
 def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
     Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a gradient of
     zeros.
     """
-    if hasattr(optimizer, "state_for"):  # ours can be asked
+    if isinstance(optimizer, MultiTensorOptimizer):  # ours can be asked
         substitute: Any = stand_in(optimizer, group, [])
         return substitute.state_for(param, group)
     copied = nn.Parameter(param.detach().clone())
@@ -83,9 +85,9 @@ class _Recorder(dict):
 
 def constructed_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
     """What the constructor of the optimizer's class makes for ``param``; empty where it makes nothing or fails."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    given = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     try:
+        accepted = inspect.signature(type(optimizer)).parameters
+        given = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         made = type(optimizer)([{**options_of(group), "params": [param]}], **given)
     except Exception:  # whatever a foreign constructor asks for
         return {}

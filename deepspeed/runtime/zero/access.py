@@ -176,6 +176,10 @@ class StateAccess:
             stop=start + owned.fragment.numel,
         )
 
+    def ensure_state(self) -> None:
+        """Make the state of all parameters that have none, as it is before their first update."""
+        self.store.ensure_state()
+
     def keep_state(self, names: Container[str]) -> None:
         """Afterwards the parameters in ``names`` have optimizer state, to be written; the others are as before their
         first update."""

@@ -56,7 +56,9 @@ class LateParams:
         self.on_admit: list[Callable[[], None]] = []
         self._groups: list[int] = []
         self._trained = -1
-        self._first = {id(p) for p in module.parameters()}
+        self._known = {id(p) for p in module.parameters()}
+        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been cut
+            self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._strays: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.look()
@@ -122,11 +124,11 @@ class LateParams:
         return grads
 
     def _check(self, added: TrainedParams) -> None:
-        new = [n for n, p in zip(added.names, added.params, strict=True) if id(p) not in self._first]
+        new = [n for n, p in zip(added.names, added.params, strict=True) if id(p) not in self._known]
         if new:
             raise RuntimeError(
-                f"{_listed(new)} got a gradient and is in the optimizer, but was not part of the model when "
-                "deepspeed.initialize was called: ranks need not have made it alike. Add it to the model before."
+                f"{_listed(new)}: in the optimizer and with a gradient, but not part of the model when "
+                "deepspeed.initialize was called. Add it to the model, frozen if need be, before initialize."
             )
 
     def _join_group(self, params: Sequence[nn.Parameter]) -> None:
