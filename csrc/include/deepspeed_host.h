@@ -104,6 +104,10 @@ DS_API void ds_scale_copy(const ds_copy *copies, int64_t count, double scale, in
 DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *const *inputs, int64_t count,
                              int32_t input_dtype, int64_t numel, double scale, int32_t threads);
 
+/* CRC-32 of each block of `block` bytes (the last may be shorter) to crcs. Returns 0, and does nothing, where the machine
+ * has no instruction for it. */
+DS_API int32_t ds_crc32_blocks(const void *data, int64_t bytes, int64_t block, uint32_t *crcs);
+
 #ifdef __cplusplus
 }
 #endif

@@ -13,6 +13,8 @@ from types import TracebackType
 
 import numpy as np
 
+from deepspeed.ops import native
+
 BLOCK = 1 << 14
 """Bytes that one CRC covers. A block begins where a tensor begins, so no block holds bytes of two tensors."""
 
@@ -25,9 +27,7 @@ def count_blocks(nbytes: int) -> int:
 
 def hash_blocks(data: np.ndarray) -> np.ndarray:
     """CRC-32 of each block of contiguous bytes, [blocks] uint32; the last may be short."""
-    view = memoryview(data)  # type: ignore[arg-type]  # numpy arrays are buffers
-    starts = range(0, len(view), BLOCK)
-    return np.fromiter((zlib.crc32(view[start : start + BLOCK]) for start in starts), np.uint32, len(starts))
+    return native.crc32_blocks(data.ctypes.data, data.nbytes, BLOCK)
 
 
 class BlockHasher:

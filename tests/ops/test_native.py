@@ -8,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -262,3 +264,16 @@ def test_step_of_small_tensors_is_quick() -> None:
         plain.step()
         torchs = min(torchs, time.perf_counter() - start)
     assert ours < torchs / 2
+
+
+@pytest.mark.parametrize("native_library", [True, False])
+def test_crc32_of_blocks_is_that_of_zlib(native_library, monkeypatch):
+    if not native_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 70_000, dtype=np.uint8)
+    for nbytes in [0, 1, 15, 16, 63, 64, 65, 79, 80, 127, 128, 1000, 4096, 4097, 69_000]:
+        for start, block in ((0, 4096), (1, 100), (7, 64), (3, 16_384)):
+            part = data[start : start + nbytes]
+            expected = [zlib.crc32(part[at : at + block].tobytes()) for at in range(0, nbytes, block)]
+            assert native.crc32_blocks(part.ctypes.data, nbytes, block).tolist() == expected
