@@ -5,7 +5,6 @@ Config files of Accelerate and of the Trainer are read, too (`client_config.py`)
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed.client_config import ClientConfig, client_of, read_any, read_client
+from deepspeed.command_line import ArgumentParser, positive
 from deepspeed.config_fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.batch import Batch
@@ -299,7 +299,7 @@ def fix_file(path: str, world_size: int | None = None, *, output: str | None = N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="ds_check",
         description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination at once, "
         "and the batch sizes it comes to. The exit code is 1 when there are errors.",
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gpus",
         "--ranks",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="ranks of the job (default: the environment's, else 1)",
     )
@@ -337,13 +337,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
     print("\n".join(report_lines(report, Style(colors))))
     return 0 if report.ok else 1
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 
 from deepspeed.accelerator import get_accelerator, host_memory
+from deepspeed.command_line import ArgumentParser
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS, speed
 from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
@@ -245,7 +246,7 @@ def _environment_hints() -> Iterator[str]:
 
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="ds_report", description="Reports which ops can be used here, and the environment."
     )
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of ops")
@@ -274,8 +275,8 @@ def main(
     debug_report(verbose=not hide_errors_and_warnings)
 
 
-def cli_main() -> None:
-    arguments = parse_arguments()
+def cli_main(args: list[str] | None = None) -> None:
+    arguments = parse_arguments(args)
     try:
         main(
             hide_operator_status=arguments.hide_operator_status,

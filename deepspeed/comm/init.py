@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
@@ -65,6 +66,7 @@ def init_distributed(
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
     backend = dist_backend or get_accelerator().communication_backend_name()
+    _check_backend(backend)
     if "gloo" in backend:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect pairs on first use: new groups cost 1/5
     if init_method is None and rank < 0 and world_size < 0:
@@ -76,6 +78,21 @@ def init_distributed(
         logger.info(f"torch.distributed: backend {backend}, {world_size if world_size > 0 else '?'} ranks")
     _make_default_group(backend, timeout, init_method, rank, world_size)
     tell_accelerate(backend)
+
+
+def _check_backend(backend: str) -> None:
+    """ValueError where the first collective would fail, or wait, for want of a device or of the library."""
+    if "nccl" not in backend:
+        return
+    remedy = (
+        "leave dist_backend out to have one that works here chosen, or give 'gloo', which moves CPU tensors"
+    )
+    if not dist.is_nccl_available():
+        raise ValueError(f"dist_backend={backend!r}: this torch is built without NCCL; {remedy}")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"dist_backend={backend!r}: NCCL needs a GPU, and torch finds none on this host; {remedy}"
+        )
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:

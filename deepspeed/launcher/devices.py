@@ -40,6 +40,9 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
         raise LaunchError(
             "--num_gpus and --num_nodes cannot be combined with --include or --exclude: use one or the other"
         )
+    given = getattr(args, "num_gpus_given", args.num_gpus != -1)  # the default, -1, stands for "all"
+    if args.num_gpus < 1 and given:
+        raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
     hosts = fetch_hostfile(args.hostfile)
     if hosts is None and args.hostfile != DLTS_HOSTFILE:
         raise LaunchError(f"--hostfile={args.hostfile}: no such file")
@@ -63,8 +66,6 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
 
 def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     """The slots of this machine that are asked for."""
-    if args.num_gpus == 0 or args.num_gpus < -1:
-        raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
     accelerators = accelerator_count()
     if accelerators is None:  # ranks share the cores: any number of them will do
         if args.num_gpus > 0:

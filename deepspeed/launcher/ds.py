@@ -1,28 +1,87 @@
-"""The `ds` command: `ds plan ...` and its siblings; anything else is what `deepspeed` takes."""
+"""The `ds` command: lists the tools, runs the one that is named, and takes anything else as `deepspeed` does."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from deepspeed.launcher import runner
+from deepspeed.launcher.shim import USAGE_ERROR
 
-USAGE = """\
-usage: ds plan CONFIG --model MODEL --gpus N   memory per rank, before anything is allocated (ds plan --help)
-       ds ...                                  the same as `deepspeed ...`:
-"""
+
+class Tool(NamedTuple):
+    """One of our commands. Its module is imported when it runs: most bring torch, which the launcher does without."""
+
+    module: str
+    function: str
+    arguments: str
+    purpose: str
+
+
+TOOLS = {
+    "plan": Tool(
+        "deepspeed.memory_plan.command",
+        "main",
+        "CONFIG --model MODEL --gpus N",
+        "memory per rank, before anything is allocated",
+    ),
+    "check": Tool(
+        "deepspeed.config_check", "main", "CONFIG", "everything that is wrong with a config, at once"
+    ),
+    "report": Tool(
+        "deepspeed.env_report",
+        "cli_main",
+        "[--bench]",
+        "this installation: versions, devices, path of each op",
+    ),
+    "io": Tool(
+        "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "speed of reads or writes of files"
+    ),
+    "nvme_tune": Tool(
+        "deepspeed.nvme.tune",
+        "main",
+        "--nvme_dir DIR",
+        "the best `aio` section of a config for a storage device",
+    ),
+}
+
+
+def usage() -> str:
+    """What `ds` alone prints."""
+    rows = [(f"ds {name} {tool.arguments}", tool.purpose) for name, tool in TOOLS.items()]
+    rows.append(("ds [options] script.py ...", "start a script on every device, as `deepspeed` does"))
+    width = max(len(call) for call, _ in rows)
+    lines = [f"  {call:{width}}  {purpose}" for call, purpose in rows]
+    return "\n".join(["usage:", *lines, "Each has a --help; `ds --help` shows that of the launcher as well."])
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["plan"]:
-        from deepspeed.memory_plan import command  # brings torch, which the launcher does without
-
-        return command.main(arguments[1:])
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(USAGE)
+    if not arguments:
+        print(usage())
+        return 0
+    first, rest = arguments[0], arguments[1:]
+    if first in TOOLS:
+        return run_tool(first, rest)
+    if first in ("-h", "--help"):
+        print(usage(), end="\n\n")
+    near = difflib.get_close_matches(first, TOOLS, n=1, cutoff=0.7)
+    if near and not os.path.exists(first):
+        print(f"ds: there is no tool or script {first!r}; did you mean 'ds {near[0]}'?", file=sys.stderr)
+        return USAGE_ERROR
     runner.main(argv)
     return None
+
+
+def run_tool(name: str, arguments: Sequence[str]) -> int | None:
+    """Runs a tool with these arguments; returns its exit code."""
+    tool = getattr(importlib.import_module(TOOLS[name].module), TOOLS[name].function)
+    result: int | None = tool(arguments)
+    return result
 
 
 if __name__ == "__main__":

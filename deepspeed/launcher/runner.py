@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from deepspeed.command_line import ArgumentParser
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.launcher import ports
 from deepspeed.launcher.devices import DLTS_HOSTFILE, choose_devices
@@ -91,7 +92,7 @@ class _MarkGiven(argparse.Action):
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of `deepspeed`; everything after the script is the script's."""
     # Abbreviations off: argparse would also look for them among the arguments of the user's script.
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="deepspeed",
         usage="deepspeed [options] script [arguments of the script]",
         description="Start one process per device and run the same script in each of them.",
@@ -108,13 +109,15 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _add_several_machine_arguments(parser.add_argument_group("several machines, and tools to come"))
     parser.add_argument("user_script", help="script to run in every rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(master_port_given=False)
+    parser.set_defaults(master_port_given=False, num_gpus_given=False)
     return parser.parse_args(args)
 
 
 def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
     first = "use the first N devices, or start N ranks on a CPU host (default: all; one rank per NUMA node)"
-    group.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help=first)
+    group.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, action=_MarkGiven, metavar="N", help=first
+    )
     only = "use only these: HOST[:SLOT,...][@HOST...], such as localhost:0,2"
     group.add_argument("-i", "--include", default="", metavar="SPEC", help=only)
     group.add_argument("-e", "--exclude", default="", metavar="SPEC", help="use all but these")

@@ -18,6 +18,7 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.client_config import read_any, read_client
+from deepspeed.command_line import ArgumentParser, positive
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
@@ -47,7 +48,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ArgumentParser(
         prog="ds plan",
         description="Bytes per rank on device, host and disk, by kind and phase; whether they fit; and the cheapest "
         "change when they do not.",
@@ -61,12 +62,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--model", required=True, help="Hugging Face folder, config.json or name, or module:function"
     )
-    made.add_argument("--gpus", type=_positive, default=1, metavar="N", help="ranks per node (default: 1)")
-    made.add_argument("--nodes", type=_positive, default=1, metavar="M")
-    made.add_argument(
-        "--micro-batch", type=_positive, metavar="B", help="samples (default: the config's, else 1)"
-    )
-    made.add_argument("--sequence", type=_positive, metavar="S", help="tokens per sample, for activations")
+    made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
+    made.add_argument("--nodes", type=positive, default=1, metavar="M")
+    made.add_argument("--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)")
+    made.add_argument("--sequence", type=positive, metavar="S", help="tokens per sample, for activations")
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
     )
@@ -265,12 +264,6 @@ def _set(config: dict[str, Any], text: str) -> None:
         node[last] = json.loads(value)
     except json.JSONDecodeError:
         node[last] = value
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
-    return int(text)
 
 
 def _bytes(text: str) -> int:

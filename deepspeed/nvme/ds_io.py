@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from deepspeed.command_line import ArgumentParser
 from deepspeed.nvme.engines import ENGINES, HANDLES, Transfer
-from deepspeed.nvme.measure import Plan, aio_section, byte_count, speeds, summary
+from deepspeed.nvme.measure import Plan, aio_section, byte_count, check_devices, speeds, summary
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    made = ArgumentParser(
         prog="ds_io", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     where = made.add_mutually_exclusive_group(required=True)
@@ -112,6 +113,7 @@ def _devices(text: str) -> list[tuple[str, int]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
+        check_devices(args.gpu)
         to_do = plans(args)
         values = speeds(to_do, args.include_warmup_time, progress=True)
     except (OSError, ValueError, NotImplementedError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.nvme.engines import Transfer, make_file, prepare
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -83,6 +84,14 @@ def speeds(plans: Sequence[Plan], include_warmup: bool = False, progress: bool =
     total = sum(plan.transfer.io_size for plan in plans)
     first = 0 if include_warmup else plans[0].warmup_loops
     return [total / max(times) / 1e9 for times in list(zip(*results, strict=True))[first:]]
+
+
+def check_devices(gpu: bool) -> None:
+    """ValueError if tensors are to be on an accelerator and there is none: host memory would be measured."""
+    if gpu and get_accelerator().device_name() == "cpu":
+        raise ValueError(
+            "--gpu: this machine has no accelerator that torch can use; leave --gpu out to measure host memory"
+        )
 
 
 def summary(values: Sequence[float]) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from deepspeed.command_line import ArgumentParser
 from deepspeed.nvme.engines import Transfer
-from deepspeed.nvme.measure import FLAGS, Plan, aio_section, byte_count, speeds
+from deepspeed.nvme.measure import FLAGS, Plan, aio_section, byte_count, check_devices, speeds
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -29,7 +30,7 @@ _OTHER_NAMES = {"io_parallel": "intra_op_parallelism"}
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="ds_nvme_tune", description=__doc__)
+    made = ArgumentParser(prog="ds_nvme_tune", description=__doc__)
     made.add_argument("--nvme_dir", nargs="+", required=True, help="writable directories, one per device")
     made.add_argument("--sweep_config", type=Path, help="JSON file: name of a setting -> list of values")
     made.add_argument("--no_read", action="store_true", help="do not measure reads")
@@ -77,10 +78,11 @@ def sweep(args: argparse.Namespace, space: list[dict[str, Any]]) -> list[dict[st
     args.log_dir.mkdir(parents=True, exist_ok=True)
     with (
         open(args.log_dir / "results.jsonl", "w", encoding="utf-8") as log,
-        tqdm(total=len(space) * len(kinds), disable=None, leave=False) as bar,
+        tqdm(total=len(space) * len(kinds), unit="measurement", disable=None, leave=False) as bar,
     ):
         for settings in space:
             row: dict[str, Any] = {**settings, "read": None, "write": None}
+            bar.set_description(", ".join(f"{name}={value}" for name, value in settings.items()))
             for kind in kinds:
                 row[kind] = _speed(args, settings, kind)
                 bar.update()
@@ -136,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
+    check_devices(args.gpu)
     if args.no_read and args.no_write:
         raise ValueError("--no_read and --no_write leave nothing to measure")
     for folder in args.nvme_dir:

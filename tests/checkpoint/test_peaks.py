@@ -64,6 +64,7 @@ def test_saving_and_loading_copy_nothing(tmp_path, stage):
 @distributed(world_size=2)
 def test_state_in_swap_files_is_not_brought_to_memory(tmp_path, stage):
     """ZeRO-Infinity: several intervals per parameter, each mapped from the swap file while it is written or read."""
+    (tmp_path / "swap").mkdir(exist_ok=True)
     nvme = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
     zero = {**(NOTHING_KEPT if stage == 3 else {}), "offload_optimizer": nvme, "sub_group_size": 50_000}
     engine = engine_of(stage, "bf16", **zero)

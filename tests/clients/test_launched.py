@@ -1,4 +1,4 @@
-"""Ordinary scripts of Transformers and Accelerate on two CPU ranks, under each launcher, as written for GPUs."""
+"""Ordinary scripts of Transformers and Accelerate on two CPU ranks, under each launcher."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ def config(stage: int, places: Places, folder: Path) -> dict[str, Any]:
     for section, device in places.items():
         made["zero_optimization"][section] = {"device": device, "pin_memory": False}
         if device == "nvme":
+            (folder / "swap").mkdir(exist_ok=True)
             made["zero_optimization"][section]["nvme_path"] = str(folder / "swap")
     return made
 

@@ -170,6 +170,16 @@ def test_one_process_without_any_environment():
     )
 
 
+def test_a_backend_that_needs_a_gpu_is_refused_without_one():
+    start_body = """
+        try: dist.init_distributed("nccl")
+        except ValueError as error: print(error)
+        assert not torch.distributed.is_initialized()
+    """
+    said = finish(start(start_body, CUDA_VISIBLE_DEVICES=""))
+    assert "dist_backend='nccl'" in said and "leave dist_backend out" in said
+
+
 def test_a_batch_script_says_how_to_get_the_other_tasks():
     body = """
         dist.init_distributed()

@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import cores, devices, launch, ports, runner
+from deepspeed import config_check
+from deepspeed.launcher import cores, devices, ds, launch, ports, runner
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.nvme import ds_io
 from tests.launcher.programs import REPOSITORY, deepspeed, environment
 
 DOCUMENTED = {
@@ -73,6 +76,42 @@ def test_all_after_the_script_is_the_scripts():
 def test_refusals_name_the_option(script, arguments, named):
     with pytest.raises(ValueError, match=named):
         runner.main(arguments.split())
+
+
+def test_the_default_number_of_ranks_cannot_be_asked_for(script):
+    """-1 stands for "all" where the option is left out."""
+    with pytest.raises(LaunchError, match="--num_gpus=-1: at least one rank is needed"):
+        runner.main(["--num_gpus", "-1", script])
+
+
+@pytest.mark.parametrize(
+    "tool, given, meant",
+    [
+        (runner.parse_args, ["--num_gpu", "2", "train.py"], "--num_gpus"),
+        (runner.parse_args, ["--gpus=2", "train.py"], "--num_gpus"),
+        (config_check.main, ["ds.json", "--no_color"], "--no-color"),
+        (ds_io.main, ["--folder", ".", "--io_size", "1M", "--queue_deph", "3"], "--queue_depth"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_the_right_one(capsys, tool, given, meant):
+    with pytest.raises(SystemExit, match="2"):
+        tool(given)
+    said = capsys.readouterr().err
+    assert f"did you mean {meant}" in said and said.count("unrecognized") == 1
+
+
+def test_ds_lists_its_tools_and_runs_them(capsys, tmp_path):
+    assert ds.main([]) == 0
+    listed = capsys.readouterr().out
+    for name, tool in ds.TOOLS.items():
+        assert f"ds {name} " in listed and tool.purpose in listed
+        with pytest.raises(SystemExit, match="0"):
+            ds.main([name, "--help"])
+        assert "usage:" in capsys.readouterr().out
+    assert ds.main(["chek", "ds.json"]) == 2
+    assert "did you mean 'ds check'?" in capsys.readouterr().err
+    assert ds.main(["io", "--folder", str(tmp_path), "--io_size", "1M", "--gpu"]) == 1
+    assert "--gpu: this machine has no accelerator" in capsys.readouterr().err
 
 
 def test_hostfile_of_other_machines_is_refused(script, tmp_path):

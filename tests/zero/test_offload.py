@@ -290,6 +290,18 @@ def test_state_can_be_read_and_written_where_it_rests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
 @distributed(world_size=1)
+def test_folder_that_is_not_there(section: str, tmp_path: Path) -> None:
+    """It may be where a disk was to be mounted: it is not made, and the system's disk does not fill up."""
+    config = offloaded(plain_config(3), tmp_path / "nvme", **{section: {"device": "nvme"}})
+    with pytest.raises(
+        FileNotFoundError, match=f"zero_optimization.{section}.nvme_path='.*nvme': there is no such"
+    ):
+        deepspeed.initialize(model=make_zoo(), config=config)
+    assert not (tmp_path / "nvme").exists()
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+@distributed(world_size=1)
 def test_folder_that_cannot_be_used(section: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")

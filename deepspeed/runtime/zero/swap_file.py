@@ -58,11 +58,12 @@ class SwapFile:
     """One file of one rank, in ``folder``, that grows as tensors are made.
 
     Args:
-        folder: an existing or new folder on the storage to use.
+        folder: ``NVME_PATH/deepspeed/KIND``, which is made if ``NVME_PATH`` is there.
         options: how ``read`` and ``write`` work (the config's ``aio`` section).
         key: the config key that named the folder, for messages.
 
     Raises:
+        FileNotFoundError: ``NVME_PATH`` does not exist.
         OSError: with what failed, the folder and the key, when the folder cannot be used or the disk is full.
     """
 
@@ -73,9 +74,17 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
+        root = folder.parents[1]  # what the user named; "deepspeed" and the kind of tensors below it are ours
         self._maps: list[
             tuple[int, int, int]
         ] = []  # address, bytes, offset in the file; by address, disjoint
+        if not root.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{key}={str(root)!r}: there is no such folder; mount the storage there, or make the folder "
+                "(it is not made here: on a path that is not mounted it would be on the system's own disk)",
+                str(root),
+            )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd, name = tempfile.mkstemp(prefix="deepspeed_swap_", dir=folder)
