@@ -36,7 +36,8 @@ class CannotFix(ValueError):
 
 
 class Report(Protocol):
-    errors: list[Problem]
+    @property
+    def errors(self) -> list[Problem]: ...
 
 
 def start_text(source: ConfigSource, *, in_place: bool) -> str:
@@ -157,7 +158,7 @@ def _deprecated(data: Mapping[str, Any], model: type[BaseModel], path: Path) -> 
 def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[BaseModel]) -> Iterator[Edit]:
     """A deprecated key under its new name; one that has no effect, or is switched off, goes."""
     table = keys_of(model)
-    facts = extra_facts(table[path[-1]].field)
+    facts = extra_facts(table[str(path[-1])].field)
     target = facts.get("new_param")
     if target is None:
         yield Edit(path, removes=True)

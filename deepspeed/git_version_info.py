@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed
 
 from deepspeed.accelerator import get_accelerator

@@ -44,6 +44,7 @@ process group is made or memory is taken: the key, its line in the file, its val
 a misspelt key the right one.
 
     ds_check config.json --gpus 8          # the same without a model; exit code 1 when there are errors
+    ds_check config.json --fix             # corrects what is plain, shows the changes, keeps config.json.bak
     deepspeed.check_config(config, 8)      # the same from Python
 
 **Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements

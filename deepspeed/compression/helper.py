@@ -24,8 +24,10 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Replace the attribute at a dotted path."""
     parent, _, name = module_name.rpartition(".")
     owner = recursive_getattr(model, parent) if parent else model
-    if isinstance(owner, (list, dict)):
-        owner[int(name) if isinstance(owner, list) else name] = module
+    if isinstance(owner, list):
+        owner[int(name)] = module
+    elif isinstance(owner, dict):
+        owner[name] = module
     else:
         setattr(owner, name, module)
 

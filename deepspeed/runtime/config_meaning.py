@@ -12,7 +12,7 @@ from deepspeed.runtime.config_reader import Path
 from deepspeed.runtime.config_schema import TrainingConfig
 
 # The key that a bare value of a section stands for, where it is not `enabled`.
-NAMED_BY = {("optimizer",): "type", ("scheduler",): "type"}
+NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
 
 
 def plain_meaning(path: Path, value: Any) -> Remedy | None:

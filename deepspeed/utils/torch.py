@@ -35,7 +35,7 @@ def required_torch_version(
 
 def is_functorch_transforming() -> bool:
     """Whether this runs inside a transform of `torch.func` (grad, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -53,6 +53,8 @@ NAMES: dict[str, tuple[Any, str]] = {
     "deepspeed.accelerator.get_accelerator": (CALLABLE, ""),
     "deepspeed.add_config_arguments": (CALLABLE, "parser"),
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": (CALLABLE, "item device"),
+    "deepspeed.compression.helper.recursive_getattr": (CALLABLE, "model module_name"),
+    "deepspeed.compression.helper.recursive_setattr": (CALLABLE, "model module_name module"),
     "deepspeed.checkpointing.configure": (
         CALLABLE,
         "mpu_ deepspeed_config partition_activations contiguous_checkpointing num_checkpoints checkpoint_in_cpu "
@@ -236,8 +238,6 @@ ENGINE_V2 = "deepspeed.inference.v2.engine_v2.InferenceEngineV2"
 REFUSED: dict[str, str] = {
     "deepspeed.compression.compress.init_compression": "",
     "deepspeed.compression.compress.redundancy_clean": "",
-    "deepspeed.compression.helper.recursive_getattr": "",
-    "deepspeed.compression.helper.recursive_setattr": "",
     "deepspeed.inference.InferenceEngineV2": ENGINE_V2,
     "deepspeed.inference.build_hf_engine": "deepspeed.inference.v2.engine_factory.build_hf_engine",
     "deepspeed.inference.engine.InferenceEngine": "",
