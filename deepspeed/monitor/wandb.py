@@ -47,7 +47,7 @@ class WandbMonitor(Backend):
         if active is not None and self._is_ours(active):
             self.run = active
             return
-        beside = {"reinit": "create_new"} if active is not None else {}
+        beside: dict[str, Any] = {"reinit": "create_new"} if active is not None else {}
         self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **beside)
 
     def _is_ours(self, run: Any) -> bool:

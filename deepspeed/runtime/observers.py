@@ -97,9 +97,12 @@ class WallClock:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
         self.elapsed_ms: dict[str, float] = {}
-        for before, after, name in self.SPANS:
-            engine.events.on(before, lambda name=name, **_: self.begin(name))
+        for _, after, name in reversed(
+            self.SPANS
+        ):  # where one span ends and the next begins, or inner ones end first
             engine.events.on(after, lambda name=name, **_: self.end(name))
+        for before, _, name in self.SPANS:
+            engine.events.on(before, lambda name=name, **_: self.begin(name))
         self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
 

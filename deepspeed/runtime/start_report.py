@@ -97,10 +97,11 @@ def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
 
 def _memory(engine: DeepSpeedEngine) -> str:
     """What this rank holds now, and what the plan foresees: at this moment, and at most without activations."""
-    text = f"; this rank holds {size(held_bytes(engine))}"
+    text = ""
     try:
+        text = f"; this rank holds {size(held_bytes(engine))}"
         ledger = answer(_request(engine)).ledger
-    except Exception as error:  # a plan that cannot be made is no reason to stop a run
+    except Exception as error:  # tensors without storage, a plan that cannot be made: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
     places = (Place.DEVICE, Place.HOST)
