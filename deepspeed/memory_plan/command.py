@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
     made.add_argument("--nodes", type=positive, default=1, metavar="M")
-    made.add_argument("--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)")
+    made.add_argument(
+        "--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)"
+    )
     made.add_argument("--sequence", type=positive, metavar="S", help="tokens per sample, for activations")
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
