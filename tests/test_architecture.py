@@ -43,7 +43,7 @@ LAYER_OF = {
     "deepspeed": "interface",
     "deepspeed.version": "accelerator",
     "deepspeed.constants": "accelerator",
-    "deepspeed.command_line": "accelerator",
+    "deepspeed.tool_arguments": "accelerator",
     "deepspeed.utils.exceptions": "accelerator",
     "deepspeed.utils.logging": "accelerator",
     "deepspeed.utils.environment": "accelerator",
