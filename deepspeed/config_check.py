@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from deepspeed.client_config import ClientConfig, client_of, read_any, read_client
-from deepspeed.command_line import ArgumentParser, positive
 from deepspeed.config_fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.batch import Batch
@@ -27,6 +26,7 @@ from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig
 from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import check_optimizer
+from deepspeed.tool_arguments import ArgumentParser, positive
 
 STAGES = (
     "nothing is partitioned across the ranks",

@@ -21,9 +21,9 @@ import torch
 import torch.distributed
 
 from deepspeed.accelerator import get_accelerator, host_memory
-from deepspeed.command_line import ArgumentParser
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS, speed
+from deepspeed.tool_arguments import ArgumentParser
 from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
 from deepspeed.version import __version__, git_branch, git_hash
 

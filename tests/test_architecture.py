@@ -44,7 +44,7 @@ LAYER_OF = {
     "deepspeed.version": "accelerator",
     "deepspeed.git_version_info": "tools",
     "deepspeed.constants": "accelerator",
-    "deepspeed.command_line": "accelerator",
+    "deepspeed.tool_arguments": "accelerator",
     "deepspeed.utils.exceptions": "accelerator",
     "deepspeed.utils.logging": "accelerator",
     "deepspeed.utils.environment": "accelerator",

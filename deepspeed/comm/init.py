@@ -23,6 +23,7 @@ from .client_state import tell_accelerate
 from .collectives import use_shared_memory
 from .logging import configure
 from .pending import CommunicationError
+from .waiting import start_of_all
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -171,12 +172,19 @@ def _make_default_group(
     if init_method is None and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    if rank > 0 and init_method in (None, "env://"):
-        _await_rank_zero(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    by_environment = init_method in (None, "env://")
+    where = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) if by_environment else (None, None)
     try:
-        dist.init_process_group(
-            backend, init_method=init_method or "env://", rank=rank, world_size=world_size, timeout=timeout
-        )
+        with start_of_all(rank, world_size, *where):
+            if rank > 0 and by_environment:
+                _await_rank_zero(*where)
+            dist.init_process_group(
+                backend,
+                init_method=init_method or "env://",
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise _rendezvous_error(error, rank, world_size, init_method) from error
 

@@ -14,6 +14,8 @@ _PEER_FAILURE = re.compile(
     r"timed? ?out|Connection (closed|reset|refused)|Broken pipe|peer|abort", re.IGNORECASE
 )
 
+_SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # where in gloo's source it was noticed
+
 
 class CommunicationError(RuntimeError):
     """A collective failed: names the operation, the ranks of the group and, where known, the silent rank."""
@@ -23,9 +25,10 @@ class CommunicationError(RuntimeError):
         cls, operation: str, ranks: Sequence[int], error: Exception, *, silent: int | None = None
     ) -> CommunicationError:
         """The error of `operation` among these global ranks; `silent` is the one that was waited for."""
+        reason = _SOURCE_LINE.sub("", str(error))
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
-            f"{operation} among ranks {list(ranks)} failed{waiting}: {error}. {RANK_ENDED} (then "
+            f"{operation} among ranks {list(ranks)} failed{waiting}: {reason}. {RANK_ENDED} (then "
             "its own message is in its log) or it did not reach this collective in time; if it only is slow, "
             "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
         )

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from deepspeed.command_line import ArgumentParser
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.launcher import ports
 from deepspeed.launcher.devices import DLTS_HOSTFILE, choose_devices
@@ -51,6 +50,7 @@ from deepspeed.launcher.processes import (
     run_dir_prefix,
 )
 from deepspeed.launcher.shim import INTERRUPTED, USAGE_ERROR
+from deepspeed.tool_arguments import ArgumentParser
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",

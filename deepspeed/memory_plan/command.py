@@ -18,7 +18,6 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.client_config import read_any, read_client
-from deepspeed.command_line import ArgumentParser, positive
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
@@ -27,6 +26,7 @@ from deepspeed.memory_plan.request import Request, answer
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.config_reader import UnreadableConfig
 from deepspeed.runtime.plan import make_plan
+from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 
 EPILOG = """\

@@ -9,9 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from deepspeed.command_line import ArgumentParser
 from deepspeed.nvme.engines import ENGINES, HANDLES, Transfer
 from deepspeed.nvme.measure import Plan, aio_section, byte_count, check_devices, speeds, summary
+from deepspeed.tool_arguments import ArgumentParser
 
 
 def parser() -> argparse.ArgumentParser:

@@ -15,9 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from deepspeed.command_line import ArgumentParser
 from deepspeed.nvme.engines import Transfer
 from deepspeed.nvme.measure import FLAGS, Plan, aio_section, byte_count, check_devices, speeds
+from deepspeed.tool_arguments import ArgumentParser
 
 DEFAULT_SPACE: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],

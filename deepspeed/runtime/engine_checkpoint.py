@@ -24,6 +24,7 @@ from deepspeed.checkpoint.save import Place, Training, check_client_state, save,
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
+from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.utils.logging import log_dist, logger
@@ -62,16 +63,17 @@ def save_checkpoint(
     info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
     ranks = _ranks(engine)
     engine.checkpoint_engine.create(info)
-    save(
-        _training(engine, client_state),
-        Path(save_dir),
-        tag,
-        _place(engine, ranks),
-        ranks,
-        save_latest=save_latest,
-        exclude_frozen=exclude_frozen_parameters,
-        on_tag_mismatch=_tag_validation(engine),
-    )
+    with all_ranks_come("save_checkpoint", f"tag={tag!r}"):
+        save(
+            _training(engine, client_state),
+            Path(save_dir),
+            tag,
+            _place(engine, ranks),
+            ranks,
+            save_latest=save_latest,
+            exclude_frozen=exclude_frozen_parameters,
+            on_tag_mismatch=_tag_validation(engine),
+        )
     return engine.checkpoint_engine.commit(info)
 
 
@@ -132,6 +134,7 @@ def _tag_validation(engine: DeepSpeedEngine) -> str:
 # Loading ---------------------------------------------------------------------------------------------------
 
 
+@all_ranks_come("load_checkpoint")
 def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str | os.PathLike[str],

@@ -413,6 +413,7 @@ def test_folder_that_vanishes_while_training(tmp_path: Path) -> None:
     """The open file does not need its folder."""
     config = plain_config(3, "bf16")
     nvme: dict[str, Any] = {"device": "nvme"}
+    (tmp_path / "a").mkdir()
     swapped = offloaded(
         config, tmp_path / "a", offload_optimizer=nvme, offload_param={**nvme, "max_in_cpu": 0}
     )

@@ -1,0 +1,164 @@
+"""Who has come to a point that all ranks come to, and who has not: said after ten seconds, long before a timeout.
+
+Ranks leave a word in the store of the process group when they come; one that has waited for a while looks there. So
+nothing is sent while all goes well, and what is said names the ranks that are missing instead of a broken connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.utils.logging import logger
+
+from .pending import CommunicationError, is_peer_failure
+
+WAIT_S = 10.0  # of waiting, before something is said
+POST_S = 1.0  # after which a rank that still waits for the start says that it is there
+
+_visits: tuple[Any, Counter[str]] = (
+    None,
+    Counter(),
+)  # the default group, and how often each point was come to
+
+
+@contextlib.contextmanager
+def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
+    """Around a call that every rank has to make: after ``WAIT_S`` the first rank that waits in it names those that have
+    not made it. A rank that is lost meanwhile is a CommunicationError of this call."""
+    store = _store()
+    if store is None:
+        yield
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    key = f"deepspeed/{call}/{_count(call)}"
+    store.set(f"{key}/{rank}", "here")
+
+    def look() -> None:
+        missing = _missing(_clone(store), key, size)
+        if missing and rank == _first_but(missing, size):
+            logger.warning(
+                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {_named(missing)}, which did not "
+                "call it. It is collective: call it on every rank, not only on rank 0 (each writes or reads its part)."
+            )
+
+    try:
+        with _after_a_while(look):
+            yield
+    except RuntimeError as error:
+        if not isinstance(error, CommunicationError) and not is_peer_failure(error):
+            raise
+        missing: list[int] = []
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            missing = _missing(_clone(store), key, size)
+        if not missing:
+            raise
+        raise CommunicationError(
+            f"{call}({detail}) is collective, and {_named(missing)} did not call it: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def start_of_all(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
+    """Around the making of the default group through a store at ``address``: says which ranks have not been started."""
+    if world_size <= 1 or not address or not port or not port.isdecimal():
+        yield
+        return
+    key = f"deepspeed/start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    said_by = rank == 1 or os.environ.get("LOCAL_RANK") == "0"
+
+    def client() -> dist.Store:
+        short = timedelta(seconds=WAIT_S)
+        return dist.TCPStore(address, int(port), is_master=False, timeout=short, wait_for_workers=False)
+
+    def post() -> None:
+        client().set(f"{key}/{rank}", "here")
+
+    seen: list[int] = []
+
+    def look() -> None:
+        where = f"at MASTER_ADDR={address}, MASTER_PORT={port}"
+        try:
+            missing = [other for other in _missing(client(), key, world_size) if other != rank]
+        except RuntimeError:  # nobody listens
+            if said_by and rank != 0 and seen != [0]:
+                logger.warning(
+                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which does not listen {where}."
+                )
+            seen[:] = [0]
+            return
+        if missing and missing != seen and rank == _first_but(missing, world_size):
+            logger.warning(
+                f"rank {rank} has waited {WAIT_S:g} s for {_named(missing)} of {world_size}: not started yet, or not "
+                f"able to reach rank 0 {where}."
+            )
+        seen[:] = missing
+
+    with _after_a_while(post, POST_S), _after_a_while(look, again=True):
+        yield
+
+
+def _store() -> Any:
+    """The store of the default group; None where there is nobody to wait for, or no store."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    with contextlib.suppress(Exception):  # a group that was made without one
+        return dist.distributed_c10d._get_default_store()
+    return None
+
+
+def _count(call: str) -> int:
+    """How often this rank has come to ``call`` in this group: its n-th visit meets the n-th of the others."""
+    global _visits
+    if _visits[0] is not dist.group.WORLD:
+        _visits = (dist.group.WORLD, Counter())
+    _visits[1][call] += 1
+    return _visits[1][call]
+
+
+def _clone(store: Any) -> Any:
+    """A connection of its own: the first one may be waiting for something on behalf of a collective."""
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _missing(store: Any, key: str, size: int) -> list[int]:
+    return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {few}{more}"
+
+
+def _first_but(missing: Sequence[int], size: int) -> int:
+    return min(set(range(size)) - set(missing), default=-1)
+
+
+@contextlib.contextmanager
+def _after_a_while(
+    action: Callable[[], None], wait_s: float | None = None, *, again: bool = False
+) -> Iterator[None]:
+    """Runs ``action`` in a thread if the block lasts longer than ``wait_s``, once or ``again`` and again.
+    It is a courtesy and may fail."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(WAIT_S if wait_s is None else wait_s):
+            with contextlib.suppress(Exception):
+                action()
+            if not again:
+                return
+
+    threading.Thread(target=run, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
