@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,8 +42,7 @@ class WandbMonitor(Backend):
 
     def _open(self) -> None:
         check_wandb_availability()
-        import wandb
-
+        wandb: Any = importlib.import_module("wandb")
         active = wandb.run
         if active is not None and self._is_ours(active):
             self.run = active

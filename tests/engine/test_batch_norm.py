@@ -19,6 +19,11 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class FrozenNorm(nn.Module):
     """As in torchvision and in detection models: everything is a buffer."""
 
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         for name, value in (("weight", 1.5), ("bias", 0.25), ("running_mean", 0.5), ("running_var", 2.0)):

@@ -80,5 +80,6 @@ def test_the_gradient_inside_no_sync_is_this_ranks(stage: int) -> None:
             alone(x * (micro + 1)).square().sum().backward()
             torch.testing.assert_close(safe_get_full_grad(weight), alone.weight.grad)
     engine.allreduce_gradients()
+    assert alone.weight.grad is not None
     dist.all_reduce(alone.weight.grad)
     torch.testing.assert_close(safe_get_full_grad(weight), alone.weight.grad / 2)
