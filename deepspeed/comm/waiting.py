@@ -21,7 +21,6 @@ from deepspeed.utils.logging import logger
 from .pending import CommunicationError, is_peer_failure
 
 WAIT_S = 10.0  # of waiting, before something is said
-POST_S = 1.0  # after which a rank that still waits for the start says that it is there
 
 _visits: tuple[Any, Counter[str]] = (
     None,
@@ -78,8 +77,10 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         short = timedelta(seconds=WAIT_S)
         return dist.TCPStore(address, int(port), is_master=False, timeout=short, wait_for_workers=False)
 
-    def post() -> None:
-        client().set(f"{key}/{rank}", "here")
+    def post() -> None:  # at once: only rank 0 waits for the others, who are soon through
+        store = client()
+        store.set(f"{key}/{rank}", "here")
+        store.check([f"{key}/{rank}"])  # an answer: before it the connection must not be closed
 
     seen: list[int] = []
 
@@ -101,7 +102,9 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
             )
         seen[:] = missing
 
-    with _after_a_while(post, POST_S), _after_a_while(look, again=True):
+    if rank != 0:
+        threading.Thread(target=_quietly, args=(post,), name="waiting", daemon=True).start()
+    with _after_a_while(look, again=True):
         yield
 
 
@@ -142,18 +145,20 @@ def _first_but(missing: Sequence[int], size: int) -> int:
     return min(set(range(size)) - set(missing), default=-1)
 
 
+def _quietly(action: Callable[[], None]) -> None:
+    """What is done here is a courtesy, and may fail."""
+    with contextlib.suppress(Exception):
+        action()
+
+
 @contextlib.contextmanager
-def _after_a_while(
-    action: Callable[[], None], wait_s: float | None = None, *, again: bool = False
-) -> Iterator[None]:
-    """Runs ``action`` in a thread if the block lasts longer than ``wait_s``, once or ``again`` and again.
-    It is a courtesy and may fail."""
+def _after_a_while(action: Callable[[], None], *, again: bool = False) -> Iterator[None]:
+    """Runs ``action`` in a thread if the block lasts longer than ``WAIT_S``, once or ``again`` and again."""
     over = threading.Event()
 
     def run() -> None:
-        while not over.wait(WAIT_S if wait_s is None else wait_s):
-            with contextlib.suppress(Exception):
-                action()
+        while not over.wait(WAIT_S):
+            _quietly(action)
             if not again:
                 return
 
