@@ -153,7 +153,7 @@ def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
     """
     output = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DEEPSPEED_PROGRESS": "0"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -6,7 +6,7 @@ The process group is torch's fake one, which moves nothing; the training state i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ class EvenState:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         yield from self.held
 
-    def set_scalar_state(self, key: str, value: Tensor, name: str | None = None) -> None:
+    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
         for index, tensors in self.held:
-            if name in (None, index.name):
-                tensors[key].copy_(value)
+            if index.name in values:
+                tensors[key].copy_(values[index.name])
 
     def scalars(self) -> dict[str, Any]:
         return {}
@@ -67,7 +67,7 @@ class EvenState:
     def pending_gradients(self) -> None:
         return None
 
-    def ensure_state(self) -> None:
+    def keep_state(self, names: Container[str]) -> None:
         """It is there."""
 
 
