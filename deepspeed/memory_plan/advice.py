@@ -16,6 +16,9 @@ SMALL_BUCKET = 50_000_000
 
 MOST_RANKS = 4096
 
+WORTH_IT = 0.05
+"""Share of the peak that a change has to save to be named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -54,6 +57,19 @@ def advise(current: Answer) -> Advice:
             taken, best = _without_needless(taken, current, best)
             return Advice([change.text for change in taken], best)
     return Advice([change.text for change in taken], None, _enough_ranks(best))
+
+
+def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
+    """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the peak it leads to; None if none does.
+
+    For a run that has failed although its plan fits: then activations, fragmentation or other programs took the rest.
+    """
+    peak, _ = current.ledger.peak(place)
+    for change in _changes(current):
+        found = _tried(change, current.request)
+        if found is not None and found.ledger.peak(place)[0] <= (1 - WORTH_IT) * peak:
+            return change.text, found.ledger.peak(place)[0]
+    return None
 
 
 def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tuple[list[Change], Answer]:

@@ -263,6 +263,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         """Back to where the batch began: what its micro-batches have accumulated is dropped and they do not count, so
         that the next batch trains as if this one had never been. Every rank comes here, or none: whatever sums and
         gathers the others may wait for are taken part in, unless ``error`` says that they cannot."""
+        self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
             self.dp_world_size > 1 and error is not None and not isinstance(error, Exception)
         ):

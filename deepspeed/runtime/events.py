@@ -16,6 +16,7 @@ EVENTS = (
     "after_step",
     "on_save",
     "on_load",
+    "on_error",  # an exception ends the batch
     "on_destroy",
 )
 

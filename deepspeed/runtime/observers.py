@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.memory_plan.out_of_memory import OutOfMemoryAdvice
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.curves import Curves
 from deepspeed.runtime.live_line import attach_live_line
@@ -51,6 +52,7 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
+    OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import torch
 
 from deepspeed import version
 from deepspeed.memory_plan.ledger import TRAINING, Phase, Place
+from deepspeed.memory_plan.out_of_memory import request_of
 from deepspeed.memory_plan.report import size
-from deepspeed.memory_plan.request import Request, answer
+from deepspeed.memory_plan.request import answer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.runtime.live_line import VARIABLE, Form, asked_form, made_by_client
 from deepspeed.runtime.precision import precision_table
@@ -67,7 +69,9 @@ def log_start(engine: DeepSpeedEngine) -> None:
     if core is None:
         return
     connections = _connections(engine)  # on every rank: to choose a transport takes all of them
-    if is_rank_zero():
+    if is_rank_zero() and (
+        say is report or logger.isEnabledFor(logging.INFO)
+    ):  # a plan takes some milliseconds
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
     if isinstance(core.store.tier, OffloadedTier):
@@ -89,8 +93,9 @@ def _say(engine: DeepSpeedEngine) -> Callable[[str], None]:
 def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
     trained = sum(full_numel(p) for p in core.trained.params)
     frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
+    buckets = len(core.param_buckets)
     return (
-        f"{trained:,} trained parameters in {len(core.param_buckets)} buckets, {max(0, frozen):,} frozen; "
+        f"{trained:,} trained parameters in {buckets} bucket{'s' if buckets != 1 else ''}, {max(0, frozen):,} frozen; "
         f"optimizer {type(core.store.optimizer).__name__}"
     )
 
@@ -100,7 +105,7 @@ def _memory(engine: DeepSpeedEngine) -> str:
     text = ""
     try:
         text = f"; this rank holds {size(held_bytes(engine))}"
-        ledger = answer(_request(engine)).ledger
+        ledger = answer(request_of(engine)).ledger
     except Exception as error:  # tensors without storage, a plan that cannot be made: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
@@ -108,17 +113,6 @@ def _memory(engine: DeepSpeedEngine) -> str:
     now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
     return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
-
-
-def _request(engine: DeepSpeedEngine) -> Request:
-    return Request(
-        module=engine.module,
-        config=engine._config._param_dict,
-        ranks=engine.dp_world_size,
-        device_type=engine.device.type,
-        optimizer=engine.basic_optimizer,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-    )
 
 
 def held_bytes(engine: DeepSpeedEngine) -> int:

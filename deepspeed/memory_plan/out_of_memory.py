@@ -1,0 +1,77 @@
+"""After an out-of-memory error: what the plan says of the run, and the cheapest change that lowers its peak."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.memory_plan.activations import shape_of
+from deepspeed.memory_plan.advice import cheapest_saving
+from deepspeed.memory_plan.report import size
+from deepspeed.memory_plan.request import Request, answer
+from deepspeed.runtime.zero.params import is_zero_param
+from deepspeed.utils.logging import logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+"""What the messages of allocators contain that raise a plain RuntimeError: torch's for the host, and drivers'."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
+
+
+def request_of(engine: DeepSpeedEngine) -> Request:
+    """The question to the planner that this run answers."""
+    return Request(
+        module=engine.module,
+        config=engine._config._param_dict,
+        ranks=engine.seq_dp_world_size,
+        device_type=engine.device.type,
+        optimizer=engine.basic_optimizer,
+        zero_init=any(is_zero_param(param) for param in engine.module.parameters()),
+        shape=shape_of(getattr(engine.module, "config", None)),
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+    )
+
+
+def remedy(engine: DeepSpeedEngine) -> str:
+    """What to change, in a sentence or two. Takes a plan for each change that is tried, and no memory to speak of."""
+    planned = answer(request_of(engine))
+    place = planned.setting.near
+    need, phase = planned.ledger.peak(place)
+    lines = [f"out of memory: this run plans {size(need)} per rank ({phase.value}), without activations."]
+    found = cheapest_saving(planned, place)
+    if found is not None:
+        change, after = found
+        lines.append(f"The cheapest change that lowers this: {change}, then {size(after)}.")
+    micro_batch = planned.config.train_micro_batch_size_per_gpu
+    smaller = f"train_micro_batch_size_per_gpu below {micro_batch}" if micro_batch > 1 else "shorter inputs"
+    lines.append(
+        f"Activations shrink with {smaller} or activation checkpointing. `ds plan` lists every part."
+    )
+    return " ".join(lines)
+
+
+class OutOfMemoryAdvice:
+    """Logs the remedy on the rank that ran out of memory, once per engine."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self.given = False
+        engine.events.on("on_error", self.look)
+
+    def look(self, *, error: BaseException | None) -> None:
+        if self.given or not is_out_of_memory(error):
+            return
+        self.given = True
+        try:
+            logger.error(remedy(self.engine))
+        except Exception as problem:  # advice must not hide the error
+            logger.debug(f"no remedy could be planned: {problem}")
