@@ -110,7 +110,7 @@ def test_three_lines_at_the_start(stage: int, bf16: bool) -> None:
         first, second, third = lines
         assert all("[INFO]" in line for line in lines)
         assert f"ZeRO stage={stage}" in first and f"precision={'bf16' if bf16 else 'fp32'}" in first
-        assert "batch=8 = 2 per rank x 2 micro-batches x 2 ranks" in first
+        assert "batch=8 = 2 per rank x 2 micro-batches x 2 data-parallel ranks" in first
         trained = sum(engine.core.trained.params[i].ds_numel if stage == 3 else p.numel()
                       for i, p in enumerate(engine.core.trained.params))  # fmt: skip
         assert f"{trained:,} trained parameters" in second and "planned" in second
