@@ -65,7 +65,7 @@ def corrected(text: str, name: str, check: Callable[[ConfigSource], R]) -> tuple
             return text, report
         removals = [edit for edit in edits if edit.removes]  # one at a time: neighbours share a comma
         text = apply_edits(text, [*(edit for edit in edits if not edit.removes), *removals[:1]])
-    raise AssertionError(f"corrections of {name} come to no end: {edits}")
+    raise AssertionError(f"corrections of {name} do not converge: {edits}")
 
 
 def unified(before: str, after: str, path: str) -> Iterator[str]:

@@ -91,7 +91,7 @@ def write_archive(
     the tensor that its parts make up. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
     the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
     classes of objects in ``content``, where they differ from ours. Returns the number of bytes of the file.
-    CheckpointError: a class that cannot be loaded safely (nothing but a torso is left at ``path`` then).
+    CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
     OSError: the file system refused.
     """
     plan = _Plan(class_names or {})

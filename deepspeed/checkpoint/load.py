@@ -271,7 +271,7 @@ class Restorer:
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
                 self.report.notes.append(
-                    f"parameter group {number} was cut otherwise and keeps its hyperparameters"
+                    f"parameter group {number} was divided differently and keeps its hyperparameters"
                 )
                 continue
             group.update(

@@ -100,7 +100,7 @@ def find_folder(load_dir: Path, tag: str) -> Path:
         return final
     displaced = _hidden(_behind_links(final), "old")
     if displaced.is_dir():
-        logger.warning(f"{final} is missing: a save was interrupted; the checkpoint before it is loaded")
+        logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
         return displaced
     if not load_dir.is_dir():
         raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
@@ -154,7 +154,7 @@ def _behind_links(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(f"{folder} is a symbolic link that leads nowhere: {error}") from error
+        raise CheckpointError(f"{folder} is a symbolic link with no target: {error}") from error
 
 
 def _remove(path: Path) -> None:

@@ -72,7 +72,7 @@ class TwoLevels:
 
 
 def _refuse(*arguments: object, **options: object) -> Pending:
-    raise AssertionError("a dtype that shared memory cannot reduce came past the check")
+    raise AssertionError("a dtype that shared memory cannot reduce passed the check")
 
 
 class HierarchicalAllGather:

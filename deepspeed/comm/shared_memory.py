@@ -92,7 +92,7 @@ class _Failure(ctypes.Structure):
 
     def reason(self, status: int, kind: int) -> str:
         if status == _MISMATCH and self.kind == kind == _ALL_TO_ALL:
-            return "that rank sends, or expects, another number of bytes than is expected or sent here"
+            return "that rank sends or expects a different number of bytes than this one"
         if status == _MISMATCH:
             return (
                 f"that rank is in another call, {_call_text(self)}. All ranks have to issue the same collectives "
@@ -198,7 +198,7 @@ class SharedMemoryChannel:
         )
 
     def close(self) -> None:
-        """Give up what is under way and unmap the segment. A forked child leaves the parent's alone."""
+        """Abandon what is in flight and unmap the segment. A forked child leaves the parent's alone."""
         handle, self.handle = self.handle, None
         if handle is not None and os.getpid() == self._pid:
             self.lib.ds_shm_close(handle)

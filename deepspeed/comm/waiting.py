@@ -91,7 +91,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         except RuntimeError:  # nobody listens
             if said_by and rank != 0 and seen != [0]:
                 logger.warning(
-                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which does not listen {where}."
+                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which is not listening {where}."
                 )
             seen[:] = [0]
             return

@@ -301,7 +301,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
         lines.append(f"  rank{plural} {', '.join(map(str, sorted(ranks)))}: {end}")
     if job.adds_local_rank and _is_refused_option(first):
         lines.append(
-            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not take it, start it with: "
+            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not accept it, start it with: "
             "deepspeed --no_local_rank ..."
         )
     if job.log_dir is not None:

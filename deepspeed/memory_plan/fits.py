@@ -112,7 +112,7 @@ def _neighbours() -> int:
 
 
 def _message(planned: Answer) -> str:
-    lines = ["the model states do not fit this machine.", "", report.full_report(planned, None)]
+    lines = ["the model states do not fit on this machine.", "", report.full_report(planned, None)]
     lines += report.advice_lines(advise(planned))
-    lines.append(f"(`ds plan` shows the same for any number of ranks; {SKIP}=1 starts the run nevertheless)")
+    lines.append(f"(`ds plan` shows the same for any number of ranks; {SKIP}=1 starts the run anyway)")
     return "\n".join(lines)

@@ -137,8 +137,8 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: Train
         return
     raise DeepSpeedConfigError(
         f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
-        f"{plan.zero.stage} cannot cut its tensors over ranks; use stage 0, or set zero_allow_untested_optimizer: "
-        "true to try."
+        f"{plan.zero.stage} cannot partition its tensors across ranks; use stage 0, or set "
+        "zero_allow_untested_optimizer: true to try."
     )
 
 
@@ -151,8 +151,8 @@ def build_core(
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them. ``spare``:
-    frozen ones that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has partitioned them.
+    ``spare``: frozen ones that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")

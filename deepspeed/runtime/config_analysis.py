@@ -49,7 +49,7 @@ class Analysis:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    """Keys whose value is "auto" and was filled in by nobody; each stands for its default."""
+    """Keys whose value is "auto" and was not filled in; each stands for its default."""
     doubtful: set[str] = field(default_factory=set)
     """Keys whose value is not known because it was refused, or stands under a misspelt key."""
 
@@ -353,6 +353,6 @@ def _resolve_batch(
         if open_keys and given[0] is None and given[1] is None:
             message = (
                 f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and "
-                f"nobody filled in a number"
+                f"no number was filled in"
             )
         result.error(error.key, message)

@@ -418,7 +418,7 @@ def zero3_consolidated_16bit_state_dict(
     """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3, or
     if ``stage3_gather_16bit_weights_on_model_save`` is off."""
     if not ShardedWeights(engine.module):
-        raise ValueError("the parameters are not partitioned: take engine.module.state_dict()")
+        raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise ValueError(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: nothing is gathered"

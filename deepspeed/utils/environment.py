@@ -88,7 +88,7 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
         if "RANK" in env or "WORLD_SIZE" in env:
             missing = "WORLD_SIZE" if "RANK" in env else "RANK"
             raise ValueError(
-                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or none"
+                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or neither"
             )
         return None
     rank, world_size = _number(env, launcher.rank), _number(env, launcher.size)

@@ -346,7 +346,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """
     if not 0.0 <= trim_percent < 0.5:
         raise ValueError(
-            f"trim_percent={trim_percent}: a share from 0 to below 0.5 can be cut from each end."
+            f"trim_percent={trim_percent}: a share from 0 to below 0.5 can be trimmed from each end."
         )
     drop = int(len(data) * trim_percent)
     kept = sorted(data)[drop : len(data) - drop]

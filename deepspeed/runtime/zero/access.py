@@ -133,7 +133,7 @@ class StateAccess:
                 if key not in saved:
                     if key != MASTER and len(saved.keys() - {MASTER}):
                         raise ValueError(
-                            f"the state of {name} has no {key!r}: it is that of another optimizer"
+                            f"the state of {name} has no {key!r}: it belongs to another optimizer"
                         )
                 elif tensor.shape == (owned.fragment.numel,):
                     tensor.copy_(saved[key].reshape(-1)[part][: tensor.numel()])
@@ -272,14 +272,14 @@ class StateAccess:
         return [bucket.start, bucket.stop, slots]
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:
-        """KeyError or ValueError: they are of other parameters, or their buckets were cut otherwise."""
+        """KeyError or ValueError: they are of other parameters, or their buckets were partitioned differently."""
         self.reducer.clear()
         if pending is None:
             return
         buckets = {str(bucket.layout.index): bucket for bucket in self.reducer.buckets}
         for key, layout in pending.get("layouts", {}).items():
             if self._layout(buckets[key]) != layout:
-                raise ValueError("gradients are cut otherwise")
+                raise ValueError("gradients are partitioned differently")
         index_of = {name: index for index, name in enumerate(self.names)}
         for name, value in pending["local"].items():
             self.reducer.restore(index_of[name], value)

@@ -141,7 +141,7 @@ class ShardServer:
         if isinstance(error, TimeoutError):
             return CommunicationError(
                 f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (then its own message is in its "
-                "log) or it hangs; if it only is slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
+                "log) or it hangs; if it is only slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
                 "init_distributed(timeout=...)."
             )
         return CommunicationError(

@@ -168,7 +168,7 @@ class SwapFile:
         """Where in the file a tensor of ``new``, or a view of one, begins. Bytes."""
         offset = self._find(resting.data_ptr())
         if offset is None:
-            raise KeyError("this tensor does not rest in the swap file")
+            raise KeyError("this tensor is not in the swap file")
         return offset
 
     # Transfers ----------------------------------------------------------------------------------------------

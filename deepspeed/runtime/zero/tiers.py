@@ -354,8 +354,8 @@ class OffloadedTier(ResidentTier):
         """One line for the start of a run."""
         where = self.swap.folder if self.swap is not None else "host memory"
         return (
-            f"optimizer state rests in {where} and is updated on the host in {len(self.sub_groups)} sub-groups through "
-            f"{len(self.slots)} buffers"
+            f"optimizer state is kept in {where} and is updated on the host in {len(self.sub_groups)} "
+            f"sub-groups through {len(self.slots)} buffers"
         )
 
     # The update ---------------------------------------------------------------------------------------------

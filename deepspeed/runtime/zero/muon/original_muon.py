@@ -65,7 +65,7 @@ _ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
     """In fp32 (fp64 stays), not taller than wide, of a norm at most 1; and whether it was transposed."""
     if matrix.ndim < 2:
-        raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is none")
+        raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     transposed = x.shape[-2] > x.shape[-1]
     if transposed:
