@@ -1,9 +1,9 @@
-"""Files that ``torch.load`` reads, written straight from live tensors and read page by page.
+"""Files that ``torch.load`` can read, written directly from live tensors and read page by page.
 
-``torch.save`` of a view writes all of the storage behind it, and cloning first doubles the memory. Here the
-structure of the file is written first, with room left for the tensors (``torch.serialization.skip_data``),
-and then each tensor's bytes go from where they lie into their place: nothing is copied, and the peak is one
-chunk. Reading maps the file, so that only what is touched is read.
+``torch.save`` of a view writes the whole storage behind it, and cloning first doubles the memory. Here the
+structure of the file is written first, with space reserved for the tensors (``torch.serialization.skip_data``),
+and then each tensor's bytes are written to their place from where they are: nothing is copied, and the peak is one
+chunk. Reading maps the file, so that only the pages accessed are read.
 """
 
 from __future__ import annotations

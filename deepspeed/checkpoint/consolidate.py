@@ -1,4 +1,4 @@
-"""Whole fp32 weights out of a checkpoint's shards, one tensor at a time."""
+"""Whole fp32 weights assembled from a checkpoint's shards, one tensor at a time."""
 
 from __future__ import annotations
 

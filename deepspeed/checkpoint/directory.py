@@ -1,6 +1,6 @@
-"""Which file of a checkpoint holds which interval of a parameter, so that a loader opens no file in vain.
+"""Which file of a checkpoint holds which interval of a parameter, so that a loader opens only the files it needs.
 
-One file of each checkpoint carries it. It has a row for each fragment and is searched by bisection, so a reader of a
+One file of each checkpoint contains it. It has a row for each fragment and is searched by bisection, so a reader of a
 few intervals touches a few blocks of it, however many ranks have saved.
 """
 

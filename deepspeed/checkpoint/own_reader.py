@@ -1,4 +1,4 @@
-"""Our own checkpoints: the first model file says what there is, and the others are opened as they are needed."""
+"""Our own checkpoints: the first model file lists the contents, and the others are opened as needed."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the
 global tensor that the local (tensor-parallel) tensor is made of, and the flat interval ``[start, stop)``
 inside that local tensor. This covers ZeRO (an interval of the whole tensor), tensor parallelism (one box, or
-several where matrices are fused, such as q, k and v), expert and pipeline parallelism (a name and a box).
-Loading is then intersection: every layout reads every other one, and nothing has to be converted.
+several where matrices are fused, such as q, k and v), and expert and pipeline parallelism (a name and a box).
+Loading then means intersecting: every layout reads every other one, and nothing has to be converted.
 
 Pure arithmetic: no torch, no files.
 """

@@ -1,9 +1,8 @@
 """Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
 
-Stages 1 and 2: every optimizer group is one flat tensor, cut evenly over ranks; ``param_shapes``
-gives the order. Stage 3: every parameter is padded and cut evenly, and a
-rank's parts are laid end to end. Stage 0: whole tensors by number, in the order of the optimizer that saved
-them.
+Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes``
+gives the order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end.
+Stage 0: whole tensors by number, in the order of the optimizer that saved them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the configuration of a run says about how release 0.19.8 lays out its checkpoints."""
+"""How the configuration of a run determines the layout of release 0.19.8's checkpoints."""
 
 from __future__ import annotations
 

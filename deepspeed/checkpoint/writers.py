@@ -1,15 +1,15 @@
-"""Putting a checkpoint in its place so that a crash at any instant leaves one that loads.
+"""Publishing a checkpoint so that a crash at any instant leaves one that loads.
 
-1. The files are written into a hidden folder beside the final one, on the same file system.
-2. When every rank has finished, the folder is exchanged with the final one in a single step of the file system, or
+1. The files are written into a hidden folder next to the final one, on the same file system.
+2. When every rank has finished, the folder is exchanged with the final one in a single operation of the file system, or
    renamed to it when there is none yet.
-3. ``latest`` is written aside and renamed over the old one, last of all.
+3. ``latest`` is written under a temporary name and renamed over the old one, last of all.
 
 Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
 
-[Note: a power cut] What takes the place of an older checkpoint is stored by the disk before that one is removed. What
-replaces nothing is stored in the background (``flush``): a power cut in that moment can damage it, which its checksums
-show when it is loaded, while all older checkpoints are as they were.
+[Note: a power cut] A checkpoint that replaces an older one is flushed to disk before the older one is removed. One that
+replaces nothing is flushed in the background (``flush``): a power failure in that moment can damage it, which its
+checksums reveal when it is loaded, while all older checkpoints are intact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the training core knows of communication: a `Communicator` per process group."""
+"""Communication as the training core sees it: a `Communicator` per process group."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
 here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
-hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_blocks`.
+hop, in an order that depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
 
-Every exchange has the tag of its sequence number: messages of different collectives, and those that a user
-sends on the same group, never meet.
+Every exchange is tagged with its sequence number: messages of different collectives, and those that a user
+sends on the same group, never mix.
 """
 
 from __future__ import annotations

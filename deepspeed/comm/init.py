@@ -1,4 +1,4 @@
-"""`init_distributed`: finds out who this process is and makes torch's default process group."""
+"""`init_distributed`: determines the identity of this process and creates torch's default process group."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Collectives of CPU tensors among ranks of one host, through shared memory (csrc/comm).
 
-A segment per process group: anonymous memory (memfd), reached by the other ranks through /proc/<pid>/fd. So
-it has no name that could clash with another job's or stay behind after a kill, and needs no room in /dev/shm.
+One segment per process group: anonymous memory (memfd), which the other ranks open through /proc/<pid>/fd. So
+it has no name that could clash with another job's or remain after a kill, and needs no space in /dev/shm.
 Data moves through it in small slots: two ranks share 4 MiB, any number 64 MiB at most.
 
-Operations run natively, in the order of issue, in a thread of the channel or in the one that waits.
+Operations run natively, in the order of issue, in a thread of the channel or in the thread that waits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`TorchBackend`: the operations of `deepspeed.comm` on torch.distributed.
 
-What a `Communicator` does faster than the process group (flat CPU tensors over gloo) goes through it.
+Where a `Communicator` is faster than the process group (flat CPU tensors over gloo), the operation goes through it.
 """
 
 from __future__ import annotations

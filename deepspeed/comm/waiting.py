@@ -1,7 +1,7 @@
-"""Who has come to a point that all ranks come to, and who has not: said after ten seconds, long before a timeout.
+"""Names the ranks that have not reached a common point after ten seconds, long before a timeout.
 
-Ranks leave a word in the store of the process group when they come; one that has waited for a while looks there. So
-nothing is sent while all goes well, and what is said names the ranks that are missing instead of a broken connection.
+A rank that arrives records this in the store of the process group; a rank that has waited for a while looks there. So
+nothing is sent as long as all ranks arrive, and the message names the missing ranks instead of a broken connection.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for the end.
+"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
 
-The agent starts the ranks, each in a session of its own, watches them, and stops the others when one fails.
+The agent starts the ranks, each in a session of its own, monitors them, and stops the others when one fails.
 Added here: who failed first and why, a bound on the time it takes to stop, and no process left behind.
 """
 

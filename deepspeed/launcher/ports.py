@@ -1,4 +1,4 @@
-"""The rendezvous port: is it free, which one is, and who is about to use it."""
+"""The rendezvous port: whether it is free, which one is, and who is about to use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching ranks and leaving none behind. What needs the Linux kernel does nothing elsewhere."""
+"""Monitoring ranks and leaving no process behind. Whatever needs the Linux kernel does nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The `deepspeed` command: decides which devices to use and starts `deepspeed.launcher.launch` on them.
 
-It stays small (no torch) and alive beside the launcher that it starts. The two watch each other: if this
-process is killed, the kernel tells the launcher, which stops its ranks; if the launcher is killed, the ranks
-die with it, and what they had started in turn comes to this process, which ends it.
+It stays small (no torch) and runs as long as the launcher that it starts. The two monitor each other: if this
+process is killed, the kernel tells the launcher, which stops its ranks; if the launcher is killed, the kernel kills the
+ranks, and the processes that those had started are reparented to this one, which ends them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What every rank is started through. Run by path, so it may import nothing but the standard library.
+"""The wrapper that starts every rank. Run by path, so it may import nothing but the standard library.
 
     shim.py PARENT_PID KIND OPTIONS TARGET [ARGUMENT ...]
 
 KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
 to the life of the launcher, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
-that leaves a script, and a ``sys.exit`` with another code than 0, is written to the file that torch's elastic agent
+that leaves a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
 reads (``TORCHELASTIC_ERROR_FILE``), and only the rank that fails first prints its traceback: the others fail because
 of it, and their tracebacks would bury the one that matters.
 """

@@ -1,4 +1,4 @@
-"""Reading and writing weights, gradients and optimizer state by parameter, whatever the stage.
+"""Reads and writes weights, gradients and optimizer state by parameter, at every stage.
 
 Checkpoints go through ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`` family of ``deepspeed.utils``.
 """

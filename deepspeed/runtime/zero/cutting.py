@@ -1,4 +1,4 @@
-"""What is cut, and how: from a module and a plan to bucket layouts. Nothing is allocated and nobody is asked.
+"""How parameters are partitioned: from a module and a plan to bucket layouts. No allocation, no communication.
 
 The engine and the memory planner (``deepspeed/memory_plan``) both start here, so that what is planned is what is built.
 """

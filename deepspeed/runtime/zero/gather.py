@@ -1,4 +1,4 @@
-"""How the slices of a bucket come together where no order has to be kept among ranks: copied, read, or fetched."""
+"""How the shards of a bucket are gathered where ranks need not agree on an order: copied, read, or fetched."""
 
 from __future__ import annotations
 

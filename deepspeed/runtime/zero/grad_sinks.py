@@ -1,4 +1,4 @@
-"""What becomes of a gradient bucket: the local sum, the sum over ranks, and where its slice is kept."""
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where its shard is kept."""
 
 from __future__ import annotations
 

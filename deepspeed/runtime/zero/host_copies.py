@@ -1,4 +1,4 @@
-"""Between a device and host memory: pinned buffers, and copies on a stream of their own."""
+"""Transfers between a device and host memory: pinned buffers, and copies on a separate stream."""
 
 from __future__ import annotations
 

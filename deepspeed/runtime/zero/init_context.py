@@ -1,4 +1,4 @@
-"""``zero.Init``: parameters are cut over the ranks as soon as the module that owns them is built.
+"""``zero.Init``: parameters are sharded across the ranks as soon as the module that owns them is built.
 
 This module is also ``deepspeed.runtime.zero.partition_parameters``: client libraries replace
 ``zero_wrapper_for_fp_tensor_constructor`` and read ``get_accelerator`` and ``_orig_torch_arange`` in it, so those

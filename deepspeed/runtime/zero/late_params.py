@@ -1,11 +1,11 @@
-"""Parameters that begin to train later: unfrozen during training, or given to the optimizer by ``add_param_group``.
+"""Parameters that start training later: unfrozen during training, or passed to ``optimizer.add_param_group``.
 
-Until then they cost nothing: no buckets of gradients, no masters, no state. When one gets its first gradient, autograd
-leaves it in ``param.grad``, where it adds up over micro-batches like a local sum. At the next step all ranks agree on
-who has one (``GradReport.woken``); the parameters get buckets, masters and a place in the reducer, what was summed
-locally is summed over ranks, and they take part in that step. From the next backward on they are like any other.
+Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
+leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
+on which parameters have one (``GradReport.woken``). These get buckets, masters and a place in the reducer; their local
+sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
 
-The other way round there is nothing to do: a parameter that is frozen later has no gradient, and what no rank used
+The opposite case needs no work: a parameter that is frozen later has no gradient, and a parameter that no rank used
 keeps its value and its state.
 """
 

@@ -1,8 +1,8 @@
-"""How parameters are laid into buckets and cut over ranks: pure arithmetic, no torch.distributed.
+"""How parameters are laid out in buckets and sharded across ranks: pure arithmetic, no torch.distributed.
 
 A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
-to end, padded, and cut evenly over the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
-2020, section 5). Optimizer groups do not cut buckets: the group is a property of a fragment.
+to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
+2020, section 5). Optimizer groups do not split buckets: the group is a property of a fragment.
 """
 
 from __future__ import annotations

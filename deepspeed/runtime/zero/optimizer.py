@@ -1,6 +1,6 @@
 """The optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
 
-The work is done by ``StepExecutor`` on the tensors of ``StateStore``; here are the members that schedulers,
+``StepExecutor`` does the work, on the tensors of ``StateStore``; this module has the members that schedulers,
 Accelerate, Lightning and scripts read.
 """
 

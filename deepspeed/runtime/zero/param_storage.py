@@ -1,4 +1,4 @@
-"""Where the slices of stage 3 rest (``offload_param``): on the device, in host memory, in a file."""
+"""Where stage 3 keeps its slices (``offload_param``): on the device, in host memory, or in a file."""
 
 from __future__ import annotations
 

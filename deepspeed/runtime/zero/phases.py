@@ -1,4 +1,4 @@
-"""What a gather is for. The code that begins a pass through the model says so; nothing below asks for the grad mode."""
+"""What a gather is for. The code that begins a pass sets the phase; nothing below checks the grad mode."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """The one path of a gradient: autograd -> ``GradReducer.ready`` -> bucket -> sum over ranks -> reduced slice.
 
-[Note: order of collectives] Buckets fill in an order that control flow, unused parameters or checkpointing may
-change from rank to rank. Launching them as they fill would pair unequal buckets. So there is one launch order:
-until the first summed backward the reverse of registration, afterwards what rank 0 observed there, broadcast
+[Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
+parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
+until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
 once. A bucket that is full early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
-How often each arrives is part of what rank 0 recorded, and a bucket is full when all have. Should a gradient come
-after its bucket was launched, it is kept aside, and the ranks agree at the step (``GradReport``) to sum it late.
+How often each arrives is part of what rank 0 recorded, and a bucket is full when all have arrived. A gradient that
+arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Stage 3: a bucket whose parameters exist as one slice per rank and are whole only around their use.
+"""Stage 3: a bucket whose parameters exist as one slice per rank and are gathered only around their use.
 
 [Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
-releasing gives the storage back and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
-documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place:
-what was saved is valid again. The views are made once, outside inference mode, because a view made inside it
-could never be trained on.
+a release frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place,
+which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
+inside it could never be trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module whose parameters are sharded: its buckets, and what brings them together around their use."""
+"""A module whose parameters are sharded: its buckets, and the parts that gather them around their use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors live."""
+"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored."""
 
 from __future__ import annotations
 

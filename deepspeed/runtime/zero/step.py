@@ -1,4 +1,4 @@
-"""The optimizer step: agree on what was reduced, norm, clip, update the owned fragments, publish the weights."""
+"""The optimizer step: agree on what was reduced, take the norm, clip, update the owned fragments, publish weights."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Tensors in a file: they rest on storage and come to memory when somebody looks at them, or in bulk through buffers.
+"""Tensors in a file: stored on disk, and read when they are accessed, or in bulk through buffers.
 
 [Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
-through the page cache, whose memory the kernel takes back at will, so everything that touches state now and then
+through the page cache, whose memory the kernel reclaims at will, so code that touches state now and then
 (checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
-time, go around the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where there are any). The kernel keeps
-both views coherent: direct transfers first write back, afterwards drop, the cached pages of their range.
+time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The kernel keeps
+both views coherent: direct transfers write back the cached pages of their range first, and drop them afterwards.
 
-[Note: nothing is left over] The file loses its name as soon as it is open. Whatever kills the process, its space is
-free again, and a restart cannot meet an old file.
+[Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
+and a restart cannot find an old file.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where master weights and optimizer state rest, and how they come to the processor for the update.
+"""Where master weights and optimizer state are kept, and how they reach the processor for the update.
 
 ``ResidentTier``: they are where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
-Rajbhandari et al. 2021): they rest in host memory or on storage, and the update goes through them sub-group by
-sub-group on the host, while the next is read and the previous one is written.
+Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them sub-group by
+sub-group, while the next one is read and the previous one is written.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
-``tensor.data`` is a mapping of the swap file between steps (whoever looks reads the file) and a part of a slot while
-its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers remember stay right.
+``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
+its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers keep remain valid.
 """
 
 from __future__ import annotations

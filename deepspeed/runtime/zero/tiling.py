@@ -1,7 +1,7 @@
-"""A linear layer as a grid of small ones that run one after another.
+"""A linear layer as a grid of smaller ones that run one after another.
 
 Under ZeRO stage 3 a module's parameters are gathered for its call. A layer with a huge weight (a vocabulary head)
-then needs the memory of all of it at once; in tiles it needs that of one tile at a time.
+then needs the memory for all of it at once; in tiles it needs the memory for one tile at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which buckets were used in the last step, to foresee the next use. Pure."""
+"""The order in which buckets were used in the last step, from which the next use is predicted. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whole matrices in the middle of a sharded step, for optimizers that need them (Muon).
 
-Each matrix has one *owner*, the rank that holds most of it. One all-to-all brings its fragments there, the owner
-computes, a second one takes the result back: 4 bytes per element each way in fp32. The cut into buckets spreads
-matrices over ranks, and so spreads the work.
+Each matrix has one *owner*, the rank that holds most of it. One all-to-all sends its fragments there, the owner
+computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the
+matrices over the ranks, they spread this work as well.
 """
 
 from __future__ import annotations
