@@ -131,7 +131,7 @@ def _ranks(count: int | None) -> tuple[int, str]:
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
-    """Arguments that the constructor of the optimizer or schedule would refuse, beside those already told."""
+    """Arguments that the constructor of the optimizer or schedule would refuse, besides those already reported."""
     config = analysis.config
     told = {problem.key for problem in analysis.errors}
     if config is None:
@@ -273,7 +273,7 @@ def _count(number: int, noun: str) -> str:
 def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
     """Correct a config file as far as its meaning is plain, print the changes, and report what is left.
 
-    Without `output` the file itself is written, and kept as it was beside it (`.bak`). Raises CannotFix.
+    Without `output` the file itself is written, with a copy of the original next to it (`.bak`). Raises CannotFix.
     """
     if not os.path.isfile(path):
         raise CannotFix(f"{path[:200]} is not a file")

@@ -25,7 +25,7 @@ from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import extra_facts, is_auto, keeps_value
 
 ROUNDS = 100
-"""A correction may bring others to light, as what stands under a misspelt section; more rounds than that are our
+"""A correction may reveal other errors, such as those under a misspelt section; more rounds than that are our
 mistake."""
 
 R = TypeVar("R", bound="Report")

@@ -130,7 +130,7 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Weights alone, of which nothing but their names could be lost."""
+    """Only weights, which could lose nothing but their names."""
     return isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
     )
@@ -472,7 +472,7 @@ class Sink:
             self.hasher.end_of_tensor()
 
     def _write_chunk(self, chunk: np.ndarray) -> None:
-        """Hashing runs beside the system's copying."""
+        """Hashing runs in parallel with the system's copying."""
         if self.hasher is not None:
             self.hasher.add(chunk)
         self.write(chunk)

@@ -56,7 +56,7 @@ def pack(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
     """The directory of what all ``ranks`` hold (``Held.packed`` of each, by the number of its file). None where tensors
-    are cut into boxes: intervals do not tell what overlaps then."""
+    are split into boxes: intervals do not show what overlaps then."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
     rows = [

@@ -175,7 +175,7 @@ class OwnReader:
 
 
 def _add_module(catalog: Catalog, head: Archive) -> None:
-    """Weights and buffers as sources. Parameters of which each file has a part are left to ``_add_parts``."""
+    """Weights and buffers as sources. Parameters spread over the files are left to ``_add_parts``."""
     index = head.content[INDEX]
     cut = set(index["cut"])
     for name, value in head.content["module"].items():

@@ -229,7 +229,7 @@ def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> Shar
 
 
 def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order: Order | None) -> None:
-    """A torch optimizer's state dict by number, with fp32 masters beside it where the weights are 16-bit."""
+    """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)
     numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
     masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []

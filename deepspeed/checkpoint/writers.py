@@ -138,7 +138,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool =
 
 
 def aside(path: Path) -> Path:
-    """A hidden name beside ``path`` that no other process or thread uses, to write under before it is renamed."""
+    """A hidden name next to ``path`` that no other process or thread uses, to write under before it is renamed."""
     return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
 
 
@@ -148,7 +148,7 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 
 def _behind_links(folder: Path) -> Path:
-    """Where the folder itself is: what takes its place must lie beside it, and the link to it stays."""
+    """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
     if not folder.is_symlink():
         return folder
     try:

@@ -45,7 +45,7 @@ class Communicator:
 
     Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
     and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
-    tensor is cut into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
+    tensor is split into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
     ranks issue the same collectives in the same order; handles may be waited in any order. A group of one
     rank never touches the network.
     """
@@ -258,7 +258,7 @@ _shared_memory_wanted = True
 
 def use_shared_memory(wanted: bool) -> None:
     """Config `comm.shared_memory`: whether groups may communicate through shared memory where their ranks share
-    hosts. All ranks call this at the same point, with nothing under way: groups choose again if it changes.
+    hosts. All ranks call this at the same point, with nothing in flight: groups choose again if it changes.
     The environment's DS_SHM=0 always forbids it."""
     global _shared_memory_wanted
     if wanted != _shared_memory_wanted:

@@ -21,7 +21,7 @@ from .pending import CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_blocks
 
 # Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
-# under way: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
+# in flight: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 

@@ -199,7 +199,7 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
                     socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
                 )  # its port does not rest afterwards
                 probe.bind(("", 0))
-                if probe.getsockname()[1] != int(port):  # or, where nobody listens yet, it would reach itself
+                if probe.getsockname()[1] != int(port):  # or, where no one listens yet, it would reach itself
                     probe.connect((address, int(port)))
                     return
         except ConnectionRefusedError:
@@ -218,8 +218,8 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
     )
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return CommunicationError(
-            f"rank {rank} cannot open the rendezvous port ({address}): it is in use, perhaps by an older "
-            f"job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now "
+            f"rank {rank} cannot open the rendezvous port ({address}): another program uses it, perhaps an "
+            f"older job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now "
             "(deepspeed --master_port, torchrun --master-port, init_distributed(distributed_port=...))."
         )
     if "EACCES" in text or "ermission denied" in text:

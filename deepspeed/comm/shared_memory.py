@@ -173,7 +173,7 @@ class SharedMemoryChannel:
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
-        """The native side works on raw addresses: tensors of an operation that nobody waits for live here until it
+        """The native side works on raw addresses: tensors of an operation that is not waited for live here until it
         is done."""
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
@@ -242,7 +242,7 @@ class _SharedMemoryPending(Pending):
 
 def create_segment(size: int) -> tuple[int, int]:
     """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
-    it is to be closed when they have. If there is none to be had, the negative errno instead of a descriptor."""
+    it is to be closed when they have. If none can be made, the negative errno instead of a descriptor."""
     lib = _library()
     token = secrets.randbits(63)
     descriptor: int = -errno.ENOSYS if lib is None else lib.ds_shm_create(size, token)

@@ -20,12 +20,12 @@ from deepspeed.utils.logging import logger
 
 from .pending import CommunicationError, is_peer_failure
 
-WAIT_S = 10.0  # of waiting, before something is said
+WAIT_S = 10.0  # of waiting before the missing ranks are named
 
 _visits: tuple[Any, Counter[str]] = (
     None,
     Counter(),
-)  # the default group, and how often each point was come to
+)  # the default group, and how often each point was reached
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         where = f"at MASTER_ADDR={address}, MASTER_PORT={port}"
         try:
             missing = [other for other in _missing(client(), key, world_size) if other != rank]
-        except RuntimeError:  # nobody listens
+        except RuntimeError:  # no one listens
             if said_by and rank != 0 and seen != [0]:
                 logger.warning(
                     f"rank {rank} has waited {WAIT_S:g} s for rank 0, which is not listening {where}."
@@ -109,7 +109,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
 
 
 def _store() -> Any:
-    """The store of the default group; None where there is nobody to wait for, or no store."""
+    """The store of the default group; None where there is no other rank to wait for, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     with contextlib.suppress(Exception):  # a group that was made without one
@@ -118,7 +118,7 @@ def _store() -> Any:
 
 
 def _count(call: str) -> int:
-    """How often this rank has come to ``call`` in this group: its n-th visit meets the n-th of the others."""
+    """How often this rank has reached ``call`` in this group: its n-th visit meets the n-th of the others."""
     global _visits
     if _visits[0] is not dist.group.WORLD:
         _visits = (dist.group.WORLD, Counter())

@@ -96,7 +96,7 @@ class Reservation:
 
 
 def reserve(address: str, preferred: int) -> Reservation:
-    """``preferred`` if it is free and nobody else's, else another port of which this is true."""
+    """``preferred`` if it is free and not reserved, else another such port."""
     for port in itertools.chain([preferred], free_ports(address)):
         reservation = Reservation(port)
         if reservation.is_ours and is_free(address, port):

@@ -28,7 +28,7 @@ SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start although its model states do not fit."""
 
 MOST_BYTES_PER_PARAMETER = 64
-"""More than any plan takes: below a half of what there is, nothing has to be planned."""
+"""More than any plan takes: below half of what is available, no plan is needed."""
 
 
 class MemoryPlanError(ValueError):

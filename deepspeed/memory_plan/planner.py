@@ -148,7 +148,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
         own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
         kept = kept if bucket.place is near else 0
-        # Parameters give their memory back as they are copied, slices of zero.Init when all of the bucket is cut.
+        # Parameters give their memory back as they are copied, slices of zero.Init when the whole bucket is sharded.
         left = remaining if setting.zero_init else remaining - own
         peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own

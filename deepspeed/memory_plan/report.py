@@ -78,7 +78,7 @@ def _place_name(answer: Answer, place: Place) -> str:
 
 
 def verdict(answer: Answer) -> Iterator[str]:
-    """Need against what there is, place by place."""
+    """Need compared to what is available, place by place."""
     for place in Place:
         need, phase = answer.need(place)
         if not need:

@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_de
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
-# Keys that clients write beside ours and nobody here reads. Dotted keys (TRL) and comments are recognised
+# Keys that clients write next to ours and that are not read here. Dotted keys (TRL) and comments are recognised
 # by their form.
 FOREIGN_KEYS = frozenset(
     {"cuda_visible_devices", "comment", "comments", "$schema", "allgather_size", "description"}

@@ -86,7 +86,9 @@ def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
             name = str(chosen).removeprefix("torch.")
             yield Finding(("torch_autocast.dtype", key), f"{name} contradicts {key}: choose one of the two")
         elif on:
-            yield Finding(("torch_autocast.enabled", key), f"has no effect beside {key}", is_error=False)
+            yield Finding(
+                ("torch_autocast.enabled", key), f"has no effect when {key} is true", is_error=False
+            )
 
 
 def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:

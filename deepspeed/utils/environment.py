@@ -14,12 +14,12 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
-ALONE = "alone"  # the source of an identity that nobody told
+ALONE = "alone"  # the source of an identity that no launcher set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This process in its job. `master_addr` None: nobody said where rank 0 is."""
+    """This process in its job. `master_addr` None: the address of rank 0 is unknown."""
 
     rank: int
     world_size: int

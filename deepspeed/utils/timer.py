@@ -107,7 +107,7 @@ class SynchronizedWallClockTimer:
             self._span, self.started_ = None, False
             if (
                 len(self._finished) == MOST_UNREAD_SPANS
-            ):  # nobody asks; old ones have long passed on the device
+            ):  # no one asked; old ones have long passed on the device
                 self._settle(MOST_UNREAD_SPANS // 2)
 
         def cancel(self) -> None:
@@ -202,7 +202,7 @@ def _check_normalizer(normalizer: float) -> None:
 
 
 class NoopTimer:
-    """The same interface where nobody wants to know."""
+    """The same interface, doing nothing."""
 
     class Timer:
         def start(self) -> None:

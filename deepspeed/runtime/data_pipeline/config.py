@@ -165,7 +165,7 @@ class CurriculumLegacyConfig(LenientConfigModel):
 
 
 class ProgressiveLayerDropConfig(LenientConfigModel):
-    """Dropping layers at random, more of them as training goes on (Zhang and He 2020)."""
+    """Dropping layers at random, more of them as training proceeds (Zhang and He 2020)."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     theta: Float = Field(default=1.0, ge=0.0, le=1.0, description="Final probability of keeping a layer.")

@@ -240,7 +240,7 @@ class StateAccess:
         return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """A dynamic loss scale goes on where it was; a static one is the configuration's."""
+        """A dynamic loss scale continues from its saved value; a static one is the configuration's."""
         saved = scalars.get("loss_scaler")
         if saved and scalars.get("dynamic") and self.scaler.dynamic:
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})

@@ -33,7 +33,7 @@ class ClientState:
         ]
 
     def release(self, optimizer: Optimizer) -> None:
-        """The engine ends: the optimizer gets back the state of parameters of which this rank holds all."""
+        """The engine ends: the optimizer gets back the state of parameters that this rank holds completely."""
         for handle in self._handles:
             handle.remove()
         optimizer.state = self._by_param(optimizer, parts=False)

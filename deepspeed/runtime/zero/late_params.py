@@ -78,7 +78,7 @@ class LateParams:
         self._name_strays()
 
     def _name_strays(self) -> None:
-        """What no optimizer holds does not train, as in torch; but whoever unfreezes it may expect otherwise."""
+        """What no optimizer holds does not train, as in torch; but a script that unfreezes it may expect otherwise."""
         names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
         if names:
             known = set(names)

@@ -65,7 +65,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """One bucket: its slots in order, its padded length and the number of equal shards it is cut into."""
+    """One bucket: its slots in order, its padded length and the number of equal shards it is divided into."""
 
     index: int
     axis: str

@@ -44,7 +44,7 @@ class GradReducer:
         buckets: their gradient buckets, in registration order.
         communicator: of all ranks that must agree on launch order and unused parameters.
         at_boundary: asks the accumulation clock.
-        overlap: leave sums in flight while backward goes on; otherwise each is waited for at once.
+        overlap: leave sums in flight while backward runs; otherwise each is waited for at once.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
     """
 
@@ -177,7 +177,7 @@ class GradReducer:
         return False
 
     def _schedule_flush(self) -> None:
-        """A backward that nobody announced (the module was called directly): its graph task's end is the end."""
+        """A backward that was not announced (the module was called directly): its graph task's end is the end."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def will_sync(self) -> bool:
@@ -352,7 +352,7 @@ class GradReducer:
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
         if any(bucket.in_flight is not None for bucket in self.buckets):
-            self.abandon()  # a backward failed, and nobody has noticed yet
+            self.abandon()  # a backward failed, unnoticed so far
             return
         for bucket in self.buckets:
             bucket.clear()

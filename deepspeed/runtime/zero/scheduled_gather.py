@@ -39,7 +39,7 @@ _REMEMBERED_PASSES = 64
 
 @dataclass(slots=True)
 class GatherCounts:
-    """``collectives`` launched; of the buckets that were needed, those under way already, those launched only then,
+    """``collectives`` launched; of the needed buckets, those already in flight, those launched only then,
     and those fetched from the other ranks one-sidedly."""
 
     collectives: int = 0
@@ -143,7 +143,7 @@ class ScheduledGather(FetchingGather):
             self._launch(1, keep=left == 1 or fits)
 
     def _launch(self, count: int, *, keep: bool) -> None:
-        """Take part in the next ``count`` entries of the training order, whatever this rank itself needs."""
+        """Launch the next ``count`` entries of the training order, whatever this rank itself needs."""
         for _ in range(count):
             entry = self.order.passed()
             if entry.kind is Kind.NEED:
@@ -282,7 +282,7 @@ class ScheduledGather(FetchingGather):
             self._agree()
 
     def abandon(self) -> None:
-        """Take part in the rest of the segment, so that all ranks are at one position, and begin the step anew."""
+        """Launch the rest of the segment, so that all ranks are at one position, and restart the step."""
         with self.lock:
             if self.order.begun:
                 self._launch_rest()
@@ -291,7 +291,7 @@ class ScheduledGather(FetchingGather):
             self.order.restart()
 
     def settle(self) -> None:
-        """Before the buckets are taken apart, by all ranks: nothing is under way any more, on any rank."""
+        """Called by all ranks before the buckets are dissolved: nothing is in flight any more, on any rank."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
         self.everyone.all_reduce_max(begun).wait()
         self.start_sum = lambda b: None

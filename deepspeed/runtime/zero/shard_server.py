@@ -228,7 +228,7 @@ class ShardServer:
                     pass
 
     def _is_asked(self, connection: socket.socket) -> bool:
-        """False once the connection is closed, or nobody has asked for anything in all the time."""
+        """False once the connection is closed, or if no request has come in all this time."""
         served = self.served
         try:
             return bool(connection.recv(1))

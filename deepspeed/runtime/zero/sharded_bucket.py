@@ -61,7 +61,7 @@ class ShardedBucket(ParamBucket):
         self._nbytes = layout.padded_numel * self._empty.element_size()
 
     def flatten(self) -> None:
-        """Cut the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
+        """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
 
         Peak: the bucket itself. The old memory of each parameter is free as soon as it was copied.
         """
@@ -116,7 +116,7 @@ class ShardedBucket(ParamBucket):
         self.status = Status.SHARDED
 
     def changed(self) -> None:
-        """Slices were written outside a step (by every rank): tell whoever serves them."""
+        """Slices were written outside a step (by every rank): tell the server of these slices."""
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 
 class ShardedModel:
-    """Cuts the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
+    """Shards the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
 
     ``trained``: indices of the buckets that the optimizer updates. ``prefetch_numel``: elements to gather ahead.
     """
@@ -106,7 +106,7 @@ def make_gatherer(
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
     server = ShardServer(dp, shards, default_timeout().total_seconds())
     if prefers_collectives(buckets[0].device.type):
-        # A group of its own, so that gathers and sums are under way at the same time. They are launched in one
+        # A group of its own, so that gathers and sums are in flight at the same time. They are launched in one
         # order all the same (Note: one order in launch_order.py).
         group = torch.distributed.new_group(
             list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True

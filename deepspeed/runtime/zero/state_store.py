@@ -24,7 +24,7 @@ class OwnedFragment:
     """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
 
     ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself where nothing
-    is cut and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
+    is partitioned and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
     it, or None when they are the same memory.
     """
 
@@ -155,7 +155,7 @@ class StateStore:
     def _adopt_existing_state(
         self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
     ) -> None:
-        """State that the client's optimizer had of ``params`` before is cut like the weights."""
+        """State that the client's optimizer had of ``params`` before is partitioned like the weights."""
         old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
         example = next((p for p in params if old.get(id(p))), None)
         if example is not None:

@@ -248,7 +248,7 @@ class OffloadedTier(ResidentTier):
         return resting
 
     def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of a device: (pinned) host memory, which copies reach while backward goes on. Of the host: a part of the swap
+        """Of a device: (pinned) host memory, which copies reach while backward runs. Of the host: a part of the swap
         file. It is used as the mapping that it is: where memory is free, the page cache spares the storage."""
         if off_host(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
@@ -376,7 +376,7 @@ class OffloadedTier(ResidentTier):
                 self._one(number, part, apply)
             for slot in self.slots:
                 slot.finish_transfers()
-        except BaseException:  # whatever was under way ends, tensors rest again
+        except BaseException:  # whatever is in flight ends, tensors rest again
             for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
             self._settle_quietly()

@@ -51,7 +51,7 @@ class Matrix:
 
 
 class WholeMatrices:
-    """Applies a function of whole matrices to values that are cut like the weights of ``store``."""
+    """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
 
     def __init__(self, store: StateStore, communicator: Communicator) -> None:
         self.store = store
@@ -70,7 +70,7 @@ class WholeMatrices:
     ) -> None:
         """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
 
-        All ranks take part in every matrix of the group; what is missing (a parameter that nobody used) is zero, and
+        All ranks participate in every matrix of the group; what is missing (a parameter that no rank used) is zero, and
         its result goes nowhere. Collective.
         """
         index = next(i for i, known in enumerate(self.store.optimizer.param_groups) if known is group)

@@ -93,7 +93,7 @@ def momentum_update(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], beta: float, nesterov: bool
 ) -> list[Tensor]:
     """Momenta (in place) and what is to be orthogonalized, element by element: single rounded operations only, so
-    that no bit depends on how tensors are cut."""
+    that no bit depends on how tensors are partitioned."""
     fresh = torch._foreach_mul(list(grads), 1.0 - beta)
     torch._foreach_mul_(list(momenta), beta)
     torch._foreach_add_(list(momenta), fresh)
