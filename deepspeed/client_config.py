@@ -170,7 +170,7 @@ def _with_file(
         result.errors.append(
             Problem(
                 name,
-                f"Accelerate refuses it beside {key}: move its value into {section[key]} and remove it here",
+                f"Accelerate refuses it together with {key}: move its value into {section[key]} and remove it here",
             )
         )
     if "zero_optimization" not in result.source.data:

@@ -281,7 +281,7 @@ class Archive:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an operating system's error while writing ``path`` the words that help."""
+    """Turn an operating system's error while writing ``path`` into a helpful message."""
     try:
         yield
     except OSError as error:
@@ -369,7 +369,7 @@ class _Plan:
         return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
 
     def _region(self, dtype: torch.dtype, nbytes: int) -> mmap.mmap:
-        """Anonymous memory that nobody touches; one per dtype, since torch refuses one address in two
+        """Anonymous memory that is never touched; one per dtype, since torch refuses one address in two
         dtypes."""
         region = self._regions.get(dtype)
         if region is None or len(region) < nbytes:
@@ -462,7 +462,7 @@ class Sink:
         self.hasher = hasher
 
     def write_tensor(self, value: Tensor | LazyTensor) -> None:
-        """No part is alive any more when the next one is made."""
+        """Each part is freed before the next one is made."""
         parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
         while (part := next(parts, None)) is not None:
             for chunk in byte_chunks(part):

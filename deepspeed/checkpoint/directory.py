@@ -80,7 +80,7 @@ def pack(
 
 
 class Directory:
-    """Reads what ``pack`` made. ``verify`` is called with each part of the table before it is believed."""
+    """Reads what ``pack`` made. ``verify`` is called with each part of the table before it is used."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))

@@ -43,7 +43,7 @@ def flush_names(folder: Path) -> None:
 
 
 def flush_later(paths: Iterable[Path]) -> None:
-    """Have these and their names stored in the background, in this order. What is removed meanwhile is skipped.
+    """Flush these and their names in the background, in this order. What is removed meanwhile is skipped.
 
     An error is logged when it happens, and raised by the next ``wait_for_flushes``.
     """
@@ -52,7 +52,7 @@ def flush_later(paths: Iterable[Path]) -> None:
 
 
 def wait_for_flushes() -> None:
-    """Return when everything that was handed in is on the disk. CheckpointError: some of it could not be stored."""
+    """Return when everything handed in is on disk. CheckpointError: some of it could not be stored."""
     while _pending:
         done = _pending.pop(0)
         done.join()

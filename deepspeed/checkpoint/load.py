@@ -154,7 +154,7 @@ class Restorer:
                 own[name].copy_(saved)
 
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
-        """``custom_load_fn(src=saved state dict, dst=module)`` does what it likes; masters follow the
+        """``custom_load_fn(src=saved state dict, dst=module)`` may do anything; masters follow the
         weights (where those are sharded, when the caller shards them again)."""
         custom_load_fn(src=self._module_tensors(), dst=self.module)
         if self.state is not None and not self.parts:

@@ -203,5 +203,5 @@ def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """1-D view of a loaded tensor; transposed ones are laid out anew."""
+    """1-D view of a loaded tensor; transposed ones are laid out again."""
     return tensor.detach().reshape(-1)

@@ -76,7 +76,7 @@ def save(
     exclude_frozen: bool = False,
     on_tag_mismatch: str = "WARN",
 ) -> None:
-    """Write ``save_dir/tag``. Collective. Either all of it is in place afterwards, or what was there before.
+    """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
 
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
     """

@@ -49,7 +49,7 @@ def _problem(tag: str) -> str | None:
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag that was saved last; None where nothing says so. CheckpointError: the file says nothing that is a tag."""
+    """The tag that was saved last; None if no file names one. CheckpointError: the file does not hold a tag."""
     path = load_dir / LATEST
     try:
         with open(path, "rb") as file:

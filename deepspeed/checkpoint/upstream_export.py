@@ -266,7 +266,7 @@ class _Files:
             self.reader.fill(target, values, sources, name)
         return values
 
-    # Stages 1 and 2: a group's tensors end to end, cut evenly ---------------------------------------------------
+    # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
 
     def _laid_out(self, group: Sequence[str]) -> list[str]:
         """The order of a group's parameters in its flat tensor."""

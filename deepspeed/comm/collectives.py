@@ -197,7 +197,7 @@ class Communicator:
 
     def prepare(self) -> Communicator:
         """Choose the transport now. Otherwise the first collective does, also an asynchronous one, and waits
-        for the other ranks to come to it."""
+        for the other ranks to reach it."""
         if self.size > 1:
             self._transport_for(self._device_type())
         return self

@@ -126,7 +126,7 @@ class MeshLayout:
 
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
-    """Cut `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
+    """Split `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
     in every run (not inner)."""
     place = ranks.index(rank)
     if inner:

@@ -178,7 +178,7 @@ def _built_in_slices(
     ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
 ) -> None:
     """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device.
-    Each is cast, then cut: two copies of it at a time."""
+    Each is cast, then sharded: two copies of it at a time."""
     building = setting.near if place is setting.near else Place.HOST
     held = 0
     peaks: list[int] = []

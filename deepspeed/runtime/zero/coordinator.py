@@ -363,7 +363,7 @@ class ParamCoordinator:
         self.trace.end_of_step()
 
     def abandon(self) -> None:
-        """An exception ended the batch: the calls of this thread and all backwards are over, the step begins anew."""
+        """An exception ended the batch: the calls of this thread and all backwards are over, the step starts over."""
         with self._lock:
             for task in list(self._backwards):
                 self._forget(task)

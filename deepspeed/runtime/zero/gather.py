@@ -41,7 +41,7 @@ class LocalGather:
         """All backwards of a step are over, the weights are about to change."""
 
     def abandon(self) -> None:
-        """The step begins anew (an exception ended the batch)."""
+        """The step starts over (an exception ended the batch)."""
 
     def changed(self) -> None:
         """The slices were written, on every rank."""

@@ -300,7 +300,7 @@ def _wrap_init(cls: Any) -> None:
 
     [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize the parameters of their
     children once more, which would be lost on parameters that are sharded already. What torch's own classes build is
-    cut when they are complete.
+    sharded when they are complete.
     """
     original = cls.__dict__["__init__"]
     torchs_own = _builds_children(cls)

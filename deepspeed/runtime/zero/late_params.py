@@ -57,7 +57,7 @@ class LateParams:
         self._groups: list[int] = []
         self._trained = -1
         self._known = {id(p) for p in module.parameters()}
-        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been cut
+        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._strays: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]

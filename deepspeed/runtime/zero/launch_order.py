@@ -111,7 +111,7 @@ class LaunchOrder:
         self.cursor = self._passes = self._marks = 0
 
     def restart(self) -> None:
-        """The step begins anew (a batch was abandoned); what happened in it is not recorded."""
+        """The step starts over (a batch was abandoned); what happened in it is not recorded."""
         self.record = [[]]
         self.cursor = self._passes = self._marks = 0
 

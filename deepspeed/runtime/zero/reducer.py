@@ -273,7 +273,7 @@ class GradReducer:
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before the optimizer step: whatever no backward has summed yet (``no_sync``, unmanaged accumulation)."""
+        """Before the optimizer step: whatever no backward has reduced yet (``no_sync``, unmanaged accumulation)."""
         if any(bucket.local is not None or bucket.reduced is None for bucket in self.buckets):
             self._sync = True
             self.before_backward()
@@ -285,7 +285,7 @@ class GradReducer:
         return self._late
 
     def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
-        """Go on from a local sum of an earlier run, which spans several backwards."""
+        """Continue from a local sum of an earlier run, which spans several backwards."""
         self.used[index] = True
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
@@ -335,7 +335,7 @@ class GradReducer:
                 bucket.host.synchronize()
 
     def abandon(self) -> None:
-        """Forget every gradient since the last step, and what a backward that failed has left.
+        """Discard every gradient since the last step, and what a backward that failed has left.
 
         The sums of that backward are completed first and their results dropped. So all ranks have taken part in as
         many, wherever in the backward each one failed, and no memory is used again while another rank still writes it.

@@ -198,7 +198,7 @@ class ShardServer:
                 connection.sendall(_bytes_of(shard))
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will ask for nothing more (Note: the end of a process)."""
+        """Tell the other ranks that this one will send no more requests (Note: the end of a process)."""
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
@@ -208,7 +208,7 @@ class ShardServer:
                     self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
 
     def retire(self) -> None:
-        """Serve on in the background until the other ranks have come as far as this one, and close then. They may be
+        """Keep serving in the background until the other ranks have come this far, then close. They may be
         in the last gather before the end; the slices live as long."""
         if self.communicator.size == 1 or self._leaving:
             return

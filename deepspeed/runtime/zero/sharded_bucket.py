@@ -102,7 +102,7 @@ class ShardedBucket(ParamBucket):
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
     def release(self) -> None:
-        """GATHERED -> SHARDED: give the memory back (Note: release and materialize)."""
+        """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
         if self.status is not Status.GATHERED:
             return
         assert self.full is not None
@@ -143,7 +143,7 @@ class ShardedBucket(ParamBucket):
         return []  # between uses a parameter has no memory that could be replaced
 
     def destroy(self) -> None:
-        """Make every parameter whole, with memory of its own. Collective."""
+        """Make every parameter whole, with its own memory. Collective."""
         if self.full is None or self.shard is None:
             return
         if self.status is Status.SHARDED:

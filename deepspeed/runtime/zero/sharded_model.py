@@ -76,7 +76,7 @@ class ShardedModel:
         self.coordinator.end_of_step()
 
     def abandon(self) -> None:
-        """The batch ended with an exception: nothing is in use, and the step begins anew."""
+        """The batch ended with an exception: nothing is in use, and the step starts over."""
         self.coordinator.abandon()
         self.gatherer.abandon()
         self.coordinator.release_all()
@@ -95,7 +95,7 @@ class ShardedModel:
 def make_gatherer(
     buckets: Sequence[ShardedBucket], groups: ShardGroups, prefetch_numel: int, storage: ParamStorage
 ) -> LocalGather:
-    """The one place that chooses how slices come together."""
+    """The one place that chooses how slices are gathered."""
     dp = groups.shard
     if dp.size == 1 and storage.swap is not None and not off_host(buckets[0].device):
         return ReadingGather(

@@ -45,7 +45,7 @@ class StateMover:
     def _offload(self, kind: Kind, pin: bool, non_blocking: bool) -> list[Tensor]:
         if kind is Kind.contiguous_grad_buffer:
             for pool in {id(bucket.pool): bucket.pool for bucket in self.grad_buckets}.values():
-                pool.clear()  # scratch memory: made anew when it is needed
+                pool.clear()  # scratch memory: made again when needed
             return []
         if kind is Kind.lp_params:
             for bucket in self._sharded():

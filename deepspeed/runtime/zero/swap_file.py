@@ -116,7 +116,7 @@ class SwapFile:
         return raw.view(dtype)[:numel]
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` [any shape] in the file, 1-D; written around the page cache."""
+        """A copy of ``tensor`` [any shape] in the file, 1-D; written bypassing the page cache."""
         if not tensor.numel():
             return tensor.detach().reshape(-1).clone()
         resting = self.new(tensor.numel(), tensor.dtype)

@@ -36,13 +36,13 @@ StateOf = Callable[["OwnedFragment"], dict[str, Any]]
 
 
 class ResidentTier:
-    """State and masters rest where they are updated: nothing moves."""
+    """State and masters are kept where they are updated: nothing moves."""
 
     cuts = False
     """Whether fragments may be owned in ``pieces``."""
 
     def takes(self, layout: BucketLayout) -> bool:
-        """Whether the state of this bucket rests elsewhere."""
+        """Whether the state of this bucket is kept elsewhere."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
@@ -54,7 +54,7 @@ class ResidentTier:
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """The fragment as it is to be owned; an offloading tier cuts large ones."""
+        """The fragment as it is to be owned; an offloading tier splits large ones."""
         return [fragment]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +177,7 @@ class Slot:
             self.copied = None
 
     def finish_transfers(self) -> None:
-        """Wait for storage alone; copies to the device may go on into the next forward."""
+        """Wait for storage alone; copies to the device may continue into the next forward."""
         transfers, self.transfers = self.transfers, []
         failure: OSError | None = None
         for swap, transfer in transfers:
@@ -190,7 +190,7 @@ class Slot:
 
 
 class OffloadedTier(ResidentTier):
-    """Masters and state rest in host memory, or with ``swap`` in a file; the host updates them.
+    """Masters and state are kept in host memory, or with ``swap`` in a file; the host updates them.
 
     ``weights_swap``: where the weights themselves rest in a file (``offload_param``).
     """
@@ -507,7 +507,7 @@ def make_tier(
     weights_swap: SwapFile | None,
     elementwise: bool,
 ) -> ResidentTier:
-    """The one place that chooses where the state of weights on ``device`` rests.
+    """The one place that chooses where the state of weights on ``device`` is kept.
 
     ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another.
     """

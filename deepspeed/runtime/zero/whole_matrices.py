@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where one matrix lies: its parts in order, and the rank that makes it whole."""
+    """Where one matrix is: its parts in order, and the rank that assembles it."""
 
     param: int
     shape: tuple[int, ...]
