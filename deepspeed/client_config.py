@@ -1,4 +1,4 @@
-"""Config files of Accelerate and of Transformers' Trainer: the DeepSpeed config that they come to.
+"""Config files of Accelerate and of Transformers' Trainer: the DeepSpeed config that they amount to.
 
 Accelerate's (``accelerate config``) is YAML or JSON with a section ``deepspeed_config``: either the plugin's fields or
 ``deepspeed_config_file``. The Trainer's is TrainingArguments as JSON or YAML with a key ``deepspeed``: a path or the
@@ -148,7 +148,7 @@ def _read_accelerate(source: ConfigSource) -> ClientConfig:
         result.errors.append(Problem("distributed_type", text))
     for name in section:
         if name not in PLUGIN_KEYS and name not in OTHER_FIELDS:
-            result.warnings.append(f"deepspeed_config.{name} is no field of Accelerate's that is known here")
+            result.warnings.append(f"deepspeed_config.{name} is not a known field of Accelerate's file")
     if section.get("deepspeed_config_file") not in (None, "none"):
         _with_file(section, data, source, result)
     else:
@@ -170,7 +170,7 @@ def _with_file(
         result.errors.append(
             Problem(
                 name,
-                f"Accelerate refuses it beside {key}: move its value into {section[key]} and remove it here",
+                f"Accelerate refuses it together with {key}: move its value into {section[key]} and remove it here",
             )
         )
     if "zero_optimization" not in result.source.data:
@@ -249,7 +249,7 @@ def _fill_or_compare(key: str, name: str, value: Any, result: ClientConfig) -> N
         result.filled[key] = value
     elif written is not None and written != value:
         line = result.source.line(tuple(key.split(".")))
-        text = f'{shown(written)}, but {name} comes to {shown(value)}: the Trainer refuses that; write "auto"'
+        text = f'{shown(written)}, but {name} works out to {shown(value)}: the Trainer refuses that; write "auto"'
         result.errors.append(Problem(key, text, line))
 
 

@@ -131,7 +131,7 @@ def _ranks(count: int | None) -> tuple[int, str]:
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
-    """Arguments that the constructor of the optimizer or schedule would refuse, beside those already told."""
+    """Arguments that the constructor of the optimizer or schedule would refuse, besides those already reported."""
     config = analysis.config
     told = {problem.key for problem in analysis.errors}
     if config is None:
@@ -214,7 +214,7 @@ def report_lines(report: ConfigReport, style: Style) -> Iterator[str]:
 
 
 def summary(report: ConfigReport) -> Iterator[tuple[str, str]]:
-    """What the config comes to, as (label, text)."""
+    """What the config amounts to, as (label, text)."""
     config = report.config
     assert config is not None
     if report.batch is not None:
@@ -273,14 +273,14 @@ def _count(number: int, noun: str) -> str:
 def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
     """Correct a config file as far as its meaning is plain, print the changes, and report what is left.
 
-    Without `output` the file itself is written, and kept as it was beside it (`.bak`). Raises CannotFix.
+    Without `output` the file itself is written, with a copy of the original next to it (`.bak`). Raises CannotFix.
     """
     if not os.path.isfile(path):
-        raise CannotFix(f"{path[:200]} is no file")
+        raise CannotFix(f"{path[:200]} is not a file")
     try:
         source = read_any(path)
     except UnreadableConfig as error:
-        raise CannotFix(f"{error}; this has to be put right by hand") from None
+        raise CannotFix(f"{error}; fix this by hand") from None
     if client := client_of(source.data):
         raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it names")
     before = source.text or ""
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="ds_check",
         description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination at once, "
-        "and the batch sizes it comes to. The exit code is 1 when there are errors.",
+        "and the resulting batch sizes. The exit code is 1 when there are errors.",
     )
     parser.add_argument(
         "config",
@@ -319,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="correct what is plain: misspelt keys, deprecated spellings, values of the wrong type. Shows the changes, "
-        "and keeps the file as it was as CONFIG.bak",
+        help="correct what is unambiguous: misspelt keys, deprecated spellings, values of the wrong type. Shows the "
+        "changes, and keeps the original file as CONFIG.bak",
     )
     parser.add_argument("--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG alone")
     parser.add_argument("--no-color", action="store_true", help="plain text also on a terminal")

@@ -25,7 +25,7 @@ from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import extra_facts, is_auto, keeps_value
 
 ROUNDS = 100
-"""A correction may bring others to light, as what stands under a misspelt section; more rounds than that are our
+"""A correction may reveal other errors, such as those under a misspelt section; more rounds than that are our
 mistake."""
 
 R = TypeVar("R", bound="Report")
@@ -65,7 +65,7 @@ def corrected(text: str, name: str, check: Callable[[ConfigSource], R]) -> tuple
             return text, report
         removals = [edit for edit in edits if edit.removes]  # one at a time: neighbours share a comma
         text = apply_edits(text, [*(edit for edit in edits if not edit.removes), *removals[:1]])
-    raise AssertionError(f"corrections of {name} come to no end: {edits}")
+    raise AssertionError(f"corrections of {name} do not converge: {edits}")
 
 
 def unified(before: str, after: str, path: str) -> Iterator[str]:

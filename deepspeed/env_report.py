@@ -231,7 +231,7 @@ def _environment_hints() -> Iterator[str]:
     if backend in BACKENDS and not BACKENDS[backend]():
         yield f"This torch has no {backend}, which {accelerator.device_name()} needs: install another build."
     if not accelerator.is_available():
-        yield f"No {accelerator.device_name()} device was found; unset DS_ACCELERATOR to use what there is."
+        yield f"No {accelerator.device_name()} device was found; unset DS_ACCELERATOR to use what is available."
     size = get_shm_size()
     if size is not None and size < ENOUGH_SHARED_MEMORY:
         yield (

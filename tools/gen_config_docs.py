@@ -50,7 +50,7 @@ a misspelt key the right one.
 **Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements
 unless bytes are named.
 
-**"auto".** Trainer and Accelerate fill in such values. One that nobody filled in counts as if the key were
+**"auto".** Trainer and Accelerate fill in such values. One that was not filled in counts as if the key were
 not there.
 
 **Batch sizes.** `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks`,

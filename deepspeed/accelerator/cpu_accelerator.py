@@ -49,7 +49,7 @@ class HostEvent:
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to ``end_event``."""
         if self._recorded_s is None or end_event._recorded_s is None:
-            raise RuntimeError("Both events must be recorded before the time between them is asked for.")
+            raise RuntimeError("Record both events before asking for the time between them.")
         return (end_event._recorded_s - self._recorded_s) * 1000.0
 
 

@@ -38,7 +38,9 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     tuner_type: Literal["gridsearch", "random", "model_based"] = Field(
         default="gridsearch", description="How the space is searched."
     )
-    tuner_early_stopping: Int = Field(default=5, ge=0, description="Stop after so many trials without gain.")
+    tuner_early_stopping: Int = Field(
+        default=5, ge=0, description="Stop after this many trials without improvement."
+    )
     tuner_num_trials: Int = Field(default=50, ge=1, description="Most trials.")
     max_train_batch_size: Int | None = Field(
         default=None, ge=1, description="Largest global batch that is tried."
@@ -57,12 +59,12 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     arg_mappings: dict[str, Any] | None = Field(
         default=None, description="Config key to the command-line flag of the user's script."
     )
-    metric_path: str | None = Field(default=None, description="File in which a run leaves its metric.")
+    metric_path: str | None = Field(default=None, description="File that a run writes its metric to.")
     model_info_path: str | None = Field(
-        default=None, description="File in which a run leaves what it found out about the model."
+        default=None, description="File that a run writes what it learned about the model to."
     )
     model_info: AutotuningModelInfoConfig | None = Field(
-        default=None, description="What is known of the model."
+        default=None, description="Known facts about the model."
     )
 
     @field_validator("end_profile_step")
@@ -70,5 +72,5 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     def after_the_start(cls, value: int, info: ValidationInfo) -> int:
         start = info.data.get("start_profile_step", 0)
         if value < start:
-            raise ValueError(f"must not lie before start_profile_step ({start})")
+            raise ValueError(f"must not be less than start_profile_step ({start})")
         return value

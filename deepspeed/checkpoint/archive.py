@@ -1,9 +1,9 @@
-"""Files that ``torch.load`` reads, written straight from live tensors and read page by page.
+"""Files that ``torch.load`` can read, written directly from live tensors and read page by page.
 
-``torch.save`` of a view writes all of the storage behind it, and cloning first doubles the memory. Here the
-structure of the file is written first, with room left for the tensors (``torch.serialization.skip_data``),
-and then each tensor's bytes go from where they lie into their place: nothing is copied, and the peak is one
-chunk. Reading maps the file, so that only what is touched is read.
+``torch.save`` of a view writes the whole storage behind it, and cloning first doubles the memory. Here the
+structure of the file is written first, with space reserved for the tensors (``torch.serialization.skip_data``),
+and then each tensor's bytes are written to their place from where they are: nothing is copied, and the peak is one
+chunk. Reading maps the file, so that only the pages accessed are read.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def write_archive(
     the tensor that its parts make up. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
     the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
     classes of objects in ``content``, where they differ from ours. Returns the number of bytes of the file.
-    CheckpointError: a class that cannot be loaded safely (nothing but a torso is left at ``path`` then).
+    CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
     OSError: the file system refused.
     """
     plan = _Plan(class_names or {})
@@ -130,7 +130,7 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Weights alone, of which nothing but their names could be lost."""
+    """Only weights, which could lose nothing but their names."""
     return isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
     )
@@ -281,7 +281,7 @@ class Archive:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an operating system's error while writing ``path`` the words that help."""
+    """Turn an operating system's error while writing ``path`` into a helpful message."""
     try:
         yield
     except OSError as error:
@@ -369,7 +369,7 @@ class _Plan:
         return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
 
     def _region(self, dtype: torch.dtype, nbytes: int) -> mmap.mmap:
-        """Anonymous memory that nobody touches; one per dtype, since torch refuses one address in two
+        """Anonymous memory that is never touched; one per dtype, since torch refuses one address in two
         dtypes."""
         region = self._regions.get(dtype)
         if region is None or len(region) < nbytes:
@@ -462,7 +462,7 @@ class Sink:
         self.hasher = hasher
 
     def write_tensor(self, value: Tensor | LazyTensor) -> None:
-        """No part is alive any more when the next one is made."""
+        """Each part is freed before the next one is made."""
         parts = iter(value.parts() if isinstance(value, LazyTensor) else (value,))
         while (part := next(parts, None)) is not None:
             for chunk in byte_chunks(part):
@@ -472,7 +472,7 @@ class Sink:
             self.hasher.end_of_tensor()
 
     def _write_chunk(self, chunk: np.ndarray) -> None:
-        """Hashing runs beside the system's copying."""
+        """Hashing runs in parallel with the system's copying."""
         if self.hasher is not None:
             self.hasher.add(chunk)
         self.write(chunk)

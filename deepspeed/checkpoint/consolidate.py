@@ -1,4 +1,4 @@
-"""Whole fp32 weights out of a checkpoint's shards, one tensor at a time."""
+"""Whole fp32 weights assembled from a checkpoint's shards, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
         tag = read_latest(checkpoint_dir)
         if tag is None:
             raise CheckpointNotFoundError(
-                f"{checkpoint_dir} has no file named 'latest', which says what was saved last: give the tag"
+                f"{checkpoint_dir} has no file named 'latest', which names the latest checkpoint: pass the tag"
             )
     return find_folder(checkpoint_dir, tag)
 

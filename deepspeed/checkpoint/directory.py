@@ -1,6 +1,6 @@
-"""Which file of a checkpoint holds which interval of a parameter, so that a loader opens no file in vain.
+"""Which file of a checkpoint holds which interval of a parameter, so that a loader opens only the files it needs.
 
-One file of each checkpoint carries it. It has a row for each fragment and is searched by bisection, so a reader of a
+One file of each checkpoint contains it. It has a row for each fragment and is searched by bisection, so a reader of a
 few intervals touches a few blocks of it, however many ranks have saved.
 """
 
@@ -56,7 +56,7 @@ def pack(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
     """The directory of what all ``ranks`` hold (``Held.packed`` of each, by the number of its file). None where tensors
-    are cut into boxes: intervals do not tell what overlaps then."""
+    are split into boxes: intervals do not show what overlaps then."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
     rows = [
@@ -80,7 +80,7 @@ def pack(
 
 
 class Directory:
-    """Reads what ``pack`` made. ``verify`` is called with each part of the table before it is believed."""
+    """Reads what ``pack`` made. ``verify`` is called with each part of the table before it is used."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, in words that name the file and the remedy."""
+"""Checkpoint errors, with messages that name the file and the remedy."""
 
 from __future__ import annotations
 

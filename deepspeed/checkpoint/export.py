@@ -1,5 +1,4 @@
-"""Weights for use outside of training: ``.bin`` files of torch or safetensors, in shards, one tensor at a
-time."""
+"""Weights for use outside training: torch ``.bin`` files or safetensors, in shards, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Having the disk store what was written, while training goes on.
+"""Flushing written files to disk in the background, while training continues.
 
-What a program writes is in the system's memory at first: every process sees it, and it survives the end of them all, by
-whatever signal; a power cut takes it along. `fsync` waits until the disk has it, which takes longer than writing it.
-So a save that replaces nothing leaves its files to a thread and returns. Things are stored in the order in which they
-were handed in; the interpreter's end waits for them.
+A write first goes to the system's memory: every process sees the data, and it survives the end of all of them, by
+whatever signal, but not a power failure. `fsync` waits until the data is on disk, which takes longer than writing it.
+So a save that replaces nothing hands its files to a thread and returns. Files are flushed in the order in which they
+were handed over; the interpreter waits for them before it exits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def flush_names(folder: Path) -> None:
 
 
 def flush_later(paths: Iterable[Path]) -> None:
-    """Have these and their names stored in the background, in this order. What is removed meanwhile is skipped.
+    """Flush these and their names in the background, in this order. What is removed meanwhile is skipped.
 
     An error is logged when it happens, and raised by the next ``wait_for_flushes``.
     """
@@ -52,7 +52,7 @@ def flush_later(paths: Iterable[Path]) -> None:
 
 
 def wait_for_flushes() -> None:
-    """Return when everything that was handed in is on the disk. CheckpointError: some of it could not be stored."""
+    """Return when everything handed in is on disk. CheckpointError: some of it could not be stored."""
     while _pending:
         done = _pending.pop(0)
         done.join()

@@ -1,7 +1,7 @@
 """CRC-32 of every block of a file's tensors, so that a reader verifies exactly the blocks that it touches.
 
-A hash of each block, not a sum over the tensor: it sees bytes that changed places, needs no other rank's part to be
-compared with, and a reader of an interval hashes at most two blocks more than the interval has.
+A hash per block, unlike a sum over the tensor, detects swapped bytes, can be verified without other ranks' parts, and
+makes the reader of an interval hash at most two blocks more than the interval has.
 """
 
 from __future__ import annotations

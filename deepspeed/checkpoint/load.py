@@ -154,8 +154,8 @@ class Restorer:
                 own[name].copy_(saved)
 
     def custom(self, custom_load_fn: Callable[..., Any]) -> None:
-        """``custom_load_fn(src=saved state dict, dst=module)`` does what it likes; masters follow the
-        weights (where those are cut, when the caller cuts them again)."""
+        """``custom_load_fn(src=saved state dict, dst=module)`` may do anything; masters follow the
+        weights (where those are sharded, when the caller shards them again)."""
         custom_load_fn(src=self._module_tensors(), dst=self.module)
         if self.state is not None and not self.parts:
             self.state.weights_loaded()
@@ -271,7 +271,7 @@ class Restorer:
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
                 self.report.notes.append(
-                    f"parameter group {number} was cut otherwise and keeps its hyperparameters"
+                    f"parameter group {number} was divided differently and keeps its hyperparameters"
                 )
                 continue
             group.update(
@@ -300,7 +300,7 @@ class Restorer:
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
 
     def _fill_parts(self, *, trained: bool) -> None:
-        """Weights of which this rank holds a part (stage 3); ``trained`` takes those of the optimizer too."""
+        """Weights that this rank holds a part of (stage 3); ``trained`` takes those of the optimizer too."""
         known = {entry.name for entry in self.entries}
         for index, part in self.parts.fragments():
             name = self.catalog.find([index.name])
@@ -310,7 +310,7 @@ class Restorer:
             self.reader.fill(index, part, sources, f"the weights of {index.name}")
 
     def _cut(self) -> set[str]:
-        """All names of parameters of which this rank holds a part only."""
+        """All names of parameters that this rank holds only a part of."""
         params = self.module.named_parameters(remove_duplicate=False)
         return {name for name, param in params if hasattr(param, "ds_home")}
 
@@ -340,7 +340,7 @@ class Restorer:
                 continue
             sources = self.catalog.module.get(name) or self.catalog.masters(name)
             if not sources and name not in own:
-                continue  # not in the model, so nobody fetched it
+                continue  # not in the model, so it was not fetched
             if not sources:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {name}")
             index = sources[0].index

@@ -1,4 +1,4 @@
-"""Which shards of a checkpoint this rank will read, before any file but the first is open."""
+"""Which shards of a checkpoint this rank will read, decided before any file but the first is opened."""
 
 from __future__ import annotations
 

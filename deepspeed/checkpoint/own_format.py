@@ -1,7 +1,7 @@
 """The part of our files that holds fragments: from live state to the file's content, and back to a catalog.
 
 A section lists its shards once, ``(name, shape, boxes, start, stop)``. Each kind of state is one flat tensor
-with the numbers of the shards that it runs through:
+with the numbers of the shards it covers, in order:
 
     {"shards": [...],
      "tensors": [{"kind": "exp_avg", "shards": [0, 1, ...], "data": [total]}, ...],

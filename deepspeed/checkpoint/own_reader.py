@@ -1,4 +1,4 @@
-"""Our own checkpoints: the first model file says what there is, and the others are opened as they are needed."""
+"""Our own checkpoints: the first model file lists the contents, and the others are opened as needed."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class OwnReader:
 
 
 def _add_module(catalog: Catalog, head: Archive) -> None:
-    """Weights and buffers as sources. Parameters of which each file has a part are left to ``_add_parts``."""
+    """Weights and buffers as sources. Parameters spread over the files are left to ``_add_parts``."""
     index = head.content[INDEX]
     cut = set(index["cut"])
     for name, value in head.content["module"].items():
@@ -203,5 +203,5 @@ def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """1-D view of a loaded tensor; transposed ones are laid out anew."""
+    """1-D view of a loaded tensor; transposed ones are laid out again."""
     return tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: they fail together, and say which of them failed."""
+"""Ranks that save or load together: they fail together, and report which of them failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What saves must load equal: comparing the structure of a file with what was saved, and naming what does not fit."""
+"""What is saved must load as equal: compares the structure of a file with what was saved, and names what differs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def save(
     exclude_frozen: bool = False,
     on_tag_mismatch: str = "WARN",
 ) -> None:
-    """Write ``save_dir/tag``. Collective. Either all of it is in place afterwards, or what was there before.
+    """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
 
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
     """
@@ -108,7 +108,7 @@ def save(
                 folder.final / name for name in written
             )  # another machine may hold them in its memory
     except CommunicationError:
-        raise  # nobody knows what the other ranks are doing
+        raise  # it is unknown what the other ranks are doing
     except Exception:
         if ranks.keeps_folder:
             folder.discard()
@@ -271,7 +271,7 @@ class _Files:
         }
 
     def _part_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights that are cut and that the training state does not hold; the same on all ranks."""
+        """Of the weights that are sharded and that the training state does not hold; the same on all ranks."""
         state = self.training.state
         trained = {entry.name for entry in state.trainable()} if state is not None else set()
         left = {name for name in self.parts.shapes if name not in self.excluded}
@@ -401,7 +401,7 @@ def _param_shapes(state: TrainingState) -> list[OrderedDict[str, torch.Size]]:
 
 
 def _put_recovery_script(save_dir: Path) -> None:
-    """An executable ``zero_to_fp32.py`` beside the checkpoints, for a shell."""
+    """An executable ``zero_to_fp32.py`` next to the checkpoints, for a shell."""
     content = resources.files("deepspeed.utils").joinpath(names.RECOVERY_SCRIPT).read_bytes()
     path = save_dir / names.RECOVERY_SCRIPT
     if not path.is_file() or path.read_bytes() != content:

@@ -1,4 +1,4 @@
-"""The model's own weights where every rank holds a part of each parameter (stage 3)."""
+"""The model's own weights where parameters are sharded over the ranks (stage 3)."""
 
 from __future__ import annotations
 

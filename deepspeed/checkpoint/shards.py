@@ -3,8 +3,8 @@
 A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the
 global tensor that the local (tensor-parallel) tensor is made of, and the flat interval ``[start, stop)``
 inside that local tensor. This covers ZeRO (an interval of the whole tensor), tensor parallelism (one box, or
-several where matrices are fused, such as q, k and v), expert and pipeline parallelism (a name and a box).
-Loading is then intersection: every layout reads every other one, and nothing has to be converted.
+several where matrices are fused, such as q, k and v), and expert and pipeline parallelism (a name and a box).
+Loading then means intersecting: every layout reads every other one, and nothing has to be converted.
 
 Pure arithmetic: no torch, no files.
 """
@@ -41,11 +41,11 @@ class ShardIndex:
                 not 0 <= low <= high <= size for (low, high), size in zip(box, self.global_shape, strict=True)
             ):
                 raise ValueError(
-                    f"{self.name}: box {box} does not lie in a tensor of shape {self.global_shape}"
+                    f"{self.name}: box {box} is not inside a tensor of shape {self.global_shape}"
                 )
         if not 0 <= self.start <= self.stop <= self.local_numel:
             raise ValueError(
-                f"{self.name}: [{self.start}, {self.stop}) does not lie in a local tensor of {self.local_numel} "
+                f"{self.name}: [{self.start}, {self.stop}) is not inside a local tensor of {self.local_numel} "
                 "elements"
             )
 
@@ -55,7 +55,7 @@ class ShardIndex:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that the boxes make up."""
+        """Shape of the tensor that the boxes form."""
         if not self.boxes:
             return self.global_shape
         dim = _joined_dim(self.boxes, self.name)
@@ -69,7 +69,7 @@ class ShardIndex:
         return prod(self.local_shape)
 
     def whole(self) -> ShardIndex:
-        """The complete local tensor that this fragment was cut from."""
+        """The complete local tensor that this fragment is part of."""
         return ShardIndex(self.name, self.global_shape, self.boxes, 0, self.local_numel)
 
 
@@ -157,7 +157,7 @@ def regions(shard: ShardIndex) -> list[Region]:
 
 
 def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Cut the flat interval ``[start, stop)`` of a row-major tensor into boxes, in order."""
+    """Split the flat interval ``[start, stop)`` of a row-major tensor into boxes, in order."""
     if start >= stop:
         return []
     if len(shape) <= 1:

@@ -1,4 +1,4 @@
-"""What saving and loading need of the training state, whatever the ZeRO stage.
+"""What saving and loading need from the training state, whatever the ZeRO stage.
 
 ``deepspeed.runtime.zero.access.StateAccess`` implements ``TrainingState``; the checkpoint code sees nothing
 else of the core.

@@ -10,7 +10,7 @@ from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import LATEST, RECOVERY_SCRIPT
 
 _OUR_OWN = re.compile(r"\..+\.(tmp|old)")
-"""Hidden folders of a save that is under way."""
+"""Hidden folders of a save in progress."""
 
 _LONGEST_LATEST = 4096
 
@@ -44,12 +44,12 @@ def _problem(tag: str) -> str | None:
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
     if tag in (LATEST, RECOVERY_SCRIPT):
-        return "is the name of a file that lies beside the checkpoints"
+        return "is the name of a file stored next to the checkpoints"
     return None
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag that was saved last; None where nothing says so. CheckpointError: the file says nothing that is a tag."""
+    """The tag that was saved last; None if no file names one. CheckpointError: the file does not hold a tag."""
     path = load_dir / LATEST
     try:
         with open(path, "rb") as file:

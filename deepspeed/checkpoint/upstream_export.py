@@ -266,7 +266,7 @@ class _Files:
             self.reader.fill(target, values, sources, name)
         return values
 
-    # Stages 1 and 2: a group's tensors end to end, cut evenly ---------------------------------------------------
+    # Stages 1 and 2: a group's tensors end to end, split evenly ---------------------------------------------------
 
     def _laid_out(self, group: Sequence[str]) -> list[str]:
         """The order of a group's parameters in its flat tensor."""
@@ -410,7 +410,7 @@ class _Files:
     # Stage 0: whole tensors by number ---------------------------------------------------------------------------
 
     def _whole_state(self) -> dict[str, Any]:
-        """A torch optimizer's state dict; beside it the masters, where the weights are 16-bit."""
+        """A torch optimizer's state dict; next to it the masters, where the weights are 16-bit."""
         sixteen = self.settings.bf16 or self.settings.fp16
         groups = [[n for n in group if prod(self.shapes[n]) or not sixteen] for group in self.groups]
         numbers: list[list[int]] = []

@@ -1,9 +1,8 @@
 """Checkpoints as release 0.19 of the documented system writes them: their flat partitions as named fragments.
 
-Stages 1 and 2: every optimizer group is one flat tensor, cut evenly over ranks; ``param_shapes``
-gives the order. Stage 3: every parameter is padded and cut evenly, and a
-rank's parts are laid end to end. Stage 0: whole tensors by number, in the order of the optimizer that saved
-them.
+Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes``
+gives the order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end.
+Stage 0: whole tensors by number, in the order of the optimizer that saved them.
 """
 
 from __future__ import annotations
@@ -230,7 +229,7 @@ def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> Shar
 
 
 def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order: Order | None) -> None:
-    """A torch optimizer's state dict by number, with fp32 masters beside it where the weights are 16-bit."""
+    """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)
     numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
     masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []

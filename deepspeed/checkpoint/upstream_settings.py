@@ -1,4 +1,4 @@
-"""What the configuration of a run says about how release 0.19.8 lays out its checkpoints."""
+"""How the configuration of a run determines the layout of release 0.19.8's checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed.checkpoint.reader import materialize
 from deepspeed.checkpoint.safe_types import DynamicLossScaler, LossScaler
 
 SUB_GROUP_NUMEL = 10**9
-"""Default of ``zero_optimization.sub_group_size``, which cuts the state of stage 3."""
+"""Default of ``zero_optimization.sub_group_size``, which splits the state of stage 3."""
 
 
 class UpstreamSettings:

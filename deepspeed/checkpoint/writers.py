@@ -1,15 +1,15 @@
-"""Putting a checkpoint in its place so that a crash at any instant leaves one that loads.
+"""Publishing a checkpoint so that a crash at any instant leaves one that loads.
 
-1. The files are written into a hidden folder beside the final one, on the same file system.
-2. When every rank has finished, the folder is exchanged with the final one in a single step of the file system, or
+1. The files are written into a hidden folder next to the final one, on the same file system.
+2. When every rank has finished, the folder is exchanged with the final one in a single operation of the file system, or
    renamed to it when there is none yet.
-3. ``latest`` is written aside and renamed over the old one, last of all.
+3. ``latest`` is written under a temporary name and renamed over the old one, last of all.
 
 Where the system cannot exchange two folders, the old one is renamed to a hidden name first; ``find_folder`` knows it.
 
-[Note: a power cut] What takes the place of an older checkpoint is stored by the disk before that one is removed. What
-replaces nothing is stored in the background (``flush``): a power cut in that moment can damage it, which its checksums
-show when it is loaded, while all older checkpoints are as they were.
+[Note: a power cut] A checkpoint that replaces an older one is flushed to disk before the older one is removed. One that
+replaces nothing is flushed in the background (``flush``): a power failure in that moment can damage it, which its
+checksums reveal when it is loaded, while all older checkpoints are intact.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find_folder(load_dir: Path, tag: str) -> Path:
         return final
     displaced = _hidden(_behind_links(final), "old")
     if displaced.is_dir():
-        logger.warning(f"{final} is missing: a save was interrupted; the checkpoint before it is loaded")
+        logger.warning(f"{final} is missing: a save was interrupted; the previous checkpoint is loaded")
         return displaced
     if not load_dir.is_dir():
         raise CheckpointNotFoundError(f"the checkpoint folder {load_dir} does not exist")
@@ -138,7 +138,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool =
 
 
 def aside(path: Path) -> Path:
-    """A hidden name beside ``path`` that no other process or thread uses, to write under before it is renamed."""
+    """A hidden name next to ``path`` that no other process or thread uses, to write under before it is renamed."""
     return _hidden(path, f"{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp")
 
 
@@ -148,13 +148,13 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 
 def _behind_links(folder: Path) -> Path:
-    """Where the folder itself is: what takes its place must lie beside it, and the link to it stays."""
+    """Where the folder itself is: its replacement must be stored next to it, and the link to it stays."""
     if not folder.is_symlink():
         return folder
     try:
         return folder.resolve()
     except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(f"{folder} is a symbolic link that leads nowhere: {error}") from error
+        raise CheckpointError(f"{folder} is a symbolic link with no target: {error}") from error
 
 
 def _remove(path: Path) -> None:

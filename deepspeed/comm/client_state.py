@@ -1,4 +1,4 @@
-"""What a client library has to be told about the process group that it had us make."""
+"""What a client library must be told about the process group that was created for it."""
 
 from __future__ import annotations
 

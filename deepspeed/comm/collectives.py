@@ -1,4 +1,4 @@
-"""What the training core knows of communication: a `Communicator` per process group."""
+"""Communication as the training core sees it: a `Communicator` per process group."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Communicator:
 
     Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
     and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
-    tensor is cut into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
+    tensor is split into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
     ranks issue the same collectives in the same order; handles may be waited in any order. A group of one
     rank never touches the network.
     """
@@ -197,7 +197,7 @@ class Communicator:
 
     def prepare(self) -> Communicator:
         """Choose the transport now. Otherwise the first collective does, also an asynchronous one, and waits
-        for the other ranks to come to it."""
+        for the other ranks to reach it."""
         if self.size > 1:
             self._transport_for(self._device_type())
         return self
@@ -258,7 +258,7 @@ _shared_memory_wanted = True
 
 def use_shared_memory(wanted: bool) -> None:
     """Config `comm.shared_memory`: whether groups may communicate through shared memory where their ranks share
-    hosts. All ranks call this at the same point, with nothing under way: groups choose again if it changes.
+    hosts. All ranks call this at the same point, with nothing in flight: groups choose again if it changes.
     The environment's DS_SHM=0 always forbids it."""
     global _shared_memory_wanted
     if wanted != _shared_memory_wanted:

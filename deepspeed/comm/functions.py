@@ -99,7 +99,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists, whoever made it."""
+    """Whether the default process group exists, no matter who created it."""
     exists = dist.is_available() and dist.is_initialized()
     if exists:
         tell_accelerate(dist.get_backend())  # it asks here, and makes no group where there is one
@@ -133,7 +133,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Rank among the processes of this host (LOCAL_RANK, 0 where nobody set it)."""
+    """Rank among the processes of this host (LOCAL_RANK, 0 where it is not set)."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 

@@ -2,10 +2,10 @@
 
 gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending each peer its part and summing
 here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
-hop, in an order that depends on the algorithm. So: one message per peer and piece, sums by `sum_in_blocks`.
+hop, in an order that depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
 
-Every exchange has the tag of its sequence number: messages of different collectives, and those that a user
-sends on the same group, never meet.
+Every exchange is tagged with its sequence number: messages of different collectives, and those that a user
+sends on the same group, never mix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .pending import CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_blocks
 
 # Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
-# under way: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
+# in flight: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 

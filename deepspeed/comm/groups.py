@@ -1,4 +1,4 @@
-"""Process groups made here, all with the job's timeout."""
+"""Process groups created here, all with the job's timeout."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Collectives among several hosts with equally many ranks each: shared memory inside, gloo between.
 
-Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk across hosts, so what crosses the network
-is 1/L of what a direct exchange among all ranks sends. Sums are formed per host in rank order, in fp32, and then over
+Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk across hosts, so the network carries
+1/L of what a direct exchange among all ranks sends. Sums are formed per host in rank order, in fp32, and then over
 hosts: the order that `sum_in_blocks` gives on gloo, so the bits are the same.
 
-Everything happens while somebody waits, in order of issue (OrderedPending): all ranks of a host then use their shared
-memory in the same order, which does not depend on how fast the network was.
+All work is done while a caller waits, in order of issue (OrderedPending): the ranks of a host then use their shared
+memory in the same order, which does not depend on the speed of the network.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TwoLevels:
 
 
 def _refuse(*arguments: object, **options: object) -> Pending:
-    raise AssertionError("a dtype that shared memory cannot reduce came past the check")
+    raise AssertionError("a dtype that shared memory cannot reduce passed the check")
 
 
 class HierarchicalAllGather:

@@ -1,4 +1,4 @@
-"""`init_distributed`: finds out who this process is and makes torch's default process group."""
+"""`init_distributed`: determines the identity of this process and creates torch's default process group."""
 
 from __future__ import annotations
 
@@ -82,12 +82,10 @@ def init_distributed(
 
 
 def _check_backend(backend: str) -> None:
-    """ValueError where the first collective would fail, or wait, for want of a device or of the library."""
+    """ValueError where the first collective would fail, or wait, because a device or the library is missing."""
     if "nccl" not in backend:
         return
-    remedy = (
-        "leave dist_backend out to have one that works here chosen, or give 'gloo', which moves CPU tensors"
-    )
+    remedy = "leave dist_backend out to have a working one chosen, or pass 'gloo', which moves CPU tensors"
     if not dist.is_nccl_available():
         raise ValueError(f"dist_backend={backend!r}: this torch is built without NCCL; {remedy}")
     if not torch.cuda.is_available():
@@ -201,7 +199,7 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
                     socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
                 )  # its port does not rest afterwards
                 probe.bind(("", 0))
-                if probe.getsockname()[1] != int(port):  # or, where nobody listens yet, it would reach itself
+                if probe.getsockname()[1] != int(port):  # or, where no one listens yet, it would reach itself
                     probe.connect((address, int(port)))
                     return
         except ConnectionRefusedError:
@@ -220,13 +218,13 @@ def _rendezvous_error(error: Exception, rank: int, world_size: int, init_method:
     )
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return CommunicationError(
-            f"rank {rank} cannot open the rendezvous port ({address}): another program has it, perhaps an "
+            f"rank {rank} cannot open the rendezvous port ({address}): another program uses it, perhaps an "
             f"older job. Choose another one on every rank: MASTER_PORT={_free_port()} is free now "
             "(deepspeed --master_port, torchrun --master-port, init_distributed(distributed_port=...))."
         )
     if "EACCES" in text or "ermission denied" in text:
         return CommunicationError(
-            f"rank {rank} may not open the rendezvous port ({address}): choose a MASTER_PORT above 1023."
+            f"rank {rank} is not allowed to open the rendezvous port ({address}): choose a MASTER_PORT above 1023."
         )
     if "timed out" in text.lower() or "timeout" in text.lower() or isinstance(error, dist.DistNetworkError):
         return CommunicationError(

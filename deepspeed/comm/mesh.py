@@ -3,8 +3,8 @@
 `MeshLayout` is the arithmetic (who is in which group), `ProcessMesh` adds the process groups.
 
 The ranks form a box with the axes (pp, dp, sp, tp), the last one varying fastest: ranks of one
-tensor-parallel group are neighbours, pipeline stages are far apart. Two more pairs of axes cut the dp * sp
-ranks that hold the same dense weights once again:
+tensor-parallel group are neighbours, pipeline stages are far apart. Two more pairs of axes subdivide the dp * sp
+ranks that hold the same dense weights:
 
     ep (neighbours)  x  expert_dp (strided)       experts are spread over ep, replicated over expert_dp
     node (neighbours)  x  cross_node (strided)    ranks of one host, and their counterparts on the others
@@ -126,7 +126,7 @@ class MeshLayout:
 
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
-    """Cut `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
+    """Split `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
     in every run (not inner)."""
     place = ranks.index(rank)
     if inner:

@@ -1,12 +1,12 @@
 """Sums of 16-bit tensors by the process group's own exchanges: 16 bits on the wire, fp32 in the sum, rounded once.
 
-A backend's own reduction (NCCL's) rounds 16-bit partial sums at each hop. So ranks exchange what they have and sum it
-themselves, in rank order. Where a group spans hosts, first the ranks of each host do so, and then the ranks with the
+A backend's own reduction (NCCL's) rounds 16-bit partial sums at each hop. So ranks exchange their inputs and sum them
+locally, in rank order. Where a group spans hosts, the ranks of each host do so first, and then the ranks with the
 same place on every host exchange the fp32 sums of their hosts: with L ranks on each of H hosts, a tensor of n elements
 sends 4 n (H - 1) / H bytes out of each host, however many ranks it has; a direct exchange sends L / 2 times that.
 
-Scratch is bounded: pieces of the tensor go one after another. On a device all of it runs on a stream of its own, behind
-what the caller has queued; the host waits for nothing, and the scratch of one piece serves the next.
+Scratch memory is bounded: the tensor is processed in pieces, one after another. On a device all of this runs on a
+separate stream, behind what the caller has queued; the host waits for nothing, and all pieces share one scratch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class CommunicationError(RuntimeError):
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
             f"{operation} among ranks {list(ranks)} failed{waiting}: {reason}. {RANK_ENDED} (then "
-            "its own message is in its log) or it did not reach this collective in time; if it only is slow, "
+            "its own message is in its log) or it did not reach this collective in time; if it is only slow, "
             "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
         )
 

@@ -19,7 +19,7 @@ def sum_in_order(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -
     """`output = round((inputs[0] + inputs[1] + ...) * scale)` elementwise, summed from left to right.
 
     All are 1-D, contiguous and of one length; `output` may be one of the inputs. No bit depends on how a
-    tensor is cut into calls.
+    tensor is split into calls.
     """
     if scale != 1.0 and not accumulation_dtype(inputs[0].dtype).is_floating_point:
         raise ValueError(f"scale={scale} with dtype {inputs[0].dtype}: integers can only be summed (scale=1)")

@@ -1,10 +1,10 @@
 """Collectives of CPU tensors among ranks of one host, through shared memory (csrc/comm).
 
-A segment per process group: anonymous memory (memfd), reached by the other ranks through /proc/<pid>/fd. So
-it has no name that could clash with another job's or stay behind after a kill, and needs no room in /dev/shm.
+One segment per process group: anonymous memory (memfd), which the other ranks open through /proc/<pid>/fd. So
+it has no name that could clash with another job's or remain after a kill, and needs no space in /dev/shm.
 Data moves through it in small slots: two ranks share 4 MiB, any number 64 MiB at most.
 
-Operations run natively, in the order of issue, in a thread of the channel or in the one that waits.
+Operations run natively, in the order of issue, in a thread of the channel or in the thread that waits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Failure(ctypes.Structure):
 
     def reason(self, status: int, kind: int) -> str:
         if status == _MISMATCH and self.kind == kind == _ALL_TO_ALL:
-            return "that rank sends, or expects, another number of bytes than is expected or sent here"
+            return "that rank sends or expects a different number of bytes than this one"
         if status == _MISMATCH:
             return (
                 f"that rank is in another call, {_call_text(self)}. All ranks have to issue the same collectives "
@@ -173,7 +173,7 @@ class SharedMemoryChannel:
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
-        """The native side works on raw addresses: tensors of an operation that nobody waits for live here until it
+        """The native side works on raw addresses: tensors of an operation that is not waited for live here until it
         is done."""
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
@@ -198,7 +198,7 @@ class SharedMemoryChannel:
         )
 
     def close(self) -> None:
-        """Give up what is under way and unmap the segment. A forked child leaves the parent's alone."""
+        """Abandon what is in flight and unmap the segment. A forked child leaves the parent's alone."""
         handle, self.handle = self.handle, None
         if handle is not None and os.getpid() == self._pid:
             self.lib.ds_shm_close(handle)
@@ -242,7 +242,7 @@ class _SharedMemoryPending(Pending):
 
 def create_segment(size: int) -> tuple[int, int]:
     """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
-    it is to be closed when they have. If there is none to be had, the negative errno instead of a descriptor."""
+    it is to be closed when they have. If none can be made, the negative errno instead of a descriptor."""
     lib = _library()
     token = secrets.randbits(63)
     descriptor: int = -errno.ENOSYS if lib is None else lib.ds_shm_create(size, token)

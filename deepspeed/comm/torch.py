@@ -1,6 +1,6 @@
 """`TorchBackend`: the operations of `deepspeed.comm` on torch.distributed.
 
-What a `Communicator` does faster than the process group (flat CPU tensors over gloo) goes through it.
+Where a `Communicator` is faster than the process group (flat CPU tensors over gloo), the operation goes through it.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """All are under way before the first is waited for."""
+        """All are in flight before the first is waited for."""
         handles = [
             self.all_gather_into_tensor(output, input, group, async_op=True)
             for output, input in zip(output_tensors, input_tensors, strict=True)
@@ -323,7 +323,7 @@ class TorchBackend(Backend):
     def recv(
         self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
     ) -> int:
-        """The global rank that sent it (`src=None`: whoever comes first)."""
+        """The global rank that sent it (`src=None`: the first to arrive)."""
         return dist.recv(tensor, src, group, tag)
 
     def isend(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Ranks as the launcher told them, before any process group exists."""
+"""The ranks that the launcher assigned, before any process group exists."""
 
 from __future__ import annotations
 

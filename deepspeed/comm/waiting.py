@@ -1,7 +1,7 @@
-"""Who has come to a point that all ranks come to, and who has not: said after ten seconds, long before a timeout.
+"""Names the ranks that have not reached a common point after ten seconds, long before a timeout.
 
-Ranks leave a word in the store of the process group when they come; one that has waited for a while looks there. So
-nothing is sent while all goes well, and what is said names the ranks that are missing instead of a broken connection.
+A rank that arrives records this in the store of the process group; a rank that has waited for a while looks there. So
+nothing is sent as long as all ranks arrive, and the message names the missing ranks instead of a broken connection.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from deepspeed.utils.logging import logger
 
 from .pending import CommunicationError, is_peer_failure
 
-WAIT_S = 10.0  # of waiting, before something is said
+POST_S = 1.0  # of waiting at the start, before a rank tells the others that it is there
+JOIN_S = 2.0
+WAIT_S = 10.0  # of waiting before the missing ranks are named
 
 _visits: tuple[Any, Counter[str]] = (
     None,
     Counter(),
-)  # the default group, and how often each point was come to
+)  # the default group, and how often each point was reached
 
 
 @contextlib.contextmanager
@@ -77,7 +79,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         short = timedelta(seconds=WAIT_S)
         return dist.TCPStore(address, int(port), is_master=False, timeout=short, wait_for_workers=False)
 
-    def post() -> None:  # at once: only rank 0 waits for the others, who are soon through
+    def post() -> None:
         store = client()
         store.set(f"{key}/{rank}", "here")
         store.check([f"{key}/{rank}"])  # an answer: before it the connection must not be closed
@@ -88,10 +90,10 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         where = f"at MASTER_ADDR={address}, MASTER_PORT={port}"
         try:
             missing = [other for other in _missing(client(), key, world_size) if other != rank]
-        except RuntimeError:  # nobody listens
+        except RuntimeError:  # no one listens
             if said_by and rank != 0 and seen != [0]:
                 logger.warning(
-                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which does not listen {where}."
+                    f"rank {rank} has waited {WAIT_S:g} s for rank 0, which is not listening {where}."
                 )
             seen[:] = [0]
             return
@@ -102,14 +104,14 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
             )
         seen[:] = missing
 
-    if rank != 0:
-        threading.Thread(target=_quietly, args=(post,), name="waiting", daemon=True).start()
-    with _after_a_while(look, again=True):
+    with _after_a_while(post, wait_s=POST_S), _after_a_while(look, again=True):
         yield
+    if rank != 0:  # rank 0 may wait on for others: over the connection that there is now
+        _quietly(lambda: _store()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
 
 
 def _store() -> Any:
-    """The store of the default group; None where there is nobody to wait for, or no store."""
+    """The store of the default group; None where there is no other rank to wait for, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     with contextlib.suppress(Exception):  # a group that was made without one
@@ -118,7 +120,7 @@ def _store() -> Any:
 
 
 def _count(call: str) -> int:
-    """How often this rank has come to ``call`` in this group: its n-th visit meets the n-th of the others."""
+    """How often this rank has reached ``call`` in this group: its n-th visit meets the n-th of the others."""
     global _visits
     if _visits[0] is not dist.group.WORLD:
         _visits = (dist.group.WORLD, Counter())
@@ -152,18 +154,22 @@ def _quietly(action: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _after_a_while(action: Callable[[], None], *, again: bool = False) -> Iterator[None]:
-    """Runs ``action`` in a thread if the block lasts longer than ``WAIT_S``, once or ``again`` and again."""
+def _after_a_while(
+    action: Callable[[], None], *, wait_s: float | None = None, again: bool = False
+) -> Iterator[None]:
+    """Run ``action`` in a thread if the block lasts longer than ``wait_s`` (default ``WAIT_S``), once or repeatedly."""
     over = threading.Event()
 
     def run() -> None:
-        while not over.wait(WAIT_S):
+        while not over.wait(WAIT_S if wait_s is None else wait_s):
             _quietly(action)
             if not again:
                 return
 
-    threading.Thread(target=run, name="waiting", daemon=True).start()
+    thread = threading.Thread(target=run, name="waiting", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
+        thread.join(JOIN_S)  # the interpreter must not end while a thread is inside the store

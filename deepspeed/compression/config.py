@@ -32,7 +32,9 @@ class _Group(LenientConfigModel):
     modules: Annotated[list[str] | Literal["*"], Says("a list of regular expressions, or '*'")] = Field(
         default="*", description="Regular expressions on module names."
     )
-    related_modules: list[list[str]] | None = Field(default=None, description="Modules cut along with them.")
+    related_modules: list[list[str]] | None = Field(
+        default=None, description="Modules pruned together with them."
+    )
 
 
 class WeightQuantizationGroupParams(LenientConfigModel):

@@ -21,13 +21,15 @@ class ElasticityConfig(LenientConfigModel):
     )
     min_gpus: Int = Field(default=1, ge=1, description="Fewest ranks.")
     max_gpus: Int = Field(default=10000, ge=1, description="Most ranks.")
-    min_time: Int = Field(default=0, ge=0, description="Least minutes between two changes (version 0.1).")
+    min_time: Int = Field(
+        default=0, ge=0, description="Minimum number of minutes between two changes (version 0.1)."
+    )
     prefer_larger_batch: bool = Field(default=True, description="Of several choices take the largest batch.")
     prefer_large_batch: bool = deprecated(
         True, "Other spelling of `prefer_larger_batch`.", new_param="prefer_larger_batch"
     )
     ignore_non_elastic_batch_info: bool = Field(
-        default=False, description="Batch keys beside this section are ignored, not an error."
+        default=False, description="Ignore batch keys given next to this section instead of refusing them."
     )
     version: Float = Field(default=0.2, description="Version of the algorithm.")
     num_gpus_per_node: Int = Field(default=1, ge=1, description="Devices per node (version 0.2).")

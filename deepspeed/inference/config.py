@@ -48,8 +48,10 @@ class DeepSpeedTPConfig(DeepSpeedConfigModel):
 
     enabled: bool = Field(default=True, description="Turn it on.")
     tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
-    tp_grain_size: Int = Field(default=64, ge=1, description="Cuts fall on multiples of this many columns.")
-    mpu: Any = Field(default=None, description="Model-parallel unit that knows the groups.")
+    tp_grain_size: Int = Field(
+        default=64, ge=1, description="Shard boundaries fall on multiples of this many columns."
+    )
+    mpu: Any = Field(default=None, description="Model-parallel unit that provides the groups.")
     tp_group: Any = Field(default=None, description="The process group.")
 
 
@@ -60,7 +62,7 @@ class DeepSpeedMoEConfig(DeepSpeedConfigModel):
     ep_size: Int = Field(default=1, ge=1, description="Ranks that share the experts of a layer.")
     moe_experts: list[Int] = Field(default=[1], alias="num_experts", description="Experts per layer.")
     type: MoETypeEnum = Field(
-        default=MoETypeEnum.standard, description="Plain experts, or experts beside a dense layer."
+        default=MoETypeEnum.standard, description="Plain experts, or experts alongside a dense layer."
     )
     ep_mp_group: Any = Field(default=None, description="Group of the ranks that share an expert.")
     ep_group: Any = Field(
@@ -109,7 +111,7 @@ class InferenceCheckpointConfig(DeepSpeedConfigModel):
     """Where weights come from and go to."""
 
     checkpoint_dir: str | None = Field(default=None, description="Folder to load from.")
-    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the cut weights.")
+    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the sharded weights.")
     base_dir: str | None = Field(default=None, description="Folder that relative paths start from.")
 
 
@@ -158,7 +160,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     )
     base_dir: str = Field(default="", description="Folder that relative paths start from.")
     set_empty_params: bool = Field(default=False, description="Build the model without weights.")
-    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the cut weights.")
+    save_mp_checkpoint_path: str | None = Field(default=None, description="Folder for the sharded weights.")
     checkpoint_config: InferenceCheckpointConfig = Field(
         default=InferenceCheckpointConfig(),
         alias="ckpt_config",
@@ -181,7 +183,9 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     max_out_tokens: Int = Field(
         default=1024, ge=1, alias="max_tokens", description="Longest sequence, prompt included."
     )
-    min_out_tokens: Int = Field(default=1, ge=1, alias="min_tokens", description="Least room for new tokens.")
+    min_out_tokens: Int = Field(
+        default=1, ge=1, alias="min_tokens", description="Minimum room for new tokens."
+    )
     transposed_mode: bool = Field(default=False, description="Keep weights transposed.")
     mp_size: Int = deprecated(
         1, "Old name of `tensor_parallel.tp_size`.", new_param="tensor_parallel.tp_size"

@@ -15,7 +15,7 @@ from deepspeed.io.base_file_writer import BaseFileWriter, as_bytes
 class FastFileWriterConfig:
     """
     Attributes:
-        dnvme_handle: an `aio_handle`; other operations under way on it are waited for, too.
+        dnvme_handle: an `aio_handle`; other operations in flight on it are waited for, too.
         pinned_tensor: host memory that bytes gather in, any dtype; best from `new_cpu_locked_tensor`.
         double_buffer: write one half of it while the other is filled.
         num_parallel_writers, writer_rank: writers of one file; 1 and 0 are what this release has.
@@ -50,7 +50,7 @@ class FastFileWriter(BaseFileWriter):
         self._handle = config.dnvme_handle
         self._parts = _parts(config.pinned_tensor, 2 if config.double_buffer else 1)
         self._filled = 0  # bytes in the first part
-        self._offset = 0  # bytes of the file that are written or under way
+        self._offset = 0  # bytes of the file that are written or in flight
         self._under_way = False
         self._closed = False
         with open(file_path, "wb"):  # made, or emptied
@@ -99,7 +99,7 @@ class FastFileWriter(BaseFileWriter):
             self.flush()
 
     def split_index_list(self, storage_obj_list: Sequence[Any], num_splits: int) -> list[int]:
-        """Cuts the list into `num_splits` runs of about equal bytes; returns the index at which each run ends."""
+        """Splits the list into `num_splits` runs of about equal bytes; returns the index at which each run ends."""
         sizes = [as_bytes(storage).numel() for storage in storage_obj_list]
         total, seen, ends = sum(sizes), 0, []
         for index, size in enumerate(sizes):

@@ -1,3 +1,1 @@
-"""Starting ranks: the `deepspeed` command (runner), its per-machine half (launch), and what watches the
-processes.
-"""
+"""Starting ranks: the `deepspeed` command (runner), its per-machine half (launch), and the supervision of processes."""

@@ -1,6 +1,6 @@
-"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for the end.
+"""Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
 
-The agent starts the ranks, each in a session of its own, watches them, and stops the others when one fails.
+The agent starts the ranks, each in a session of its own, monitors them, and stops the others when one fails.
 Added here: who failed first and why, a bound on the time it takes to stop, and no process left behind.
 """
 
@@ -69,7 +69,7 @@ class NodeJob:
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous with nobody: the agent needs no server, and rank 0 finds its port free to listen at."""
+    """A rendezvous without peers: the agent needs no server, and rank 0 finds its port free to listen at."""
 
     def __init__(self, master_addr: str, master_port: int) -> None:
         self._store_info = RendezvousStoreInfo(master_addr, master_port)
@@ -85,7 +85,7 @@ class OneMachine(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could come."""
+        """No other agent could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -196,7 +196,7 @@ class Failure:
         late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
         return cls(
             rank=rank,
-            # The agent's own time is cut to whole seconds: the end of that second errs on the late side.
+            # The agent's own time is truncated to whole seconds: the end of that second errs on the late side.
             at=raised_at or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
             message=_in_one_line(message),
@@ -222,7 +222,7 @@ class Failure:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Causes before effects, and each by time: whom the agent stopped comes last, whoever lost a peer before them.
+    """Causes before effects, and each by time: ranks that lost a peer come late, those that the agent stopped last.
 
     Of two exceptions in the same millisecond that one is earlier whose rank printed its traceback.
     """
@@ -301,7 +301,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
         lines.append(f"  rank{plural} {', '.join(map(str, sorted(ranks)))}: {end}")
     if job.adds_local_rank and _is_refused_option(first):
         lines.append(
-            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not take it, start it with: "
+            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not accept it, start it with: "
             "deepspeed --no_local_rank ..."
         )
     if job.log_dir is not None:

@@ -62,7 +62,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--log_level",
         choices=["debug", "info", "warning", "error", "critical"],
         default="info",
-        help="how much the launcher itself says (default: info)",
+        help="verbosity of the launcher itself (default: info)",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
 

@@ -1,4 +1,4 @@
-"""The rendezvous port: is it free, which one is, and who is about to use it."""
+"""The rendezvous port: whether it is free, which one is, and who is about to use it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Reservation:
 
 
 def reserve(address: str, preferred: int) -> Reservation:
-    """``preferred`` if it is free and nobody else's, else another port of which this is true."""
+    """``preferred`` if it is free and not reserved, else another such port."""
     for port in itertools.chain([preferred], free_ports(address)):
         reservation = Reservation(port)
         if reservation.is_ours and is_free(address, port):

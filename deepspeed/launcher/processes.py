@@ -1,4 +1,4 @@
-"""Watching ranks and leaving none behind. What needs the Linux kernel does nothing elsewhere."""
+"""Monitoring ranks and leaving no process behind. Whatever needs the Linux kernel does nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0
 
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        # A descendant may fork while it is being killed, and its children come to us: look again.
+        # A descendant may fork while it is being killed, and its children are reparented to us: look again.
         children = [child for child in psutil.Process().children() if child.pid not in spared]
         family = [process for child in children for process in (child, *_below(child)) if _is_alive(process)]
         if not family:
@@ -124,7 +124,7 @@ class ExitWatch:
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        """``pids``: local rank -> process id of a child that nobody has waited for yet."""
+        """``pids``: local rank -> process id of a child that has not been waited for yet."""
         self.ended_at: dict[int, float] = {}  # local rank -> seconds since the epoch
         self._pids = frozenset(pids.values())
         if not hasattr(os, "pidfd_open"):

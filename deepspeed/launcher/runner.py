@@ -1,8 +1,8 @@
 """The `deepspeed` command: decides which devices to use and starts `deepspeed.launcher.launch` on them.
 
-It stays small (no torch) and alive beside the launcher that it starts. The two watch each other: if this
-process is killed, the kernel tells the launcher, which stops its ranks; if the launcher is killed, the ranks
-die with it, and what they had started in turn comes to this process, which ends it.
+It stays small (no torch) and runs as long as the launcher that it starts. The two monitor each other: if this
+process is killed, the kernel tells the launcher, which stops its ranks; if the launcher is killed, the kernel kills the
+ranks, and the processes that those had started are reparented to this one, which ends them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.ds"
     )
-    _add_several_machine_arguments(parser.add_argument_group("several machines, and tools to come"))
+    _add_several_machine_arguments(parser.add_argument_group("several machines, and tools of later releases"))
     parser.add_argument("user_script", help="script to run in every rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(master_port_given=False, num_gpus_given=False)
@@ -232,7 +232,9 @@ def supervise(command: Sequence[str]) -> int:
     with handled_by(hand_on):
         code = process.wait()
         if code < 0:
-            logger.error("the launcher was ended by %s; its ranks are stopped", signal.Signals(-code).name)
+            logger.error(
+                "the launcher was terminated by %s; its ranks are stopped", signal.Signals(-code).name
+            )
             for left_behind in Path(tempfile.gettempdir()).glob(run_dir_prefix(process.pid) + "*"):
                 shutil.rmtree(left_behind, ignore_errors=True)
         if code != 0:

@@ -1,11 +1,11 @@
-"""What every rank is started through. Run by path, so it may import nothing but the standard library.
+"""The wrapper that starts every rank. Run by path, so it may import nothing but the standard library.
 
     shim.py PARENT_PID KIND OPTIONS TARGET [ARGUMENT ...]
 
 KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
 to the life of the launcher, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
-that leaves a script, and a ``sys.exit`` with another code than 0, is written to the file that torch's elastic agent
+that leaves a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
 reads (``TORCHELASTIC_ERROR_FILE``), and only the rank that fails first prints its traceback: the others fail because
 of it, and their tracebacks would bury the one that matters.
 """
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _tell_the_interpreter(error: BaseException) -> None:
-    """Sets what Python itself sets for an exception that nobody caught: what runs at its end looks there to learn
+    """Sets what Python itself sets for an uncaught exception: what runs at its end looks there to learn
     whether all went well (a rank that failed must not wait for the others)."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
@@ -207,7 +207,7 @@ def report_exit(end: SystemExit, own_log: bool) -> None:
 
 
 def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:
-    """torch's layout, from which ProcessFailure reads message, call stack and time, and our own facts beside it."""
+    """torch's layout, from which ProcessFailure reads message, call stack and time, and our own facts next to it."""
     record: dict[str, Any] = {
         "message": {
             "message": message,
@@ -239,7 +239,7 @@ def _oldest(error: BaseException) -> BaseException:
 
 
 def _is_first_failure() -> bool:
-    """True in exactly one rank of this machine: the one that makes the marker file beside the ranks'
+    """True in exactly one rank of this machine: the one that makes the marker file next to the ranks'
     folders."""
     path = os.environ.get(ERROR_FILE)
     if not path:

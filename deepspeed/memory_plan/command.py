@@ -34,8 +34,8 @@ The model is built on the meta device: no weights are read and nothing is alloca
 Hugging Face, a name that transformers knows, or module:function, called without arguments to return an nn.Module.
 
 Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
-Hugging Face model, and marked so. The exit code is 1 when it does not fit what there is (--device-memory and its
-siblings tell it of another machine than this one), and 2 for errors.
+Hugging Face model, and marked so. The exit code is 1 when it does not fit the memory available (--device-memory and its
+siblings describe a machine other than this one), and 2 for errors.
 
 examples:
   ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G

@@ -28,7 +28,7 @@ SKIP = "DS_SKIP_MEMORY_CHECK"
 """Environment variable that lets a run start although its model states do not fit."""
 
 MOST_BYTES_PER_PARAMETER = 64
-"""More than any plan takes: below a half of what there is, nothing has to be planned."""
+"""More than any plan takes: below half of what is available, no plan is needed."""
 
 
 class MemoryPlanError(ValueError):
@@ -112,7 +112,7 @@ def _neighbours() -> int:
 
 
 def _message(planned: Answer) -> str:
-    lines = ["the model states do not fit this machine.", "", report.full_report(planned, None)]
+    lines = ["the model states do not fit on this machine.", "", report.full_report(planned, None)]
     lines += report.advice_lines(advise(planned))
-    lines.append(f"(`ds plan` shows the same for any number of ranks; {SKIP}=1 starts the run nevertheless)")
+    lines.append(f"(`ds plan` shows the same for any number of ranks; {SKIP}=1 starts the run anyway)")
     return "\n".join(lines)

@@ -74,7 +74,7 @@ class Offload:
     apart: bool
     tier: ResidentTier = field(default_factory=ResidentTier)
     storing: int = 0
-    """Host bytes through which masters come to storage."""
+    """Host bytes of the buffers through which masters are written to storage."""
 
     def takes(self, layout: BucketLayout) -> bool:
         return self.tier.takes(layout)

@@ -148,7 +148,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
         own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
         kept = kept if bucket.place is near else 0
-        # Parameters give their memory back as they are copied, slices of zero.Init when all of the bucket is cut.
+        # Parameters give their memory back as they are copied, slices of zero.Init when the whole bucket is sharded.
         left = remaining if setting.zero_init else remaining - own
         peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own
@@ -178,7 +178,7 @@ def _built_in_slices(
     ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
 ) -> None:
     """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device.
-    Each is cast, then cut: two copies of it at a time."""
+    Each is cast, then sharded: two copies of it at a time."""
     building = setting.near if place is setting.near else Place.HOST
     held = 0
     peaks: list[int] = []

@@ -78,7 +78,7 @@ def _place_name(answer: Answer, place: Place) -> str:
 
 
 def verdict(answer: Answer) -> Iterator[str]:
-    """Need against what there is, place by place."""
+    """Need compared to what is available, place by place."""
     for place in Place:
         need, phase = answer.need(place)
         if not need:
@@ -89,9 +89,9 @@ def verdict(answer: Answer) -> Iterator[str]:
         name = _place_name(answer, place)
         when = f"most while {_WHILE[phase]}"
         if have is None:
-            yield f"{name}: {size(need)}{whose}, {when}; what there is is not known"
+            yield f"{name}: {size(need)}{whose}, {when}; how much is available is not known"
         elif need > have:
-            yield f"{name}: DOES NOT FIT: {size(need)}{whose} needed, {when}; {size(have)} there"
+            yield f"{name}: DOES NOT FIT: {size(need)}{whose} needed, {when}; {size(have)} available"
         else:
             yield f"{name}: fits: {size(need)}{whose} of {size(have)}, {when}"
 
@@ -121,7 +121,7 @@ def advice_lines(advice: Advice) -> Iterator[str]:
         with_changes = f" with {'; '.join(advice.changes)}" if advice.changes else ""
         yield f"no change of the config is enough; {advice.ranks} ranks on as many more nodes are{with_changes}"
     else:
-        yield "nothing known here makes it fit: a smaller model, or machines with more memory"
+        yield "no change known here makes it fit: use a smaller model, or machines with more memory"
 
 
 def full_report(answer: Answer, advice: Advice | None) -> str:

@@ -163,16 +163,16 @@ def _optimizer(
         return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
     notes = []
     if hasattr(made, "whole_matrices"):
-        notes.append("matrices that Muon brings together during the update are not counted")
+        notes.append("matrices that Muon gathers during the update are not counted")
     return optimizer_facts(made, plan.precision.master), made.param_groups, notes
 
 
 def _activations(ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig) -> None:
     if request.shape is None or request.sequence is None:
         ledger.notes.append(
-            "activations are not counted: they take a Hugging Face model and --sequence"
+            "activations are not counted: this needs a Hugging Face model and --sequence"
             if request.shape is None
-            else "activations are not counted: give --sequence"
+            else "activations are not counted: pass --sequence"
         )
         return
     dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
@@ -188,7 +188,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings about a config are told once, by whoever uses it, not for every variant that is tried."""
+    """Warnings about a config are issued once, by the code that uses it, not for every variant that is tried."""
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -82,8 +82,8 @@ class Backend(Monitor):
             if not self._was_told:
                 self._was_told = True
                 logger.warning(
-                    f"{self.key}: curves are not written ({type(error).__name__}: {error}). Training goes on without "
-                    f"them; set {self.key}.enabled to false to leave it out.",
+                    f"{self.key}: curves are not written ({type(error).__name__}: {error}). Training continues without "
+                    f"them; set {self.key}.enabled to false to turn it off.",
                 )
             return False
         self._resting_until_s = 0.0
@@ -100,7 +100,7 @@ def numeric(event_list: Iterable[Event]) -> list[Point]:
             points.append((str(name), number, int(samples)))
         except (AttributeError, RuntimeError, TypeError, ValueError):
             warning_once(
-                f"monitor: an event is (name, number, samples), and {_short(event)} is left out; values are numbers or "
+                f"monitor: an event is (name, number, samples), and {_short(event)} is skipped; values are numbers or "
                 "tensors of one element."
             )
     return points

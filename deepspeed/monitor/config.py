@@ -57,12 +57,12 @@ class CometConfig(DeepSpeedConfigModel):
     project: str | None = Field(default=None, description="Project of the experiment.")
     workspace: str | None = Field(default=None, description="Workspace of the project.")
     api_key: str | None = Field(
-        default=None, description="Key of the account; better kept in the environment."
+        default=None, description="API key of the account; better kept in the environment."
     )
     experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
     experiment_key: Annotated[
         str | None, AfterValidator(_experiment_key), Says("32 to 50 letters and digits, or null")
-    ] = Field(default=None, description="Identifier of an experiment to go on with or to make.")
+    ] = Field(default=None, description="Identifier of an experiment to continue or to create.")
     online: bool | None = Field(
         default=None, description="Send at once (true) or keep files (false); null: Comet decides."
     )

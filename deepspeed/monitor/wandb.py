@@ -13,7 +13,7 @@ from deepspeed.monitor.utils import check_wandb_availability
 class WandbMonitor(Backend):
     """A run of ``project``, with the samples processed so far as the step of each row.
 
-    An active run of the same project, team and group is shared. Beside any other active run this one is separate:
+    An active run of the same project, team and group is shared. Next to any other active run this one is separate:
     rows have to come in order of their step, and the script counts its own steps.
     """
 

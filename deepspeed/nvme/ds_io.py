@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--io_parallel", type=_count, default=1, help="threads that share one transfer")
     made.add_argument("--gpu", action="store_true", help="the tensor is on the accelerator")
     made.add_argument("--use_gds", action="store_true", help="GPUDirect Storage")
-    made.add_argument("--slow_bounce_buffer", action="store_true", help="plain instead of locked host memory")
+    made.add_argument(
+        "--slow_bounce_buffer", action="store_true", help="pageable instead of page-locked host memory"
+    )
     made.add_argument("--torch_legacy_save", action="store_true", help="torch's format before zip files")
     made.add_argument(
         "--use_accelerator_pin_memory",

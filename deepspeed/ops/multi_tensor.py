@@ -370,7 +370,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 # ---- the PyTorch path --------------------------------------------------------------------------------------
 
 _CHUNK_NUMEL = {"cpu": 1 << 15}  # on CPUs the temporaries of a batch stay in the cache
-_CHUNK_NUMEL_DEVICE = 1 << 26  # on devices they stay small beside the tensors
+_CHUNK_NUMEL_DEVICE = 1 << 26  # on devices they stay small compared to the tensors
 
 
 @dataclass

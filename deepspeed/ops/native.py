@@ -124,7 +124,7 @@ def is_native(tensor: Tensor) -> bool:
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
     """Sum of the squares of all elements, in fp64; inf or nan exactly if some element is not finite.
 
-    Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: cutting the tensors
+    Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: partitioning the tensors
     elsewhere changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
     """
     on_host = [t for t in tensors if t.device.type == "cpu"]

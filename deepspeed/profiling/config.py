@@ -15,14 +15,14 @@ class DeepSpeedFlopsProfilerConfig(LenientConfigModel):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Share of forward that checkpointing runs again; counted into the total.",
+        description="Share of forward that checkpointing recomputes; included in the total.",
     )
     profile_step: Int = Field(default=1, ge=0, description="Optimizer step that is profiled.")
     module_depth: Int = Field(
         default=-1, ge=-1, description="Depth of the modules that are summed up; -1: the innermost."
     )
     top_modules: Int = Field(
-        default=1, ge=0, description="How many of the costliest modules are listed per depth."
+        default=1, ge=0, description="How many of the most expensive modules are listed per depth."
     )
     detailed: bool = Field(default=True, description="Print the whole module tree.")
     output_file: str | None = Field(default=None, description="File for the report; null: standard output.")

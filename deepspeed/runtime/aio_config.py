@@ -15,10 +15,10 @@ class AioConfig(LenientConfigModel):
     """How storage is read and written."""
 
     block_size: Int = Field(default=1048576, ge=1, description="Bytes per request.")
-    queue_depth: Int = Field(default=8, ge=1, description="Requests under way at one time.")
+    queue_depth: Int = Field(default=8, ge=1, description="Requests in flight at one time.")
     intra_op_parallelism: Int = Field(default=1, ge=1, description="Threads that share one read or write.")
     thread_count: Int = Field(
-        default=1, ge=1, description="Another name for `intra_op_parallelism`, read when that is not written."
+        default=1, ge=1, description="Another name for `intra_op_parallelism`, used when that is not given."
     )
     single_submit: bool = Field(default=False, description="Hand requests to the kernel one by one.")
     overlap_events: bool = Field(

@@ -137,8 +137,8 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: Train
         return
     raise DeepSpeedConfigError(
         f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
-        f"{plan.zero.stage} cannot cut its tensors over ranks; use stage 0, or set zero_allow_untested_optimizer: "
-        "true to try."
+        f"{plan.zero.stage} cannot partition its tensors across ranks; use stage 0, or set "
+        "zero_allow_untested_optimizer: true to try."
     )
 
 
@@ -151,8 +151,8 @@ def build_core(
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has cut them. ``spare``:
-    frozen ones that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has partitioned them.
+    ``spare``: frozen ones that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")
@@ -231,7 +231,7 @@ def shard_module(
     config: DeepSpeedConfig,
     mesh: ProcessMesh,
 ) -> ShardedModel:
-    """Stage 3: cut every parameter of ``module`` and install the hooks that gather them around their use."""
+    """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
     trained = (
         trained_params(module, optimizer.param_groups) if optimizer is not None else TrainedParams.none()
@@ -378,7 +378,7 @@ def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:
     """Every rank starts from the weights and buffers of rank 0: one flat broadcast per dtype."""
     if communicator.size == 1:
         return
-    # Parameters that zero.Init has cut came from rank 0 already.
+    # Parameters that zero.Init has sharded came from rank 0 already.
     tensors = [p.data for p in module.parameters() if not is_zero_param(p)] + list(module.buffers())
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -34,7 +34,7 @@ def output_tensors(value: Any) -> Iterator[Tensor]:
 class GraphTask:
     """One running backward of autograd; made inside one of its hooks.
 
-    [Note: a backward that fails] Autograd calls what was queued for the end of a graph task only if it ends well. But
+    [Note: a backward that fails] Autograd calls what was queued for the end of a graph task only if it succeeds. But
     it drops the queued callables in either case: a callable that is gone without having been called belongs to a
     backward that failed. This holds on whichever thread the backward ran, and without waiting for anything.
     """

@@ -1,7 +1,7 @@
 """The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps *
 data_parallel_ranks`.
 
-Pure arithmetic on the three numbers a user may give, any two of which (or one) determine the rest.
+Pure arithmetic on the three numbers a user may give, where any two (or one) determine the rest.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class CheckpointWriterConfig(LenientConfigModel):
         default=CheckpointWriterType.FAST,
         description="FAST: through large buffers; PYTHON: plain files; MOCK: nothing is written.",
     )
-    decoupled: bool = Field(default=False, description="Write while training goes on.")
+    decoupled: bool = Field(default=False, description="Write while training continues.")
     io_buffer_size: Int = Field(default=64 * 1024 * 1024, ge=1, description="Bytes in a buffer.")
     io_buffer_double: bool = Field(default=True, description="Two buffers, used in turn.")
     show_statistics: bool = Field(default=False, description="Print bytes and speed after each file.")
@@ -64,7 +64,7 @@ class CheckpointConfig(LenientConfigModel):
 
     tag_validation: Annotated[ValidationMode, BeforeValidator(_upper)] = Field(
         default=ValidationMode.WARN,
-        description="Ranks that give different tags: say nothing, warn, or raise. In any case of letters.",
+        description="When ranks give different tags: say nothing, warn, or raise. Case-insensitive.",
     )
     load_universal: bool = Field(default=False, description="The checkpoint to load is a universal one.")
     use_node_local_storage: bool = Field(

@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_de
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
 
-# Keys that clients write beside ours and nobody here reads. Dotted keys (TRL) and comments are recognised
+# Keys that clients write next to ours and that are not read here. Dotted keys (TRL) and comments are recognised
 # by their form.
 FOREIGN_KEYS = frozenset(
     {"cuda_visible_devices", "comment", "comments", "$schema", "allgather_size", "description"}
@@ -49,7 +49,7 @@ class Analysis:
     errors: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     auto_keys: list[str] = field(default_factory=list)
-    """Keys whose value is "auto" and was filled in by nobody; each stands for its default."""
+    """Keys whose value is "auto" and was not filled in; each stands for its default."""
     doubtful: set[str] = field(default_factory=set)
     """Keys whose value is not known because it was refused, or stands under a misspelt key."""
 
@@ -353,6 +353,6 @@ def _resolve_batch(
         if open_keys and given[0] is None and given[1] is None:
             message = (
                 f"{' and '.join(open_keys)} {'is' if len(open_keys) == 1 else 'are'} 'auto', and "
-                f"nobody filled in a number"
+                f"no number was filled in"
             )
         result.error(error.key, message)

@@ -1,4 +1,4 @@
-"""A config beside its schema: which keys a section knows, what a field allows, where a key belongs."""
+"""A config compared to its schema: which keys a section knows, what a field allows, where a key belongs."""
 
 from __future__ import annotations
 

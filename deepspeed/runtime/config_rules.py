@@ -69,7 +69,7 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
         if on:
             yield Finding(
                 (AMP, key),
-                f"amp does not go with {key}: remove one of the two (torch_autocast goes with ZeRO)",
+                f"amp cannot be combined with {key}: remove one of the two (torch_autocast works with ZeRO)",
             )
 
 
@@ -86,7 +86,9 @@ def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
             name = str(chosen).removeprefix("torch.")
             yield Finding(("torch_autocast.dtype", key), f"{name} contradicts {key}: choose one of the two")
         elif on:
-            yield Finding(("torch_autocast.enabled", key), f"has no effect beside {key}", is_error=False)
+            yield Finding(
+                ("torch_autocast.enabled", key), f"has no effect when {key} is true", is_error=False
+            )
 
 
 def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:
@@ -113,13 +115,14 @@ def unmanaged_accumulation(config: TrainingConfig) -> Iterator[Finding]:
         return
     key, zero = "managed_gradient_accumulation", config.zero_optimization
     if config.compile.deepcompile:
-        yield Finding((key, "compile.deepcompile"), "false does not go with compile.deepcompile")
+        yield Finding((key, "compile.deepcompile"), "false cannot be combined with compile.deepcompile")
     if config.amp.enabled:
-        yield Finding((key, AMP), "false does not go with amp")
+        yield Finding((key, AMP), "false cannot be combined with amp")
     if "overlap_comm" in zero.model_fields_set and zero.overlap_comm and zero.stage != 2:
         overlap = "zero_optimization.overlap_comm"
         yield Finding(
-            (key, overlap, STAGE), f"false goes with {overlap}: true at stage 2 only (stage is {zero.stage})"
+            (key, overlap, STAGE),
+            f"false can be combined with {overlap}: true at stage 2 only (stage is {zero.stage})",
         )
 
 
@@ -134,7 +137,7 @@ def summed_gradients(config: TrainingConfig) -> Iterator[Finding]:
     ):
         if on:
             what = "ZeRO stage 3" if key == STAGE else key
-            yield Finding(("gradient_allreduce_op", key), f"'sum' does not go with {what}; use 'mean'")
+            yield Finding(("gradient_allreduce_op", key), f"'sum' cannot be combined with {what}; use 'mean'")
 
 
 def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
@@ -192,12 +195,14 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
     name = section.type
     if name is None:
         if section.params:
-            yield Finding(("optimizer.type",), "is missing beside optimizer.params: name the optimizer")
+            yield Finding(
+                ("optimizer.type",), "is missing although optimizer.params is given: name the optimizer"
+            )
         return
     if name.lower() in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage > 0:
         yield Finding(
             ("optimizer.type", STAGE),
-            f"{name} does not go with ZeRO (stage is {config.zero_optimization.stage})",
+            f"{name} cannot be combined with ZeRO (stage is {config.zero_optimization.stage})",
         )
     found = getattr(torch.optim, name, None)
     if name.lower() not in BUILT_IN_OPTIMIZERS and not (
@@ -215,7 +220,9 @@ def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
     name, params = section.type, section.params or {}
     if name is None:
         if params:
-            yield Finding(("scheduler.type",), "is missing beside scheduler.params: name the schedule")
+            yield Finding(
+                ("scheduler.type",), "is missing although scheduler.params is given: name the schedule"
+            )
         return
     module = torch.optim.lr_scheduler
     if name not in VALID_LR_SCHEDULES and not isinstance(getattr(module, name, None), type):
@@ -289,7 +296,7 @@ def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
     if config.expert_parallel.enabled and config.tensor_parallel.autotp_size > 1:
         keys = ("expert_parallel.enabled", "tensor_parallel.autotp_size")
         yield Finding(
-            keys, f"does not go with tensor_parallel.autotp_size {config.tensor_parallel.autotp_size}"
+            keys, f"cannot be combined with tensor_parallel.autotp_size {config.tensor_parallel.autotp_size}"
         )
 
 

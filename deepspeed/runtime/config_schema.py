@@ -81,7 +81,7 @@ class OptimizerConfig(LenientConfigModel):
 
     type: str | None = Field(
         default=None,
-        description="Name, in any case of letters, of a built-in one (adam, adamw, lamb, lion, adagrad, "
+        description="Name (case-insensitive) of a built-in one (adam, adamw, lamb, lion, adagrad, "
         "sgd, ...), "
         "or the name of a class in `torch.optim`.",
     )
@@ -174,7 +174,7 @@ class TrainingConfig(LenientConfigModel):
         default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
     )
     zero_allow_untested_optimizer: bool = Field(
-        default=False, description="No note when ZeRO meets an optimizer it does not know."
+        default=False, description="Omit the note about an optimizer that ZeRO does not know."
     )
     zero_force_ds_cpu_optimizer: bool = Field(
         default=True,
@@ -186,7 +186,7 @@ class TrainingConfig(LenientConfigModel):
     data_parallel_size: Int | None = Field(
         default=None,
         ge=1,
-        description="Data-parallel ranks; with `sequence_parallel_size` it makes up the device mesh.",
+        description="Data-parallel ranks; with `sequence_parallel_size` it defines the device mesh.",
     )
     use_data_before_expert_parallelism: bool = Field(
         default=False, description="Order of the ranks: data groups inside expert groups."
@@ -198,7 +198,8 @@ class TrainingConfig(LenientConfigModel):
     steps_per_print: Annotated[
         int | float | None, PlainValidator(_print_period), Says("a number above 0 (infinity: never) or null")
     ] = Field(
-        default=None, description="Steps between two lines of progress; null: as it fits, see logging.md."
+        default=None,
+        description="Steps between two lines of progress; null: chosen automatically, see logging.md.",
     )
     wall_clock_breakdown: bool = Field(
         default=False, description="Time forward, backward and step; `flops_profiler` turns it on."
@@ -211,10 +212,10 @@ class TrainingConfig(LenientConfigModel):
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower)
     ] = Field(
         default=None,
-        description="Level of the logger; null: left as it is. From `warning` on no progress is shown.",
+        description="Level of the logger; null: unchanged. At `warning` and above, no progress is shown.",
     )
     vocabulary_size: Int | None = Field(
-        default=None, ge=1, description="Only checked: a multiple of 8 is quicker on GPUs."
+        default=None, ge=1, description="Only checked: a multiple of 8 is faster on GPUs."
     )
     dataloader_drop_last: bool = Field(
         default=False, description="The engine's loader drops an incomplete last batch."

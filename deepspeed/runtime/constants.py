@@ -1,6 +1,6 @@
 """Names that configs and clients share.
 
-Beside what stands here each top-level key of the config has two constants: its spelling in capitals, and its
+In addition to the names below, each top-level key of the config has two constants: its spelling in capitals, and its
 documented default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0.
 """
 

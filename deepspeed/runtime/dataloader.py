@@ -180,7 +180,7 @@ class DeepSpeedDataLoader:
         self.dataloader = self._make_dataloader()
         if self.iterable and self.data_parallel_world_size > 1:
             logger.debug(
-                "An IterableDataset is read by every rank: it has to leave out what is not for its rank."
+                "An IterableDataset is read by every rank: it has to skip the samples of other ranks."
             )
 
     # ---- batches -------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class DeepSpeedDataLoader:
         if num_samples != state["num_samples"]:
             logger.warning(
                 f"The position in the data is not resumed: it was taken in a data set of "
-                f"{state['num_samples']} samples, this one has {num_samples}. Reading starts anew."
+                f"{state['num_samples']} samples, this one has {num_samples}. Reading starts from the beginning."
             )
             self._start_epoch(state["epoch"])
             return

@@ -265,7 +265,7 @@ def _optimizer_order(engine: DeepSpeedEngine) -> list[list[str]]:
 
 
 def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
-    """Everything beside weights and optimizer state."""
+    """Everything except weights and optimizer state."""
     saved = catalog.model_states
     if what.scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
         if saved.get("lr_scheduler") is None:
@@ -322,7 +322,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
 
 
 def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
-    """Each rank goes on with its own random state, where there was such a rank; data positions are global."""
+    """Each rank continues with its own random state, where there was such a rank; data positions are global."""
     saved = catalog.files.rank_state(ranks.rank)
     if saved is None:
         return
@@ -418,7 +418,7 @@ def zero3_consolidated_16bit_state_dict(
     """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3, or
     if ``stage3_gather_16bit_weights_on_model_save`` is off."""
     if not ShardedWeights(engine.module):
-        raise ValueError("the parameters are not partitioned: take engine.module.state_dict()")
+        raise ValueError("the parameters are not partitioned: use engine.module.state_dict()")
     if not engine.zero_gather_16bit_weights_on_model_save():
         raise ValueError(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: nothing is gathered"

@@ -150,7 +150,7 @@ class EngineState:
     def _movable_states(self) -> ZeroOptimizer:
         engine = self._engine
         if engine.plan.param_offload is not None:
-            raise AssertionError("offload_states() does not go with zero_optimization.offload_param")
+            raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
         if not isinstance(engine.optimizer, ZeroOptimizer):
             raise AssertionError(
                 f"offload_states() moves state that the engine holds, but its optimizer is {engine.optimizer!r:.60}: "

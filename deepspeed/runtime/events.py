@@ -22,7 +22,7 @@ EVENTS = (
 
 
 class Events:
-    """Ordered subscribers per event. Emitting an event that nobody listens to costs one dict look-up."""
+    """Ordered subscribers per event. Emitting an event without subscribers costs one dict look-up."""
 
     def __init__(self) -> None:
         self._subscribers: dict[str, list[Callable[..., Any]]] = {}

@@ -82,7 +82,7 @@ class CheckOverflow:
         """As `has_overflow`, for these groups of parameters or those of the constructor."""
         params = self.params if param_groups is None else [p for group in param_groups for p in group]
         if params is None:
-            raise ValueError("CheckOverflow knows no parameters: give param_groups to it or to check()")
+            raise ValueError("CheckOverflow has no parameters: pass param_groups to it or to check()")
         return self.has_overflow(params)
 
     def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:

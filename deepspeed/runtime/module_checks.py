@@ -39,7 +39,7 @@ _WHY = {
     "with module.to_empty() and load weights",
     "dtensor": "are DTensors: tensor parallelism and FSDP2 are not available with this engine; pass the plain module",
     "complex": "are complex: keep them as real tensors (torch.view_as_real) and make them complex in forward",
-    "sparse": "are sparse: call .to_dense() on them (gradients of nn.Embedding(sparse=True) are welcome)",
+    "sparse": "are sparse: call .to_dense() on them (gradients of nn.Embedding(sparse=True) are supported)",
 }
 
 

@@ -1,4 +1,4 @@
-"""A tensor of which every rank of a group holds one slice."""
+"""A tensor sharded over a group: every rank holds one slice."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
         numbers[dims + 3 :],
     )
     if len(partition) != num_parts + 1 or partition[-1] != math.prod(sizes):
-        raise RuntimeError(f"{numbers} is no description of a partitioned tensor")
+        raise RuntimeError(f"{numbers} does not describe a partitioned tensor")
     return sizes, num_parts, rank, partition

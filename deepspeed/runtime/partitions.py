@@ -23,7 +23,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as can be.
 
-    Among such cuts the weights, then the lengths, are spread as evenly as can be (least sum of squares),
+    Among such partitions the weights, then the lengths, are spread as evenly as can be (least sum of squares),
     and the earlier runs are the longer ones. Empty runs occur only where there are fewer items than runs.
     """
     items = len(weights)

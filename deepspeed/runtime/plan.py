@@ -177,7 +177,7 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
 
 SUB_GROUP_NUMEL = 4 * 1024 * 1024
 """Elements updated between two transfers, unless ``sub_group_size`` is smaller: enough for storage to reach its speed,
-little beside the state of a model that has to be swapped."""
+little compared to the state of a model that has to be swapped."""
 
 
 def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
@@ -259,7 +259,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         return _bf16(config, common)
     param = types.param_dtype
     low = param is not None and param != torch.float32
-    # A gradient scale is needed wherever fp16 products appear, whoever chose them.
+    # A gradient scale is needed wherever fp16 products appear, however they were chosen.
     scaled = autocast is torch.float16 or param is torch.float16
     return PrecisionPlan(
         name=_name(param or torch.float32, autocast),

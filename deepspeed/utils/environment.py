@@ -14,12 +14,12 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
-ALONE = "alone"  # the source of an identity that nobody told
+ALONE = "alone"  # the source of an identity that no launcher set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This process in its job. `master_addr` None: nobody said where rank 0 is."""
+    """This process in its job. `master_addr` None: the address of rank 0 is unknown."""
 
     rank: int
     world_size: int
@@ -88,7 +88,7 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
         if "RANK" in env or "WORLD_SIZE" in env:
             missing = "WORLD_SIZE" if "RANK" in env else "RANK"
             raise ValueError(
-                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or none"
+                f"{missing} is not set although its partner is: set both RANK and WORLD_SIZE, or neither"
             )
         return None
     rank, world_size = _number(env, launcher.rank), _number(env, launcher.size)

@@ -2,7 +2,7 @@
 
 
 class UnusedParametersError(RuntimeError, AssertionError):
-    """Parameters took no part in the loss, and the config does not allow that. Documented as an AssertionError."""
+    """Parameters did not contribute to the loss, which the config forbids. Documented as an AssertionError."""
 
 
 class SplitError(ValueError, RuntimeError):

@@ -148,7 +148,7 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def _get_sequence_parallel_group() -> ProcessGroup | None:
-    """None while sequences are not cut."""
+    """None while sequences are not sharded."""
     return _group("sp") if _size("sp") > 1 else None
 
 

@@ -57,7 +57,7 @@ class _StdoutHandler(logging.StreamHandler):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A standard output that is closed, full or gone costs nobody his training: then it is standard error."""
+        """A standard output that is closed, full or gone must not stop training: standard error is used then."""
         if not isinstance(sys.exc_info()[1], (OSError, ValueError, AttributeError)):
             return super().handleError(record)
         write_safely(self.format(record) + "\n", sys.stderr)

@@ -107,7 +107,7 @@ class SynchronizedWallClockTimer:
             self._span, self.started_ = None, False
             if (
                 len(self._finished) == MOST_UNREAD_SPANS
-            ):  # nobody asks; old ones have long passed on the device
+            ):  # no one asked; old ones have long passed on the device
                 self._settle(MOST_UNREAD_SPANS // 2)
 
         def cancel(self) -> None:
@@ -202,7 +202,7 @@ def _check_normalizer(normalizer: float) -> None:
 
 
 class NoopTimer:
-    """The same interface where nobody wants to know."""
+    """The same interface, doing nothing."""
 
     class Timer:
         def start(self) -> None:
@@ -346,7 +346,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
     """
     if not 0.0 <= trim_percent < 0.5:
         raise ValueError(
-            f"trim_percent={trim_percent}: a share from 0 to below 0.5 can be cut from each end."
+            f"trim_percent={trim_percent}: a share from 0 to below 0.5 can be trimmed from each end."
         )
     drop = int(len(data) * trim_percent)
     kept = sorted(data)[drop : len(data) - drop]

@@ -4,7 +4,7 @@
     ./zero_to_fp32.py . out/                      # in a folder of checkpoints: the one that "latest" names
     ./zero_to_fp32.py . out/ --safe_serialization --max_shard_size 2GB
 
-A copy of this file lies beside every checkpoint; it needs the installed package.
+A copy of this file is stored next to every checkpoint; it needs the installed package.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_errors(stand_in: StandIn, tmp_path: Path) -> None:
         handle.sync_pread(tensor, path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     stand_in.driver = 5001
-    with pytest.raises(OSError, match="does not start .error 5001"):
+    with pytest.raises(OSError, match="failed to start .error 5001"):
         gds.gds_handle()
 
 

@@ -183,7 +183,7 @@ def test_regions_of_a_fragment_inside_one_fused_block():
 def test_contradictions_are_refused():
     with pytest.raises(ValueError, match=r"saved with shape \(4,\)"):
         intersect(ShardIndex("w", (5,), (), 0, 5), [ShardIndex("w", (4,), (), 0, 4)])
-    with pytest.raises(ValueError, match="does not lie in a tensor"):
+    with pytest.raises(ValueError, match="is not inside a tensor"):
         ShardIndex("w", (4,), (((0, 5),),), 0, 1)
     with pytest.raises(ValueError, match=r"\[0, 9\)"):
         ShardIndex("w", (4,), (), 0, 9)

@@ -210,7 +210,7 @@ def test_names_of_files(tmp_path):
         "rank_10",
     ]
     (tmp_path / "latest").unlink()
-    with pytest.raises(CheckpointNotFoundError, match="'latest'.*give the tag"):
+    with pytest.raises(CheckpointNotFoundError, match="'latest'.*pass the tag"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 

@@ -440,4 +440,6 @@ def test_ranks_that_disagree_on_the_counts_of_an_exchange(tmp_path):
         """,
     )
     for rank, (code, output, _) in enumerate(results):
-        assert code == 10 and f"waiting for rank {1 - rank}" in output and "another number of bytes" in output
+        assert (
+            code == 10 and f"waiting for rank {1 - rank}" in output and "different number of bytes" in output
+        )

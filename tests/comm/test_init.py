@@ -280,7 +280,7 @@ def test_a_port_in_use_is_named_with_the_remedy():
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert (
-        f"MASTER_PORT={port}" in output and "another program has it" in output and "--master_port" in output
+        f"MASTER_PORT={port}" in output and "another program uses it" in output and "--master_port" in output
     )
 
 

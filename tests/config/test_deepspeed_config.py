@@ -264,7 +264,7 @@ def test_whole_sections_may_be_auto() -> None:
 
 def test_auto_batch_sizes_need_somebody() -> None:
     with pytest.raises(
-        DeepSpeedConfigError, match=r"train_micro_batch_size_per_gpu is 'auto', and nobody filled in"
+        DeepSpeedConfigError, match=r"train_micro_batch_size_per_gpu is 'auto', and no number was filled in"
     ):
         DeepSpeedConfig({"train_micro_batch_size_per_gpu": "auto"})
 

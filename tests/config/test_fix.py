@@ -242,7 +242,7 @@ def test_files_that_are_not_corrected(tmp_path: Path, capsys: pytest.CaptureFixt
         (hjson, "give --output FILE"),
         (broken, "by hand"),
         (client, "is a file of Accelerate"),
-        (tmp_path / "no.json", "is no file"),
+        (tmp_path / "no.json", "is not a file"),
     ):
         before = path.read_text() if path.exists() else None
         assert main([str(path), "--fix"]) == 2

@@ -67,7 +67,7 @@ def test_weight_decay_does_not_go_with_sparse_gradients() -> None:
     model = Bag(sparse=True)
     optimizer = DeepSpeedCPUAdagrad(model.parameters(), weight_decay=0.1)
     model(torch.tensor([[2, 3]])).backward()
-    with pytest.raises(RuntimeError, match="weight_decay=0.1 does not go with sparse gradients"):
+    with pytest.raises(RuntimeError, match="weight_decay=0.1 cannot be combined with sparse gradients"):
         optimizer.step()
 
 

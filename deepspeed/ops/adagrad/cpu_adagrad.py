@@ -72,8 +72,8 @@ class Adagrad(MultiTensorOptimizer):
         """The rows that the gradient names, as torch.optim.Adagrad has it; all other rows stay as they are."""
         if group["weight_decay"] != 0:
             raise RuntimeError(
-                f"{type(self).__name__}: weight_decay={group['weight_decay']} does not go with sparse gradients, which "
-                "name few rows: set weight_decay to 0, or make the embedding with sparse=False."
+                f"{type(self).__name__}: weight_decay={group['weight_decay']} cannot be combined with sparse "
+                "gradients, which hold only a few rows: set weight_decay to 0, or make the embedding with sparse=False."
             )
         state = self.state_for(param, group)
         state["step"] += 1

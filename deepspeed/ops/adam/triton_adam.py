@@ -78,7 +78,7 @@ def _adam_kernel(
 
 class _Uploaded(NamedTuple):
     segments: Tensor  # [n, SEGMENT_WORDS] int64 on the device
-    blocks: dict[tuple[int, ...], Tensor]  # by segments that take part: [programs, 2] int64 on the device
+    blocks: dict[tuple[int, ...], Tensor]  # by participating segments: [programs, 2] int64 on the device
 
 
 def step(

@@ -58,7 +58,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what is under way and ends the threads."""
+        """Waits for what is in flight and ends the threads."""
         ...
 
 
@@ -149,7 +149,7 @@ class NativeEngine:
 
 
 class PythonEngine:
-    """pread and pwrite through the page cache, in threads; an operation is cut in as many parts."""
+    """pread and pwrite through the page cache, in threads; an operation is split into as many parts."""
 
     backend = PYTHON
 

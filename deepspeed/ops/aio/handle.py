@@ -14,11 +14,11 @@ from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
 ALIGNMENT = 4096
-"""Bytes. Memory and offsets that are multiples of it never take an extra copy, on any disk of today."""
+"""Bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
 
 
 class Pending(NamedTuple):
-    """One operation under way."""
+    """One operation in flight."""
 
     engine: Engine
     ticket: int
@@ -42,7 +42,7 @@ class aio_handle:  # documented name
 
     Args:
         block_size: bytes per request to the disk; rounded up to whole pages.
-        queue_depth: requests that each worker keeps under way.
+        queue_depth: requests that each worker keeps in flight.
         single_submit: one system call per request instead of one per batch.
         overlap_events: refill the queue whenever a request completes; else when half of the queue has completed.
         intra_op_parallelism: workers, which share each operation.

@@ -116,7 +116,7 @@ def _advise(pages: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 
 
 def _lock(address: int, nbytes: int) -> None:
-    """mlock(2); pages beyond the limit stay unlocked: requests hold on to theirs while they are under way."""
+    """mlock(2); pages beyond the limit stay unlocked: requests hold on to theirs while they are in flight."""
     try:
         ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
     except (AttributeError, OSError, TypeError):  # not a POSIX system

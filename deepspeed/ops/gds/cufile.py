@@ -71,7 +71,7 @@ def open_driver(lib: Any) -> None:
     if code not in (0, _ALREADY_OPEN):
         raise OSError(
             _ERRNO.get(code, errno.ENODEV),
-            f"cuFile does not start (error {code}): see gdscheck and cufile.json",
+            f"cuFile failed to start (error {code}): see gdscheck and cufile.json",
         )
 
 

@@ -66,7 +66,7 @@ class _Settings:
     arena: Arena | None = None
 
     def group(self) -> Communicator:
-        """The ranks over which inputs are cut: one alone unless partitioning is on and there is a group."""
+        """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
         if self.section.partition_activations and self.mpu is not None:
             for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
                 if hasattr(self.mpu, getter):

@@ -11,7 +11,7 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     """How inputs of checkpointed regions are kept until backward runs them again."""
 
     partition_activations: bool = Field(
-        default=False, description="Cut the kept inputs over the model-parallel ranks."
+        default=False, description="Partition the saved inputs across the model-parallel ranks."
     )
     cpu_checkpointing: bool = Field(default=False, description="Keep the inputs in host memory.")
     contiguous_memory_optimization: bool = Field(
@@ -22,6 +22,6 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
         default=None, ge=1, description="Checkpointed regions per forward."
     )
     synchronize_checkpoint_boundary: bool = Field(
-        default=False, description="Wait for the device at the edges of each region."
+        default=False, description="Synchronize the device at the boundaries of each region."
     )
     profile: bool = Field(default=False, description="Time forward and backward of each region.")

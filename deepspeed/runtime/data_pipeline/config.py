@@ -69,7 +69,7 @@ class DynamicBatchingConfig(LenientConfigModel):
     sequence_picking_order: Literal["random", "seqlen", "dataloader"] = Field(
         default="dataloader", description="Order of the samples."
     )
-    max_tokens: Int | None = required("Most tokens in a batch.")
+    max_tokens: Int | None = required("Maximum number of tokens in a batch.")
     verbose: bool = Field(default=False, description="Log every batch.")
 
 
@@ -77,7 +77,7 @@ class DataSamplingConfig(LenientConfigModel):
     """Which samples, in which order."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    num_epochs: Int = Field(default=1000, ge=1, description="Most passes over the data.")
+    num_epochs: Int = Field(default=1000, ge=1, description="Maximum number of passes over the data.")
     num_workers: Int = Field(default=0, ge=0, description="Loader processes.")
     pin_memory: bool = Field(default=False, description="Page-locked batches.")
     curriculum_learning: DataSamplingCurriculumConfig = Field(
@@ -165,12 +165,10 @@ class CurriculumLegacyConfig(LenientConfigModel):
 
 
 class ProgressiveLayerDropConfig(LenientConfigModel):
-    """Dropping layers at random, more of them as training goes on (Zhang and He 2020)."""
+    """Dropping layers at random, more of them as training proceeds (Zhang and He 2020)."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    theta: Float = Field(
-        default=1.0, ge=0.0, le=1.0, description="Probability that remains of keeping a layer."
-    )
+    theta: Float = Field(default=1.0, ge=0.0, le=1.0, description="Final probability of keeping a layer.")
     gamma: Float = Field(default=0.001, ge=0.0, description="How quickly it is reached.")
 
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element by itself, so that ZeRO may cut its tensors anywhere.
+"""Whether an optimizer treats every element by itself, so that ZeRO may partition its tensors anywhere.
 
 Decided by trying, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
 Optimizers that look at norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), that need a closure or

@@ -25,9 +25,9 @@ class PipelineConfig(LenientConfigModel):
         default=0, ge=0, description="Layers per checkpointed region; 0: none."
     )
     pipe_partitioned: bool = Field(
-        default=True, description="Cut activations over the model-parallel ranks while they travel."
+        default=True, description="Partition activations across the model-parallel ranks while they are sent."
     )
-    grad_partitioned: bool = Field(default=True, description="Cut their gradients likewise.")
+    grad_partitioned: bool = Field(default=True, description="Partition their gradients in the same way.")
     use_reentrant: bool = Field(
         default=True, description="Which variant of activation checkpointing is used."
     )

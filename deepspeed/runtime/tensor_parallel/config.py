@@ -25,7 +25,7 @@ class TPLayerSpec(LenientConfigModel):
 
     patterns: list[str] = Field(default=[], description="Regular expressions on the parameter's name.")
     partition_type: Literal["row", "column", "skip"] = Field(
-        default="column", description="Cut by rows, by columns, or not at all."
+        default="column", description="Partition by rows, by columns, or not at all."
     )
     shape: list[Any] | None = Field(default=None, description="Shape of the parts of a fused weight.")
     partition_dim: Int | None = Field(default=None, description="Dimension of `shape` that is partitioned.")
@@ -52,8 +52,10 @@ class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
     tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
-    tp_grain_size: Int = Field(default=1, ge=1, description="Cuts fall on multiples of this many columns.")
-    mpu: Any = Field(default=None, description="Model-parallel unit that knows the groups.")
+    tp_grain_size: Int = Field(
+        default=1, ge=1, description="Shard boundaries fall on multiples of this many columns."
+    )
+    mpu: Any = Field(default=None, description="Model-parallel unit that provides the groups.")
     tp_group: Any = Field(default=None, description="The process group.")
 
 
@@ -73,7 +75,9 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."
     )
-    keep_module_on_host: bool = Field(default=False, description="Leave the uncut module in host memory.")
+    keep_module_on_host: bool = Field(
+        default=False, description="Leave the unpartitioned module in host memory."
+    )
     replace_with_kernel_inject: bool = Field(
         default=False, alias="kernel_inject", description="Use the kernels of inference."
     )

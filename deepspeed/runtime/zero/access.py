@@ -1,4 +1,4 @@
-"""Reading and writing weights, gradients and optimizer state by parameter, whatever the stage.
+"""Reads and writes weights, gradients and optimizer state by parameter, at every stage.
 
 Checkpoints go through ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`` family of ``deepspeed.utils``.
 """
@@ -133,7 +133,7 @@ class StateAccess:
                 if key not in saved:
                     if key != MASTER and len(saved.keys() - {MASTER}):
                         raise ValueError(
-                            f"the state of {name} has no {key!r}: it is that of another optimizer"
+                            f"the state of {name} has no {key!r}: it belongs to another optimizer"
                         )
                 elif tensor.shape == (owned.fragment.numel,):
                     tensor.copy_(saved[key].reshape(-1)[part][: tensor.numel()])
@@ -240,7 +240,7 @@ class StateAccess:
         return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """A dynamic loss scale goes on where it was; a static one is the configuration's."""
+        """A dynamic loss scale continues from its saved value; a static one is the configuration's."""
         saved = scalars.get("loss_scaler")
         if saved and scalars.get("dynamic") and self.scaler.dynamic:
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
@@ -272,14 +272,14 @@ class StateAccess:
         return [bucket.start, bucket.stop, slots]
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:
-        """KeyError or ValueError: they are of other parameters, or their buckets were cut otherwise."""
+        """KeyError or ValueError: they are of other parameters, or their buckets were partitioned differently."""
         self.reducer.clear()
         if pending is None:
             return
         buckets = {str(bucket.layout.index): bucket for bucket in self.reducer.buckets}
         for key, layout in pending.get("layouts", {}).items():
             if self._layout(buckets[key]) != layout:
-                raise ValueError("gradients are cut otherwise")
+                raise ValueError("gradients are partitioned differently")
         index_of = {name: index for index, name in enumerate(self.names)}
         for name, value in pending["local"].items():
             self.reducer.restore(index_of[name], value)

@@ -1,9 +1,9 @@
-"""Parameters of one bucket as views of one flat buffer, of which each rank owns a slice.
+"""The parameters of one bucket as views of one flat buffer, of which each rank owns one shard.
 
 [Note: parameters as views] The caller's own ``Parameter`` objects stay: their ``.data`` becomes a view of the
 flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make
 backward fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed
-between forward and backward, so every publish bumps the versions: a stale graph is an error again.
+between forward and backward. Therefore every publish bumps the versions, and a stale graph is an error again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``state_dict`` and ``load_state_dict`` of the client's own optimizer while the engine holds its state.
 
-The engine's masters stand for the parameters in ``optimizer.state``, which torch's methods know nothing of. Hooks show
-them this rank's state under the client's parameters instead, in the format of torch: whole tensors have the
-parameter's shape, parts are 1-D. What is loaded may be either, so state that was saved without the engine fits, too.
+In ``optimizer.state`` the engine's masters stand in for the parameters, which torch's methods do not know. Hooks
+present this rank's state under the client's parameters instead, in torch's format: whole tensors have the parameter's
+shape, parts are 1-D. Loading accepts both, so state that was saved without the engine fits as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClientState:
         ]
 
     def release(self, optimizer: Optimizer) -> None:
-        """The engine ends: the optimizer gets back the state of parameters of which this rank holds all."""
+        """The engine ends: the optimizer gets back the state of parameters that this rank holds completely."""
         for handle in self._handles:
             handle.remove()
         optimizer.state = self._by_param(optimizer, parts=False)

@@ -73,7 +73,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     overlap_comm: bool | None = Field(
         default=None,
-        description="Reduce gradients while backward goes on; null becomes true at stage 3 and false below.",
+        description="Reduce gradients while backward runs; null becomes true at stage 3 and false below.",
     )
     load_from_fp32_weights: bool = Field(
         default=True, description="Restore master weights from the fp32 values of a checkpoint."
@@ -117,7 +117,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=pp_int(1e9),
         ge=0,
         alias="stage3_max_live_parameters",
-        description="Most elements gathered at one time.",
+        description="Maximum number of elements gathered at one time.",
     )
     max_reuse_distance: Int = Field(
         default=pp_int(1e9),
@@ -128,7 +128,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     gather_16bit_weights_on_model_save: bool = Field(
         default=False,
         alias="stage3_gather_16bit_weights_on_model_save",
-        description="Let `save_16bit_model` put whole weights together at stage 3.",
+        description="Let `save_16bit_model` gather whole weights at stage 3.",
     )
     stage3_gather_fp16_weights_on_model_save: bool = deprecated(
         False,
@@ -164,16 +164,16 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         None, "No effect.", message="no effect; set 'pin_memory' in 'offload_param' or 'offload_optimizer'"
     )
     ignore_unused_parameters: bool = Field(
-        default=True, description="Parameters without a gradient are no error."
+        default=True, description="Parameters without a gradient are not an error."
     )
     legacy_stage1: bool = Field(default=False, description="True is refused: the old stage 1 is gone.")
     round_robin_gradients: bool = Field(
-        default=False, description="Spread gradients over the ranks in turns, for even offload copies."
+        default=False, description="Distribute gradients to the ranks round-robin, to balance offload copies."
     )
     zero_hpz_partition_size: Int = Field(
         default=1,
         ge=0,
-        description="Ranks that hold a second copy of the shards near by (ZeRO++ hpZ); 1: off.",
+        description="Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.",
     )
     zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
     zero_quantized_nontrainable_weights: bool = Field(
@@ -201,9 +201,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=True, description="`Module.apply` gathers parameters under `zero.Init`."
     )
     log_trace_cache_warnings: bool = Field(
-        default=False, description="Log when modules run in another order than recorded."
+        default=False, description="Log when modules run in a different order than recorded."
     )
-    enable_sanity_checks: bool = Field(default=False, description="Extra checks while running.")
+    enable_sanity_checks: bool = Field(default=False, description="Extra checks at run time.")
     save_muon_momentum_buffer_in_memory: bool = Field(
         default=False, description="Keep Muon's momentum out of the NVMe swap."
     )

@@ -1,23 +1,23 @@
-"""Which bucket is needed when: gathers before use, releases after it, within the documented budgets.
+"""Decides when each bucket is needed: gathers before use, releases after it, within the documented budgets.
 
 [Note: use in forward] A hooked module's call is a *frame*; a bucket is in use while a frame that needs it is open.
 Idle buckets are released lazily, when another one has to be gathered: the leaf modules of one block, or the
-modules between two blocks, come one after another, and the memory is due only when the next unit begins.
+modules between two blocks, run one after another, and the memory is not needed until the next unit begins.
 
-[Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call remembers the clock
-at its entry and exit; a hook on its outputs makes its buckets active again, and then every active call that
+[Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call records the clock
+at its entry and exit; a hook on its outputs marks its buckets as active again, and then every active call that
 *entered after this one's exit* is done: its nodes were all created later. Calls of one graph task end with it, so
 recomputation (which runs forward hooks, and in the reentrant kind nested graph tasks) cannot leak.
 
-[Note: backward of a backward] With ``create_graph`` the nodes of a backward are differentiated in turn, and they have
-saved weights, too. A gradient can enter them only through what that backward has produced: gradients of parameters,
-of inputs of the model, of outputs of its modules. Each of those gets a hook which keeps the buckets of that backward
-whole until the second one ends.
+[Note: backward of a backward] With ``create_graph`` the nodes of a backward are themselves differentiated, and they
+too have saved weights. A gradient can reach them only through what that backward has produced: gradients of
+parameters, of the model's inputs, or of its modules' outputs. Each of those gets a hook that keeps the buckets of that
+backward gathered until the second backward ends.
 
-[Note: threads] Each thread has frames of its own; what is in use on any of them stays. Collectives are made by
-one thread (the one that takes the steps, with autograd's own threads while they work for it): the order in which
-threads interleave differs from rank to rank. A forward on another thread fetches, and ends before new weights
-are published, so it never loses a bucket in the middle.
+[Note: threads] Each thread has its own frames; a bucket in use on any thread stays gathered. Only one thread issues
+collectives (the one that takes the steps, and autograd's threads while they work for it), because the order in which
+threads interleave differs from rank to rank. A forward on another thread fetches instead, and ends before new weights
+are published, so it never loses a bucket halfway.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class ParamCoordinator:
         self.trace.end_of_step()
 
     def abandon(self) -> None:
-        """An exception ended the batch: the calls of this thread and all backwards are over, the step begins anew."""
+        """An exception ended the batch: the calls of this thread and all backwards are over, the step starts over."""
         with self._lock:
             for task in list(self._backwards):
                 self._forget(task)

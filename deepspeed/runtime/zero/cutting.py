@@ -1,4 +1,4 @@
-"""What is cut, and how: from a module and a plan to bucket layouts. Nothing is allocated and nobody is asked.
+"""How parameters are partitioned: from a module and a plan to bucket layouts. No allocation, no communication.
 
 The engine and the memory planner (``deepspeed/memory_plan``) both start here, so that what is planned is what is built.
 """
@@ -27,7 +27,7 @@ MERGE_NUMEL = 4 * 1024 * 1024
 """Stages 0 to 2: consecutive small blocks share a bucket up to this size. Fewer collectives, and still overlap."""
 
 UNIT_NUMEL = 2**31 - 1
-"""Stage 3: a gather unit is cut further only above this size, which 32-bit element counts can still address."""
+"""Stage 3: a gather unit is split further only above this size, which 32-bit element counts can still address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How the slices of a bucket come together where no order has to be kept among ranks: copied, read, or fetched."""
+"""How the shards of a bucket are gathered where ranks need not agree on an order: copied, read, or fetched."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class LocalGather:
         """All backwards of a step are over, the weights are about to change."""
 
     def abandon(self) -> None:
-        """The step begins anew (an exception ended the batch)."""
+        """The step starts over (an exception ended the batch)."""
 
     def changed(self) -> None:
         """The slices were written, on every rank."""
 
     def settle(self) -> None:
-        """Before the buckets are taken apart, by all ranks: nothing is under way any more, on any rank."""
+        """Called by all ranks before the buckets are dissolved: nothing is in flight any more, on any rank."""
 
     def close(self) -> None:
         """Nothing will be gathered any more."""
@@ -74,7 +74,7 @@ class ReadingGather(LocalGather):
     """One rank whose slices rest in a file: the next buckets in the order of the last step are read ahead.
 
     ``read(i, full)`` starts to fill ``full`` and returns what finishes it. At most ``ahead`` buckets of at most
-    ``max_numel`` elements are under way. A step with its backwards is one walk, an evaluation of each module another.
+    ``max_numel`` elements are in flight. A step with its backwards is one walk, an evaluation of each module another.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReadingGather(LocalGather):
         self.evaluations: dict[Hashable, Walk] = {}
         self._evaluation: Walk | None = None
         self.in_flight: dict[int, Callable[[], None]] = {}
-        self.foreseen = 0  # gathers that were under way when they were needed
+        self.foreseen = 0  # gathers that were in flight when they were needed
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
         if phase is Phase.EVALUATION:

@@ -1,4 +1,4 @@
-"""What the config says about gathering at stage 3: which modules as a whole, and which parameters for good."""
+"""What the config says about gathering at stage 3: modules gathered as a whole, parameters that stay gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``GatheredParameters``: whole parameters for the length of a block of code."""
+"""``GatheredParameters``: whole parameters for the duration of a block of code."""
 
 from __future__ import annotations
 

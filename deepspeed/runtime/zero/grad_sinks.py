@@ -1,4 +1,4 @@
-"""What becomes of a gradient bucket: the local sum, the sum over ranks, and where its slice is kept."""
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where its shard is kept."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ class GradBucket:
         return [tensor for tensor in kept if tensor is not None]
 
     def abandon(self) -> None:
-        """Wait for a sum whose result nobody wants: until then its memory is in use."""
+        """Wait for a sum whose result is no longer needed: until then its memory is in use."""
         flight, self.in_flight = self.in_flight, None
         if flight is None:
             return

@@ -1,4 +1,4 @@
-"""Between a device and host memory: pinned buffers, and copies on a stream of their own."""
+"""Transfers between a device and host memory: pinned buffers, and copies on a separate stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
 
 
 class HostCopies:
-    """Copies of gradients to host memory while backward goes on. On the CPU they are plain copies."""
+    """Copies of gradients to host memory while backward runs. On the CPU they are plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         accelerator: Any = get_accelerator()

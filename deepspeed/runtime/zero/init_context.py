@@ -1,4 +1,4 @@
-"""``zero.Init``: parameters are cut over the ranks as soon as the module that owns them is built.
+"""``zero.Init``: parameters are sharded across the ranks as soon as the module that owns them is built.
 
 This module is also ``deepspeed.runtime.zero.partition_parameters``: client libraries replace
 ``zero_wrapper_for_fp_tensor_constructor`` and read ``get_accelerator`` and ``_orig_torch_arange`` in it, so those
@@ -77,7 +77,7 @@ DEFAULT_TENSOR_OVERRIDES = frozenset(DeepSpeedTensorOverride)
 
 
 class _Active:
-    """The patches of the active contexts (process-wide by nature): a stack, of which the innermost works."""
+    """The patches of the active contexts (process-wide by nature): a stack, whose innermost context is effective."""
 
     def __init__(self) -> None:
         self.contexts: list[Init] = []
@@ -169,7 +169,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     Args:
         module: partition this existing module at once (the context itself then does nothing to others).
-        data_parallel_group, sequence_data_parallel_group: ranks to cut over; default: all.
+        data_parallel_group, sequence_data_parallel_group: ranks to shard across; default: all.
         config_dict_or_path, config: config (dict or path) from which the dtype follows; ``dtype`` overrides it.
         remote_device: "cpu" builds and keeps the slices in host memory, "nvme" builds in host memory and keeps
             them in a file under the config's ``zero_optimization.offload_param.nvme_path``; default: as
@@ -299,8 +299,8 @@ def _wrap_init(cls: Any) -> None:
     """Let the constructor of ``cls`` be followed by the context's method.
 
     [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize the parameters of their
-    children once more, which would be lost on parameters that are cut already. What torch's own classes build is
-    cut when they are complete.
+    children once more, which would be lost on parameters that are sharded already. What torch's own classes build is
+    sharded when they are complete.
     """
     original = cls.__dict__["__init__"]
     torchs_own = _builds_children(cls)

@@ -1,11 +1,11 @@
-"""Parameters that begin to train later: unfrozen during training, or given to the optimizer by ``add_param_group``.
+"""Parameters that start training later: unfrozen during training, or passed to ``optimizer.add_param_group``.
 
-Until then they cost nothing: no buckets of gradients, no masters, no state. When one gets its first gradient, autograd
-leaves it in ``param.grad``, where it adds up over micro-batches like a local sum. At the next step all ranks agree on
-who has one (``GradReport.woken``); the parameters get buckets, masters and a place in the reducer, what was summed
-locally is summed over ranks, and they take part in that step. From the next backward on they are like any other.
+Until then they cost nothing: no gradient buckets, no masters, no state. When one gets its first gradient, autograd
+leaves it in ``param.grad``, where it accumulates over micro-batches like a local sum. At the next step all ranks agree
+on which parameters have one (``GradReport.woken``). These get buckets, masters and a place in the reducer; their local
+sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
 
-The other way round there is nothing to do: a parameter that is frozen later has no gradient, and what no rank used
+The opposite case needs no work: a parameter that is frozen later has no gradient, and a parameter that no rank used
 keeps its value and its state.
 """
 
@@ -57,7 +57,7 @@ class LateParams:
         self._groups: list[int] = []
         self._trained = -1
         self._known = {id(p) for p in module.parameters()}
-        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been cut
+        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._strays: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
@@ -78,7 +78,7 @@ class LateParams:
         self._name_strays()
 
     def _name_strays(self) -> None:
-        """What no optimizer holds does not train, as in torch; but whoever unfreezes it may expect otherwise."""
+        """What no optimizer holds does not train, as in torch; but a script that unfreezes it may expect otherwise."""
         names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
         if names:
             known = set(names)

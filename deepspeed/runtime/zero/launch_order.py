@@ -1,24 +1,24 @@
-"""The one order in which every rank launches the gathers and sums of a step. Pure.
+"""The single order in which every rank launches the gathers and sums of a step. Pure.
 
-[Note: one order] A collective needs every rank, and a rank that waits for one must not keep another rank from coming to
-it. With gathers and sums on two communicators that is easily violated: rank 0 waits for the sum of block 23 before it
-gathers block 19, rank 1 gathers block 19 first, because a gradient of block 23 never came there; each waits for the
-other, on the device as on the host. (NCCL asks for the same: kernels of two communicators on one device may be launched
-in any order only if they always fit beside each other.) So gathers and sums share one order, that of rank 0 in
-the last step, and every rank launches the whole of it:
+[Note: one order] A collective needs every rank, so a rank that waits for one must not keep another rank from reaching
+it. With gathers and sums on two communicators this is easily violated: rank 0 waits for the sum of block 23 before it
+gathers block 19; rank 1 gathers block 19 first, because it never got a gradient for block 23; each waits for the
+other, on the device as on the host. (NCCL has the same requirement: kernels of two communicators on one device may be
+launched in any order only if they always fit on it together.) So gathers and sums share one order, that of rank 0 in
+the last step, and every rank launches all of it:
 
-- a *need* (a bucket is used that is not whole here) launches all entries up to it. A sum that comes before it
-  and is not complete on this rank starts with zeros for what is missing; what arrives later is summed later, which
-  the ranks agree on at the step (``GradReport``);
-- a sum that is complete early waits for its turn, and so does a gather that is foreseen beyond ``window`` elements;
-- at the end of a forward pass, of a backward that sums, and of the step, what is left up to there is launched.
+- a *need* (a bucket is used that is not gathered here) launches all entries up to it. A sum that comes before it
+  and is incomplete on this rank starts with zeros for what is missing; gradients that arrive later are summed later, as
+  the ranks agree at the step (``GradReport``);
+- a sum that is complete early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
+- the end of a forward pass, of a backward that reduces, and of the step launches whatever is left up to that point.
 
 A rank waits only for entries that it has launched, and launches entry n after waiting at most for entries before n: by
 induction every entry completes, whatever each rank's control flow is. What is not in the order (a branch that rank
-0 did not take) is fetched from the other ranks' servers, which needs nobody's cooperation.
+0 did not take) is fetched from the other ranks' servers, which requires no cooperation from their training loops.
 
-Between two backwards that sum lies one *segment*. All ranks have the same number of segments in a step, since
-sums are made by all; so a step with more micro-batches than the last still begins each segment in step.
+A *segment* lies between two backwards that reduce. All ranks have the same number of segments in a step, since
+all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LaunchOrder:
         self.cursor = self._passes = self._marks = 0
 
     def restart(self) -> None:
-        """The step begins anew (a batch was abandoned); what happened in it is not recorded."""
+        """The step starts over (a batch was abandoned); what happened in it is not recorded."""
         self.record = [[]]
         self.cursor = self._passes = self._marks = 0
 

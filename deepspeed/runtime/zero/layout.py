@@ -1,8 +1,8 @@
-"""How parameters are laid into buckets and cut over ranks: pure arithmetic, no torch.distributed.
+"""How parameters are laid out in buckets and sharded across ranks: pure arithmetic, no torch.distributed.
 
 A *bucket* is a run of parameters of one gather unit that share a communicator, a dtype and a wire dtype, laid end
-to end, padded, and cut evenly over the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
-2020, section 5). Optimizer groups do not cut buckets: the group is a property of a fragment.
+to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns slice ``r`` (ZeRO, Rajbhandari et al.
+2020, section 5). Optimizer groups do not split buckets: the group is a property of a fragment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """What the cut needs to know of one parameter; ``index`` is its position in the engine's list."""
+    """What the layout needs to know about one parameter; ``index`` is its position in the engine's list."""
 
     index: int
     name: str
@@ -65,7 +65,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """One bucket: its slots in order, its padded length and the number of equal shards it is cut into."""
+    """One bucket: its slots in order, its padded length and the number of equal shards it is divided into."""
 
     index: int
     axis: str
@@ -119,7 +119,7 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPolicy:
-    """Sizes that steer the cut, in elements.
+    """Sizes that control the layout, in elements.
 
     ``max_numel`` ends a bucket before it grows larger (one parameter alone may be larger); ``merge_numel`` joins
     consecutive small units until that size; parameters of at most ``persist_numel`` elements get buckets of their
@@ -136,9 +136,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def cut(params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int) -> tuple[BucketLayout, ...]:
-    """Lay ``params`` (in the order given) into buckets and cut each into ``num_shards`` equal shards.
+    """Lay ``params`` (in the order given) out in buckets and divide each into ``num_shards`` equal shards.
 
-    The result depends on the arguments alone, so every rank computes the same cut without talking.
+    The result depends on the arguments alone, so every rank computes the same layout without communication.
     """
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, not {num_shards}")

@@ -1,13 +1,13 @@
 """Where ranks find out whether all of them are about to do the same thing.
 
-Training is done by all ranks together; evaluation and generation may be done by one alone, or by all for different
-lengths of time, and nobody knows in advance. Before the first gather of such a pass a rank sends one small message
-to rank 0: what it is going to do, and how long it is ready to wait. As soon as every rank waits with the same intent,
-all are told to go, with the order that rank 0 proposes; a rank whose patience ends before is told that it is alone.
+All ranks train together; evaluation and generation may run on a single rank, or on all for different lengths of time,
+and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0: what
+it is about to do, and how long it is ready to wait. As soon as every rank waits with the same intent, all of them are
+told to proceed, in the order that rank 0 proposes; a rank whose patience runs out first is told that it is alone.
 The decision is made in one place under one lock, so ranks never get different answers to the same question.
 
-Passes are not numbered: a rank that has generated more tokens than another is not out of step for good. Whichever
-passes are waiting at one time go together.
+Passes are not numbered: a rank that has generated more tokens than another is not permanently out of step. Whichever
+passes are waiting at the same time proceed together.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """MiCS (Z. Zhang et al. 2022): stage 3 within groups of ranks, replicas across them.
 
 A gradient is reduce-scattered inside the group and its slice all-reduced over the replicas; parameters are gathered
-inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from near neighbours instead of
+inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from nearby ranks instead of
 (N-1)/N from all ranks, at the price of N/s times the memory for model states.
 
-``mics_hierarchical_params_gather`` is accepted: it is a way of gathering within groups that span several nodes
-and changes no number; gathers here go directly between the ranks of a group.
+``mics_hierarchical_params_gather`` is accepted: it selects how groups that span several nodes gather, and changes no
+number; gathers here always go directly between the ranks of a group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The gradient norm: one function for every stage, group and precision.
 
 Squares are summed in fp64 and the root is rounded once to fp32, so the result does not depend on how gradients
-are cut over ranks and buckets; the clipping coefficient is then computed as torch does.
+are partitioned into buckets and across ranks; the clipping coefficient is then computed as torch does.
 """
 
 from __future__ import annotations

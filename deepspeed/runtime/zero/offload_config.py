@@ -47,7 +47,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
         default=pp_int(1e9), ge=0, description="Elements that stay in host memory with device `nvme`."
     )
     pin_memory: bool = Field(
-        default=True, description="Page-locked host memory: quicker copies, cannot be swapped out."
+        default=True, description="Page-locked host memory: faster copies, cannot be swapped out."
     )
 
 
@@ -66,7 +66,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         description="Host buffers for swapping; at least the number of state tensors per parameter plus one.",
     )
     pin_memory: bool = Field(
-        default=True, description="Page-locked host memory: quicker copies, cannot be swapped out."
+        default=True, description="Page-locked host memory: faster copies, cannot be swapped out."
     )
     pipeline_read: bool = Field(
         default=False, description="Read the next sub-group from storage while one is updated."
@@ -74,7 +74,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     pipeline_write: bool = Field(
         default=False, description="Write the previous sub-group to storage while one is updated."
     )
-    fast_init: bool = Field(default=False, description="Quicker creation of the swap files.")
+    fast_init: bool = Field(default=False, description="Faster creation of the swap files.")
     ratio: Float = Field(
         default=1.0,
         ge=0.0,

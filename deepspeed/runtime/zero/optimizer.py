@@ -1,6 +1,6 @@
 """The optimizer that the engine returns when it shards state or keeps master weights: a facade for clients.
 
-The work is done by ``StepExecutor`` on the tensors of ``StateStore``; here are the members that schedulers,
+``StepExecutor`` does the work, on the tensors of ``StateStore``; this module has the members that schedulers,
 Accelerate, Lightning and scripts read.
 """
 
@@ -86,13 +86,13 @@ class ZeroOptimizer(ZeROOptimizer):
         }
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
-        """Inverse of ``state_dict`` for the same cut over ranks; ``engine.load_checkpoint`` loads any other."""
+        """Inverse of ``state_dict`` for the same partitioning; ``engine.load_checkpoint`` loads any other."""
         shards: dict[str, Any] = state["shards"]
         for index, _tensors in self.access.local_states():
             saved = shards.get(index.name)
             if saved is None or (saved["start"], saved["stop"]) != (index.start, index.stop):
                 raise ValueError(
-                    f"the state of {index.name} was saved for another cut: use engine.load_checkpoint"
+                    f"the state of {index.name} was saved for a different partitioning: use engine.load_checkpoint"
                 )
         self.access.write_local_states(
             {

@@ -1,4 +1,4 @@
-"""Where the slices of stage 3 rest (``offload_param``): on the device, in host memory, in a file."""
+"""Where stage 3 keeps its slices (``offload_param``): on the device, in host memory, or in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "zero_optimization.offload_param.nvme_path"
 
 class ParamStorage:
     """Keeps slices as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
-    choice, because a model is walked through in a cycle, of which a cache of recent slices would keep the wrong end.
+    choice, because a model is walked through in a cycle, and a cache of recent slices would keep the wrong end of it.
 
     ``swap``: the file, or None. It is also where ``zero.Init`` with ``remote_device="nvme"`` builds a model.
     """

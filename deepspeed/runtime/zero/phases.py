@@ -1,4 +1,4 @@
-"""What a gather is for. Whoever begins a pass through the model says so; nothing below asks for the grad mode."""
+"""What a gather is for. The code that begins a pass sets the phase; nothing below checks the grad mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Phase(enum.Enum):
     FORWARD = "a forward of training"
     BACKWARD = "autograd runs backward through the model"
     RECOMPUTATION = "a forward inside backward (activation checkpointing)"
-    EVALUATION = "a forward of which no training follows: evaluation, generation"
+    EVALUATION = "a forward without a backward: evaluation, generation"
     BY_HAND = "GatheredParameters"
     APART = "a forward on another thread than the one that trains"
 

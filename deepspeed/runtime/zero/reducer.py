@@ -1,13 +1,13 @@
 """The one path of a gradient: autograd -> ``GradReducer.ready`` -> bucket -> sum over ranks -> reduced slice.
 
-[Note: order of collectives] Buckets fill in an order that control flow, unused parameters or checkpointing may
-change from rank to rank. Launching them as they fill would pair unequal buckets. So there is one launch order:
-until the first summed backward the reverse of registration, afterwards what rank 0 observed there, broadcast
+[Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
+parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
+until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
 once. A bucket that is full early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
-How often each arrives is part of what rank 0 recorded, and a bucket is full when all have. Should a gradient come
-after its bucket was launched, it is kept aside, and the ranks agree at the step (``GradReport``) to sum it late.
+How often each arrives is part of what rank 0 recorded, and a bucket is full when all have arrived. A gradient that
+arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GradReducer:
         buckets: their gradient buckets, in registration order.
         communicator: of all ranks that must agree on launch order and unused parameters.
         at_boundary: asks the accumulation clock.
-        overlap: leave sums in flight while backward goes on; otherwise each is waited for at once.
+        overlap: leave sums in flight while backward runs; otherwise each is waited for at once.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
     """
 
@@ -177,7 +177,7 @@ class GradReducer:
         return False
 
     def _schedule_flush(self) -> None:
-        """A backward that nobody announced (the module was called directly): its graph task's end is the end."""
+        """A backward that was not announced (the module was called directly): its graph task's end is the end."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def will_sync(self) -> bool:
@@ -273,7 +273,7 @@ class GradReducer:
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before the optimizer step: whatever no backward has summed yet (``no_sync``, unmanaged accumulation)."""
+        """Before the optimizer step: whatever no backward has reduced yet (``no_sync``, unmanaged accumulation)."""
         if any(bucket.local is not None or bucket.reduced is None for bucket in self.buckets):
             self._sync = True
             self.before_backward()
@@ -285,7 +285,7 @@ class GradReducer:
         return self._late
 
     def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
-        """Go on from a local sum of an earlier run, which spans several backwards."""
+        """Continue from a local sum of an earlier run, which spans several backwards."""
         self.used[index] = True
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
@@ -335,7 +335,7 @@ class GradReducer:
                 bucket.host.synchronize()
 
     def abandon(self) -> None:
-        """Forget every gradient since the last step, and what a backward that failed has left.
+        """Discard every gradient since the last step, and what a backward that failed has left.
 
         The sums of that backward are completed first and their results dropped. So all ranks have taken part in as
         many, wherever in the backward each one failed, and no memory is used again while another rank still writes it.
@@ -352,7 +352,7 @@ class GradReducer:
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
         if any(bucket.in_flight is not None for bucket in self.buckets):
-            self.abandon()  # a backward failed, and nobody has noticed yet
+            self.abandon()  # a backward failed, unnoticed so far
             return
         for bucket in self.buckets:
             bucket.clear()

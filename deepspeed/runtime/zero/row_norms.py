@@ -1,10 +1,10 @@
-"""``Embedding(max_norm=...)`` at stage 3: the rows that a lookup clips stay clipped.
+"""``Embedding(max_norm=...)`` at stage 3: rows clipped by a lookup stay clipped.
 
-torch clips the norm of the rows it is about to look up in place, in the gathered table. The next gather would bring the
-old rows back, and each rank looks up others. So every rank remembers which rows it has looked up, and before the
-update all of them clip the union, in their slices and their master weights: what one process does that sees every
-rank's batch. Within the step each rank sees the rows that it looks up clipped, as torch clips them again. One rank
-alone takes its rows over at once.
+torch clips the norm of the rows it is about to look up in place, in the gathered table. The next gather would restore
+the old rows, and each rank looks up different ones. So every rank records which rows it has looked up, and before the
+update all ranks clip the union of them, in their slices and their master weights: the result is that of one process
+that sees every rank's batch. Within the step each rank sees the rows that it looks up clipped, since torch clips them
+again. A single rank clips its slices at once.
 """
 
 from __future__ import annotations

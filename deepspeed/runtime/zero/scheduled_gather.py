@@ -1,20 +1,20 @@
-"""Gathering by collectives that all ranks launch in one order, ahead of their use: the way on devices.
+"""Gathering by collectives that all ranks launch in one order, ahead of use: the method on devices.
 
-[Note: which order] A training step is walked through by all ranks, so its order is agreed once, at its end, for the
-next one: gathers and sums together (Note: one order in ``launch_order.py``). One broadcast per step says that
-nothing has changed, or what.
+[Note: which order] All ranks walk through a training step together, so they agree on its order once, at its end, for
+the next step: gathers and sums together (Note: one order in ``launch_order.py``). One broadcast per step carries the
+changes, or says that there are none.
 
-An evaluation, a generated token, ``GatheredParameters`` may be the affair of one rank. Such a pass asks before its
-first gather whether all ranks are about to make the same one (``meeting.py``): the same module, with the same buckets
-whole beforehand, the same weights, at the same position of the training order. Then all follow the order in which
-rank 0 made it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at
-one position of the training order, the collectives of the pass have one place in it, too. Asking is one small message
-to rank 0 and one back per pass, no collective, and nothing where all is whole already. A rank waits for the others
-up to ``PATIENCE_S``, a quarter as long after each time in vain, and the whole time again after a success: one rank that
-evaluates alone loses little, and ranks that drifted apart find each other again, because the one that comes last
-waits longest.
+An evaluation, a generated token or ``GatheredParameters`` may concern a single rank. Before its first gather, such a
+pass asks whether all ranks are about to make the same pass (``meeting.py``): the same module, the same buckets already
+gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0 made
+it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one position
+of the training order, the collectives of the pass have one place in it, too. Asking costs one small message to rank 0
+and one back per pass, no collective, and nothing if everything is gathered already. A rank waits for the others up to
+``PATIENCE_S``, a quarter as long after each wait in vain, and the full time again after a success: a rank that
+evaluates alone loses little, and ranks that drifted apart find each other again, because the last to arrive waits
+longest.
 
-What a pass did not use of its order is gathered and dropped at its end: that is what the other ranks wait for.
+What a pass did not use of its order is gathered and released at its end, because the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REMEMBERED_PASSES = 64
 
 @dataclass(slots=True)
 class GatherCounts:
-    """``collectives`` launched; of the buckets that were needed, those under way already, those launched only then,
+    """``collectives`` launched; of the needed buckets, those already in flight, those launched only then,
     and those fetched from the other ranks one-sidedly."""
 
     collectives: int = 0
@@ -143,7 +143,7 @@ class ScheduledGather(FetchingGather):
             self._launch(1, keep=left == 1 or fits)
 
     def _launch(self, count: int, *, keep: bool) -> None:
-        """Take part in the next ``count`` entries of the training order, whatever this rank itself needs."""
+        """Launch the next ``count`` entries of the training order, whatever this rank itself needs."""
         for _ in range(count):
             entry = self.order.passed()
             if entry.kind is Kind.NEED:
@@ -282,7 +282,7 @@ class ScheduledGather(FetchingGather):
             self._agree()
 
     def abandon(self) -> None:
-        """Take part in the rest of the segment, so that all ranks are at one position, and begin the step anew."""
+        """Launch the rest of the segment, so that all ranks are at one position, and restart the step."""
         with self.lock:
             if self.order.begun:
                 self._launch_rest()
@@ -291,7 +291,7 @@ class ScheduledGather(FetchingGather):
             self.order.restart()
 
     def settle(self) -> None:
-        """Before the buckets are taken apart, by all ranks: nothing is under way any more, on any rank."""
+        """Called by all ranks before the buckets are dissolved: nothing is in flight any more, on any rank."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
         self.everyone.all_reduce_max(begun).wait()
         self.start_sum = lambda b: None

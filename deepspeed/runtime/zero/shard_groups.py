@@ -1,7 +1,7 @@
 """Which ranks share one copy of the model states, and which hold the same slice.
 
-Plain ZeRO spreads one copy over all data-parallel ranks. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
-gigantic model on public cloud, VLDB 2022) spreads it over runs of ``mics_shard_size`` neighbouring ranks, so that
+Plain ZeRO shards one copy across all data-parallel ranks. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
+gigantic model on public cloud, VLDB 2022) shards it across runs of ``mics_shard_size`` neighbouring ranks, so that
 parameters are gathered within a run (one node, a fast link), and every run holds a replica.
 """
 

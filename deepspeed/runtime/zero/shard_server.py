@@ -1,15 +1,15 @@
-"""Fetching slices from other ranks without their taking part: a small server thread per rank.
+"""Fetching slices from other ranks without their cooperation: a small server thread per rank.
 
-Collectives need every rank to come at the same point. Control flow that differs by rank, generation that ends at
-different lengths or an evaluation on one rank alone do not have such a point. So every rank serves its own slices
-over a socket, and a rank that needs a bucket asks the others for theirs. Weights do not change between two steps;
-a request says which version it wants, and a rank that has not finished that update yet answers when it has.
+Collectives need every rank to reach the same point. With control flow that differs by rank, generation of different
+lengths, or evaluation on a single rank there is no such point. So every rank serves its own slices over a socket, and a
+rank that needs a bucket requests the other ranks' slices. Weights do not change between two steps; a request names the
+version it wants, and a rank that has not finished that update yet answers once it has.
 
-[Note: the end of a process] A rank that is done first would take its slices along while others still read them. At
-the interpreter's end every rank tells the others and serves on until they are at their end, too, or are gone, or have
-asked for nothing for ``LINGER_S``. A rank that ends with an uncaught exception does not stay: its launcher waits.
-(Nor one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that destroys
-its engine serves on in the same way, in the background.
+[Note: the end of a process] A rank that finishes first would take its slices with it while others still read them. When
+the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
+sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not stay: its launcher waits.
+(Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
+destroys its engine keeps serving in the same way, in the background.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class ShardServer:
         if isinstance(error, TimeoutError):
             return CommunicationError(
                 f"{name} did not {what} within {self.timeout_s:.0f} s. {RANK_ENDED} (then its own message is in its "
-                "log) or it hangs; if it only is slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
+                "log) or it hangs; if it is only slow, raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or "
                 "init_distributed(timeout=...)."
             )
         return CommunicationError(
@@ -198,7 +198,7 @@ class ShardServer:
                 connection.sendall(_bytes_of(shard))
 
     def leave(self) -> None:
-        """Tell the other ranks that this one will ask for nothing more (Note: the end of a process)."""
+        """Tell the other ranks that this one will send no more requests (Note: the end of a process)."""
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
@@ -208,7 +208,7 @@ class ShardServer:
                     self._connection(rank).sendall(_REQUEST.pack(_LEAVING, 0))
 
     def retire(self) -> None:
-        """Serve on in the background until the other ranks have come as far as this one, and close then. They may be
+        """Keep serving in the background until the other ranks have come this far, then close. They may be
         in the last gather before the end; the slices live as long."""
         if self.communicator.size == 1 or self._leaving:
             return
@@ -228,7 +228,7 @@ class ShardServer:
                     pass
 
     def _is_asked(self, connection: socket.socket) -> bool:
-        """False once the connection is closed, or nobody has asked for anything in all the time."""
+        """False once the connection is closed, or if no request has come in all this time."""
         served = self.served
         try:
             return bool(connection.recv(1))

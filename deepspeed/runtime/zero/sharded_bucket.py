@@ -1,10 +1,10 @@
-"""Stage 3: a bucket whose parameters exist as one slice per rank and are whole only around their use.
+"""Stage 3: a bucket whose parameters exist as one slice per rank and are gathered only around their use.
 
 [Note: release and materialize] What autograd saves (``weight.t()``) shares the storage of the flat buffer, so
-releasing gives the storage back and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
-documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place:
-what was saved is valid again. The views are made once, outside inference mode, because a view made inside it
-could never be trained on.
+a release frees the storage and keeps the objects: ``param.data`` becomes an empty tensor (shape [0], the
+documented contract) and the buffer's storage is resized to 0. Materializing resizes it again and gathers in place,
+which makes the saved tensors valid again. The views are created once, outside inference mode, because a view created
+inside it could never be trained.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ShardedBucket(ParamBucket):
         self._nbytes = layout.padded_numel * self._empty.element_size()
 
     def flatten(self) -> None:
-        """Cut the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
+        """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
 
         Peak: the bucket itself. The old memory of each parameter is free as soon as it was copied.
         """
@@ -102,7 +102,7 @@ class ShardedBucket(ParamBucket):
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
     def release(self) -> None:
-        """GATHERED -> SHARDED: give the memory back (Note: release and materialize)."""
+        """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
         if self.status is not Status.GATHERED:
             return
         assert self.full is not None
@@ -116,7 +116,7 @@ class ShardedBucket(ParamBucket):
         self.status = Status.SHARDED
 
     def changed(self) -> None:
-        """Slices were written outside a step (by every rank): tell whoever serves them."""
+        """Slices were written outside a step (by every rank): tell the server of these slices."""
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 
@@ -143,7 +143,7 @@ class ShardedBucket(ParamBucket):
         return []  # between uses a parameter has no memory that could be replaced
 
     def destroy(self) -> None:
-        """Make every parameter whole, with memory of its own. Collective."""
+        """Make every parameter whole, with its own memory. Collective."""
         if self.full is None or self.shard is None:
             return
         if self.status is Status.SHARDED:

@@ -1,4 +1,4 @@
-"""A module whose parameters are sharded: its buckets, and what brings them together around their use."""
+"""A module whose parameters are sharded: its buckets, and the parts that gather them around their use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 
 class ShardedModel:
-    """Cuts the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
+    """Shards the parameters of ``module`` into ``buckets`` and keeps the parts that serve them.
 
     ``trained``: indices of the buckets that the optimizer updates. ``prefetch_numel``: elements to gather ahead.
     """
@@ -76,7 +76,7 @@ class ShardedModel:
         self.coordinator.end_of_step()
 
     def abandon(self) -> None:
-        """The batch ended with an exception: nothing is in use, and the step begins anew."""
+        """The batch ended with an exception: nothing is in use, and the step starts over."""
         self.coordinator.abandon()
         self.gatherer.abandon()
         self.coordinator.release_all()
@@ -95,7 +95,7 @@ class ShardedModel:
 def make_gatherer(
     buckets: Sequence[ShardedBucket], groups: ShardGroups, prefetch_numel: int, storage: ParamStorage
 ) -> LocalGather:
-    """The one place that chooses how slices come together."""
+    """The one place that chooses how slices are gathered."""
     dp = groups.shard
     if dp.size == 1 and storage.swap is not None and not off_host(buckets[0].device):
         return ReadingGather(
@@ -106,7 +106,7 @@ def make_gatherer(
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
     server = ShardServer(dp, shards, default_timeout().total_seconds())
     if prefers_collectives(buckets[0].device.type):
-        # A group of its own, so that gathers and sums are under way at the same time. They are launched in one
+        # A group of its own, so that gathers and sums are in flight at the same time. They are launched in one
         # order all the same (Note: one order in launch_order.py).
         group = torch.distributed.new_group(
             list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True

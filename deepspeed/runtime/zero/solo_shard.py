@@ -77,7 +77,7 @@ def shard_alone(
     everyone: Communicator | None = None,
     keep: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Cut a whole parameter over the ranks of ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
+    """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
     if there are replicas). ``keep`` makes the tensor in which the slice rests. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()

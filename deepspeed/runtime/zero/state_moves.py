@@ -1,8 +1,8 @@
-"""``engine.offload_states``: lend the device's memory to somebody else (generation, an evaluation) and take it back.
+"""``engine.offload_states``: lend the device's memory to other work (generation, an evaluation) and take it back.
 
-[Note: moving a storage] Masters, slices and weights are views of a few large buffers, and memory is free only when the
-last view is gone. So a move goes by storage: every tensor object on it that the engine knows gets the same view of its
-copy. The objects stay, and with them the optimizer's state and everybody's references.
+[Note: moving a storage] Masters, slices and weights are views of a few large buffers, and memory is freed only when the
+last view is gone. So a move works on storages: every tensor object on it that the engine knows gets the same view of
+the copy. The objects stay, and with them the optimizer's state and every reference to them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StateMover:
     def _offload(self, kind: Kind, pin: bool, non_blocking: bool) -> list[Tensor]:
         if kind is Kind.contiguous_grad_buffer:
             for pool in {id(bucket.pool): bucket.pool for bucket in self.grad_buckets}.values():
-                pool.clear()  # scratch memory: made anew when it is needed
+                pool.clear()  # scratch memory: made again when needed
             return []
         if kind is Kind.lp_params:
             for bucket in self._sharded():

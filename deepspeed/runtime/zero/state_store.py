@@ -1,4 +1,4 @@
-"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors live."""
+"""Master weights and optimizer state of this rank: who owns which fragment, and where its tensors are stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OwnedFragment:
     """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
 
     ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself where nothing
-    is cut and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
+    is partitioned and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
     it, or None when they are the same memory.
     """
 
@@ -100,7 +100,7 @@ class StateStore:
         param_buckets: Sequence[ParamBucket],
         grad_buckets: Sequence[GradBucket],
     ) -> None:
-        """Own the fragments of ``params``, which lie in ``param_buckets``."""
+        """Own the fragments of ``params``, which are in ``param_buckets``."""
         first = len(self.params)
         self.params += params
         self.group_of += _group_index(self.optimizer, params)
@@ -155,7 +155,7 @@ class StateStore:
     def _adopt_existing_state(
         self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
     ) -> None:
-        """State that the client's optimizer had of ``params`` before is cut like the weights."""
+        """State that the client's optimizer had of ``params`` before is partitioned like the weights."""
         old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
         example = next((p for p in params if old.get(id(p))), None)
         if example is not None:
@@ -174,7 +174,9 @@ class StateStore:
         shape = full_shape(param)
         values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
-            return self._first_state(owned)  # made in its constructor for a parameter that was cut already
+            return self._first_state(
+                owned
+            )  # made in its constructor for a parameter that was sharded already
         per_element = {key for key, value in values.items() if value.shape == shape}
         if (
             not shape and master.dim()
@@ -201,7 +203,7 @@ class StateStore:
         return self.optimizer.state.get(owned.master, {})
 
     def rebind(self, bucket: ParamBucket) -> None:
-        """The weights of ``bucket`` lie elsewhere now: find their slices again and take the masters from them."""
+        """The weights of ``bucket`` have moved: find their slices again and take the masters from them."""
         for owned in self.fragments:
             if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
                 owned.low = bucket.local_weights(owned.fragment)
@@ -236,7 +238,7 @@ class StateStore:
         self.ensure_state(wanted)
 
     def clear_state(self) -> None:
-        """Forget all optimizer state: as before the first step."""
+        """Discard all optimizer state: as before the first step."""
         for owned in self.fragments:
             self.optimizer.state.pop(owned.master, None)
         self.tier.forget_state()

@@ -1,4 +1,4 @@
-"""The optimizer step: agree on what was reduced, norm, clip, update the owned fragments, publish the weights."""
+"""The optimizer step: agree on what was reduced, take the norm, clip, update the owned fragments, publish weights."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class StepExecutor:
         self.late_params: LateParams | None = None
         self.before_step: list[Callable[[], None]] = []
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
-            f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its present "
-            "value was taken and linked again"
+            f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
+            "value was copied back into the buffer"
         )
         self._grad_key: tuple[int, ...] = ()
         self._lists: list[GroupTensors] = []
@@ -150,7 +150,7 @@ class StepExecutor:
         if not names:
             return
         raise UnusedParametersError(
-            f"{len(names)} parameters took no part in the loss on any rank: {', '.join(names[:5])}"
+            f"{len(names)} parameters did not contribute to the loss on any rank: {', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}. Freeze them (requires_grad=False), or set "
             "zero_optimization.ignore_unused_parameters: true."
         )
@@ -252,7 +252,7 @@ class StepExecutor:
 
 
 def joins_ranks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the update is collective, so that ranks without a fragment take part as well."""
+    """Whether the update is collective, so that ranks without a fragment participate as well."""
     return hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
 
 

@@ -1,13 +1,13 @@
-"""Tensors in a file: they rest on storage and come to memory when somebody looks at them, or in bulk through buffers.
+"""Tensors in a file: stored on disk, and read when they are accessed, or in bulk through buffers.
 
 [Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
-through the page cache, whose memory the kernel takes back at will, so everything that touches state now and then
+through the page cache, whose memory the kernel reclaims at will, so code that touches state now and then
 (checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
-time, go around the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where there are any). The kernel keeps
-both views coherent: direct transfers first write back, afterwards drop, the cached pages of their range.
+time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The kernel keeps
+both views coherent: direct transfers write back the cached pages of their range first, and drop them afterwards.
 
-[Note: nothing is left over] The file loses its name as soon as it is open. Whatever kills the process, its space is
-free again, and a restart cannot meet an old file.
+[Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
+and a restart cannot find an old file.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class SwapFile:
         return raw.view(dtype)[:numel]
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` [any shape] in the file, 1-D; written around the page cache."""
+        """A copy of ``tensor`` [any shape] in the file, 1-D; written bypassing the page cache."""
         if not tensor.numel():
             return tensor.detach().reshape(-1).clone()
         resting = self.new(tensor.numel(), tensor.dtype)
@@ -168,7 +168,7 @@ class SwapFile:
         """Where in the file a tensor of ``new``, or a view of one, begins. Bytes."""
         offset = self._find(resting.data_ptr())
         if offset is None:
-            raise KeyError("this tensor does not rest in the swap file")
+            raise KeyError("this tensor is not in the swap file")
         return offset
 
     # Transfers ----------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Where master weights and optimizer state rest, and how they come to the processor for the update.
+"""Where master weights and optimizer state are kept, and how they reach the processor for the update.
 
 ``ResidentTier``: they are where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
-Rajbhandari et al. 2021): they rest in host memory or on storage, and the update goes through them sub-group by
-sub-group on the host, while the next is read and the previous one is written.
+Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them sub-group by
+sub-group, while the next one is read and the previous one is written.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
-``tensor.data`` is a mapping of the swap file between steps (whoever looks reads the file) and a part of a slot while
-its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers remember stay right.
+``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
+its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers keep remain valid.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ StateOf = Callable[["OwnedFragment"], dict[str, Any]]
 
 
 class ResidentTier:
-    """State and masters rest where they are updated: nothing moves."""
+    """State and masters are kept where they are updated: nothing moves."""
 
     cuts = False
     """Whether fragments may be owned in ``pieces``."""
 
     def takes(self, layout: BucketLayout) -> bool:
-        """Whether the state of this bucket rests elsewhere."""
+        """Whether the state of this bucket is kept elsewhere."""
         return False
 
     def of(self, layout: BucketLayout) -> ResidentTier:
@@ -54,7 +54,7 @@ class ResidentTier:
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """The fragment as it is to be owned; an offloading tier cuts large ones."""
+        """The fragment as it is to be owned; an offloading tier splits large ones."""
         return [fragment]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +177,7 @@ class Slot:
             self.copied = None
 
     def finish_transfers(self) -> None:
-        """Wait for storage alone; copies to the device may go on into the next forward."""
+        """Wait for storage alone; copies to the device may continue into the next forward."""
         transfers, self.transfers = self.transfers, []
         failure: OSError | None = None
         for swap, transfer in transfers:
@@ -190,7 +190,7 @@ class Slot:
 
 
 class OffloadedTier(ResidentTier):
-    """Masters and state rest in host memory, or with ``swap`` in a file; the host updates them.
+    """Masters and state are kept in host memory, or with ``swap`` in a file; the host updates them.
 
     ``weights_swap``: where the weights themselves rest in a file (``offload_param``).
     """
@@ -248,7 +248,7 @@ class OffloadedTier(ResidentTier):
         return resting
 
     def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of a device: (pinned) host memory, which copies reach while backward goes on. Of the host: a part of the swap
+        """Of a device: (pinned) host memory, which copies reach while backward runs. Of the host: a part of the swap
         file. It is used as the mapping that it is: where memory is free, the page cache spares the storage."""
         if off_host(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
@@ -354,8 +354,8 @@ class OffloadedTier(ResidentTier):
         """One line for the start of a run."""
         where = self.swap.folder if self.swap is not None else "host memory"
         return (
-            f"optimizer state rests in {where} and is updated on the host in {len(self.sub_groups)} sub-groups through "
-            f"{len(self.slots)} buffers"
+            f"optimizer state is kept in {where} and is updated on the host in {len(self.sub_groups)} "
+            f"sub-groups through {len(self.slots)} buffers"
         )
 
     # The update ---------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ class OffloadedTier(ResidentTier):
                 self._one(number, part, apply)
             for slot in self.slots:
                 slot.finish_transfers()
-        except BaseException:  # whatever was under way ends, tensors rest again
+        except BaseException:  # whatever is in flight ends, tensors rest again
             for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
             self._settle_quietly()
@@ -507,7 +507,7 @@ def make_tier(
     weights_swap: SwapFile | None,
     elementwise: bool,
 ) -> ResidentTier:
-    """The one place that chooses where the state of weights on ``device`` rests.
+    """The one place that chooses where the state of weights on ``device`` is kept.
 
     ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another.
     """

@@ -1,7 +1,7 @@
-"""A linear layer as a grid of small ones that run one after another.
+"""A linear layer as a grid of smaller ones that run one after another.
 
 Under ZeRO stage 3 a module's parameters are gathered for its call. A layer with a huge weight (a vocabulary head)
-then needs the memory of all of it at once; in tiles it needs that of one tile at a time.
+then needs the memory for all of it at once; in tiles it needs the memory for one tile at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Output = Any
 def split_tensor_along_last_dim(
     tensor: Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut [..., n] into parts of the given sizes, which add up to n; views unless asked to be contiguous."""
+    """Split [..., n] into parts of the given sizes, which add up to n; views unless asked to be contiguous."""
     parts = tensor.split(list(partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class TiledLinear(nn.Module):
-    """``linear_cls(in_features, out_features)`` cut into ``out_splits`` x ``in_splits`` tiles.
+    """``linear_cls(in_features, out_features)`` split into ``out_splits`` x ``in_splits`` tiles.
 
     Outside the repeated blocks of a model, stage 3 gathers one row of tiles at a time; a block is gathered whole.
 

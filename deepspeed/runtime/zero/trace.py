@@ -1,4 +1,4 @@
-"""The order in which buckets were used in the last step, to foresee the next use. Pure."""
+"""The order in which buckets were used in the last step, from which the next use is predicted. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class UseTrace:
         self._cursor = 0
 
     def restart(self) -> None:
-        """The step begins anew; what was seen of it does not count."""
+        """The step starts over; what was recorded of it does not count."""
         self._now, self._cursor = [], 0
 
     def forget(self) -> None:

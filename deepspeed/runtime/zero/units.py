@@ -1,4 +1,4 @@
-"""Gather units of a module: its repeated blocks, and what lies between them."""
+"""Gather units of a module: its repeated blocks, and the modules between them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whole matrices in the middle of a sharded step, for optimizers that need them (Muon).
 
-Each matrix has one *owner*, the rank that holds most of it. One all-to-all brings its fragments there, the owner
-computes, a second one takes the result back: 4 bytes per element each way in fp32. The cut into buckets spreads
-matrices over ranks, and so spreads the work.
+Each matrix has one *owner*, the rank that holds most of it. One all-to-all sends its fragments there, the owner
+computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the
+matrices over the ranks, they spread this work as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Where one matrix lies: its parts in order, and the rank that makes it whole."""
+    """Where one matrix is: its parts in order, and the rank that assembles it."""
 
     param: int
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Matrix:
 
 
 class WholeMatrices:
-    """Applies a function of whole matrices to values that are cut like the weights of ``store``."""
+    """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
 
     def __init__(self, store: StateStore, communicator: Communicator) -> None:
         self.store = store
@@ -70,7 +70,7 @@ class WholeMatrices:
     ) -> None:
         """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
 
-        All ranks take part in every matrix of the group; what is missing (a parameter that nobody used) is zero, and
+        All ranks participate in every matrix of the group; what is missing (a parameter that no rank used) is zero, and
         its result goes nowhere. Collective.
         """
         index = next(i for i, known in enumerate(self.store.optimizer.param_groups) if known is group)

@@ -21,12 +21,13 @@ class ZenFlowConfig(DeepSpeedConfigModel):
         description="Share of the gradient columns that are updated on the device.",
     )
     select_strategy: Literal["auto", "step", "epoch"] = Field(
-        default="auto", description="When the columns are chosen anew."
+        default="auto", description="When the columns are selected again."
     )
     select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two choices.")
     update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
     overlap_step: bool = Field(
-        default=False, description="Run the host update in a process of its own, beside the next step."
+        default=False,
+        description="Run the host update in a process of its own, in parallel with the next step.",
     )
     offload: bool = Field(default=False, description="Keep the state of the chosen columns in host memory.")
     auto_ratio: Float = Field(

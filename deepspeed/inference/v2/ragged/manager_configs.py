@@ -49,9 +49,9 @@ class MemoryConfig(DeepSpeedConfigModel):
 
 
 class DSStateManagerConfig(DeepSpeedConfigModel):
-    """Sequences and tokens under way."""
+    """Sequences and tokens in flight."""
 
-    max_tracked_sequences: PositiveInt = Field(default=2048, description="Sequences known at one time.")
+    max_tracked_sequences: PositiveInt = Field(default=2048, description="Sequences tracked at one time.")
     max_ragged_batch_size: PositiveInt = Field(default=768, description="Tokens in one forward.")
     max_ragged_sequence_count: PositiveInt = Field(
         default=512,

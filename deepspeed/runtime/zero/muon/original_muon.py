@@ -65,7 +65,7 @@ _ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
     """In fp32 (fp64 stays), not taller than wide, of a norm at most 1; and whether it was transposed."""
     if matrix.ndim < 2:
-        raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is none")
+        raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     transposed = x.shape[-2] > x.shape[-1]
     if transposed:
@@ -93,7 +93,7 @@ def momentum_update(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], beta: float, nesterov: bool
 ) -> list[Tensor]:
     """Momenta (in place) and what is to be orthogonalized, element by element: single rounded operations only, so
-    that no bit depends on how tensors are cut."""
+    that no bit depends on how tensors are partitioned."""
     fresh = torch._foreach_mul(list(grads), 1.0 - beta)
     torch._foreach_mul_(list(momenta), beta)
     torch._foreach_add_(list(momenta), fresh)
