@@ -132,12 +132,18 @@ def _ask_tables(module: ModuleType) -> None:
     own = vars(module).get("__getattr__")
 
     def missing(name: str) -> Any:
+        refusal: AttributeError | None = None
         if own is not None:
             try:
                 return own(name)
-            except AttributeError:
-                pass
-        value = lookup(module.__name__, name)
+            except AttributeError as error:
+                refusal = error
+        try:
+            value = lookup(module.__name__, name)
+        except AttributeError:
+            if refusal is not None:  # the module knows better what it has instead
+                raise refusal from None
+            raise
         setattr(module, name, value)
         return value
 

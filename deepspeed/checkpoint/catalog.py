@@ -113,6 +113,11 @@ class Catalog:
     def add_module(self, source: Source) -> None:
         self.module.setdefault(source.index.name, []).append(source)
 
+    def trained_names(self) -> set[str]:
+        """Parameters that trained when the checkpoint was saved, or had before; known before other files are open."""
+        groups = {name for group in self.groups for name in group.names}
+        return groups | set(self.fragments) | set(self.index.get("trained") or ())
+
     def find(self, names: Iterable[str]) -> str | None:
         """The name under which a parameter that goes by any of ``names`` has its fragments or weights."""
         known = list(names)

@@ -6,7 +6,6 @@ comes and goes within a step in ``rehearsal.py``, what passes through host memor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
 from deepspeed.memory_plan.rehearsal import GatherRules, Rehearsal
 from deepspeed.memory_plan.states import OptimizerFacts
+from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.runtime.plan import ParamOffload, Plan
 from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
@@ -302,16 +302,6 @@ def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> N
     for phase, kinds in rehearsal.run().items():
         for kind, nbytes in kinds.items():
             ledger.add([phase], setting.near, kind, nbytes)
-    ledger.add([Phase.BACKWARD], setting.near, Kind.ARRIVING, _arriving(setting.facts))
-
-
-def _arriving(facts: ModelFacts) -> int:
-    """The largest gradient between autograd and its bucket. Of a tied weight there are three for a moment: what came
-    from one use, what came from the other, and their sum."""
-    uses = Counter(index for call in facts.calls for index in set(call))
-    trained = facts.specs[: facts.trained]
-    sizes = (spec.numel * spec.dtype.itemsize * (3 if uses[spec.index] > 1 else 1) for spec in trained)
-    return max(sizes, default=0)
 
 
 def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
@@ -319,8 +309,8 @@ def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offl
     plan, phases = setting.plan, (Phase.FIRST_UPDATE, Phase.STEP)
     resident = [bucket for bucket in buckets if bucket.trained and not offload.takes(bucket.layout)]
     owned = [f.numel for bucket in resident for f in bucket.layout.owned(0)]
-    if setting.apart and owned:  # the norm: squares in fp64, one fragment after another
-        ledger.add(phases, setting.near, Kind.UPDATE, 16 * max(owned))
+    if setting.apart and owned:  # the norm: squares in fp64, piece by piece
+        ledger.add(phases, setting.near, Kind.UPDATE, 8 * min(max(owned), DEVICE_PIECE))
     if setting.optimizer.fused:
         return
     for bucket in resident:

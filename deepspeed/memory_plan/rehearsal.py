@@ -37,11 +37,16 @@ STEPS = 3
 
 
 class Meter:
-    """Bytes in use by kind, and for each phase what they were when their sum was largest."""
+    """Bytes in use by kind, and for each phase what they were when their sum was largest.
+
+    Gradients that have not reached their bucket depend on autograd: ``most`` is the largest sum with them.
+    """
 
     def __init__(self) -> None:
         self.now: Counter[Kind] = Counter()
         self.peaks: dict[Phase, Counter[Kind]] = {}
+        self.arriving = 0
+        self.most: Counter[Phase] = Counter()
         self._phases: tuple[Phase, ...] = ()
 
     def enter(self, *phases: Phase) -> None:
@@ -53,9 +58,22 @@ class Meter:
         if nbytes > 0:
             self._look()
 
+    def arrive(self, nbytes: int) -> None:
+        self.arriving += nbytes
+        if nbytes > 0:
+            self._look()
+
+    def by_phase(self) -> dict[Phase, Counter[Kind]]:
+        """The peaks, with what arriving gradients add to them."""
+        return {
+            phase: kinds + Counter({Kind.ARRIVING: self.most[phase] - kinds.total()})
+            for phase, kinds in self.peaks.items()
+        }
+
     def _look(self) -> None:
         total = self.now.total()
         for phase in self._phases:
+            self.most[phase] = max(self.most[phase], total + self.arriving)
             if phase not in self.peaks or total > self.peaks[phase].total():
                 self.peaks[phase] = self.now.copy()
 
@@ -204,14 +222,14 @@ class Rehearsal:
             reducer.turns, gatherer.start_sum = gatherer, reducer.launch
         needs = self._needs(buckets)
         known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
-        firsts = _first_uses(self.calls, known)
+        arrive = Arrivals(reducer, params, self.calls, known, self.meter)
         micro_batches = min(self.micro_batches, 2)  # one before the boundary shows what further ones do
         with torch.inference_mode(False), torch.enable_grad():
             for step in range(STEPS):
                 for micro in range(micro_batches):
                     boundary[0] = micro == micro_batches - 1
                     self._enter(step, Phase.FORWARD)
-                    last = self._forward(coordinator, needs, partial(_arrive, reducer, params, firsts))
+                    last = self._forward(coordinator, needs, arrive)
                     self._enter(step, Phase.BACKWARD)
                     reducer.before_backward()
                     last.backward()
@@ -224,7 +242,7 @@ class Rehearsal:
                             bucket.release()
                     coordinator.end_of_step()
                 reducer.clear()
-        return self.meter.peaks
+        return self.meter.by_phase()
 
     def _enter(self, step: int, phase: Phase) -> None:
         self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)
@@ -314,12 +332,40 @@ def _reached(
     arrive(call)
 
 
-def _arrive(reducer: GradReducer, params: Sequence[Any], firsts: Sequence[list[int]], call: int) -> None:
-    """Gradients of parameters that no earlier call used are complete with this one."""
-    for index in reversed(firsts[call]):
-        param = params[index]
-        param.grad = torch.empty(param.shape, dtype=param.dtype, device=META)
-        reducer.ready(index, param)
+class Arrivals:
+    """Gradients as backward goes through the calls. That of a parameter with several uses waits inside autograd until
+    the first of them; where two come together there are three for a moment: one from each use, and their sum."""
+
+    def __init__(
+        self,
+        reducer: GradReducer,
+        params: Sequence[Any],
+        calls: Sequence[Sequence[int]],
+        known: set[int],
+        meter: Meter,
+    ) -> None:
+        self.reducer = reducer
+        self.params = params
+        self.uses = [[i for i in dict.fromkeys(call) if i in known] for call in calls]
+        self.firsts = _first_uses(calls, known)
+        self.meter = meter
+        self.waiting: set[int] = set()
+
+    def __call__(self, call: int) -> None:
+        for index in reversed(self.uses[call]):
+            param = self.params[index]
+            nbytes = param.shape[0] * param.dtype.itemsize
+            again = index in self.waiting
+            self.meter.arrive(2 * nbytes if again else nbytes)
+            if index in self.firsts[call]:
+                param.grad = torch.empty(param.shape, dtype=param.dtype, device=META)
+                self.reducer.ready(index, param)
+                self.meter.arrive(-3 * nbytes if again else -nbytes)
+                self.waiting.discard(index)
+            elif again:
+                self.meter.arrive(-2 * nbytes)
+            else:
+                self.waiting.add(index)
 
 
 def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:

@@ -171,7 +171,7 @@ def load_checkpoint(
         if ranks.keeps_folder:
             catalog.files.check_complete()
     if what.optimizer and engine.core is not None:  # it may have been saved after something was unfrozen
-        engine.core.late_params.admit_saved({name for group in catalog.groups for name in group.names})
+        engine.core.late_params.admit_saved(catalog.trained_names())
     with ranks.together("reading the checkpoint"):
         restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
         masters = what.masters and bool(catalog.fragments)

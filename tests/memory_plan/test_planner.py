@@ -156,9 +156,9 @@ def test_building_under_zero_init_never_holds_the_model() -> None:
 
 
 def test_sums_in_16_bit_need_buffers_on_devices() -> None:
-    """Stages 0 and 1 wait for their sums at the end of backward, so all of them are in flight then."""
+    """Buckets pass them on, so what is needed is that of the largest, at every stage."""
     ledger, numel = ledger_for(config_for(1, bf16=True), 2)
-    assert ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] >= 2 * numel
+    assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * numel
     ledger, numel = ledger_for(config_for(2, bf16=True), 2)
     assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * 200_000 * 2
     ledger, _ = ledger_for(config_for(1), 2)
