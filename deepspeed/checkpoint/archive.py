@@ -158,7 +158,7 @@ def read_archive(path: Path) -> Any:
 
 
 def open_archive(path: Path) -> Archive:
-    """Like ``read_archive``, and also verifies tensors."""
+    """The file as an ``Archive``, which can also verify its tensors."""
     try:
         nbytes = _verify_structure(path)
         with allowed_types():

@@ -78,7 +78,7 @@ class Catalog:
     """The content of one checkpoint folder.
 
     ``module``: weights and buffers as the model's state dict names them, in the model's own dtype. ``module_dtypes``:
-    dtypes of all its tensors, in its order, even if only parts were saved. ``fragments``: for each trained parameter, by
+    of all its tensors, in its order, even if only parts were saved. ``fragments``: for each trained parameter, by
     kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not per
     element, such as ``"step"``. ``extra``: entries of the module's state dict that are not tensors. ``aliases``: other
     name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
