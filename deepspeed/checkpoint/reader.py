@@ -46,7 +46,7 @@ def open_checkpoint(
 
 
 def _head(folder: Path) -> Archive:
-    """The model file that describes all the others."""
+    """The model file that stands for all of them."""
     for name in (names.model_file(0), names.zero_model_file(0, 0)):
         if (folder / name).is_file():
             return open_archive(folder / name)

@@ -115,7 +115,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
     """How to fill ``target`` from ``sources``: the copies, and what none of them holds.
 
     Each element of the target is copied at most once, from the first source that has it. Boxes that remain
-    are in global coordinates, or in local ones (a single interval) when every source was cut from the same
+    are in global coordinates, or in local ones (a single interval) when all sources have the target's
     boxes.
     """
     for source in sources:

@@ -3,7 +3,7 @@
     python -m deepspeed.checkpoint.upstream_export CHECKPOINTS OUTPUT --zero_stage 2 --world_size 8
 
 That layout fits one ZeRO stage and one number of ranks, so both are chosen here; ``upstream_format`` describes it.
-Works on files alone: no engine, no process group, and one tensor in memory at a time.
+Works only on files: no engine, no process group, and one tensor in memory at a time.
 """
 
 from __future__ import annotations

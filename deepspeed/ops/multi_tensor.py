@@ -26,7 +26,7 @@ from torch import Tensor
 from deepspeed.ops import native
 
 _GRAD, _WORDS = 1, native.SEGMENT_WORDS
-_MAX_TABLES = 64  # kept per optimizer: they do not pile up if a caller always passes new tensors
+_MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
 
 _address = Tensor.data_ptr
 

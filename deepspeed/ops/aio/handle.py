@@ -34,10 +34,10 @@ class aio_handle:  # documented name
     """Moves tensors to and from files.
 
     Tensors are contiguous, of any dtype, on the host or on a device, pinned or not; files, offsets and addresses need
-    no alignment. A write makes the file if it is missing and never cuts it. The number of bytes is the tensor's.
+    no alignment. A write creates the file if it is missing and never truncates it. The number of bytes is the tensor's.
 
-    Errors are `OSError`s with `errno`, `filename` and `offset` (byte of the file where it happened): at once where the
-    file cannot be opened, is too short to be read, or cannot grow, otherwise from the call that waits. A failed
+    Errors are `OSError`s with `errno`, `filename` and `offset` (byte of the file where it happened), raised immediately
+    if the file cannot be opened, is too short to be read, or cannot grow, otherwise by the call that waits. A failed
     operation leaves the handle usable.
 
     Args:
