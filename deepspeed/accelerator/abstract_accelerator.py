@@ -1,7 +1,7 @@
 """The interface of every accelerator.
 
-torch gives each device type a module of the same shape (``torch.cuda``, ``torch.xpu``, ``torch.npu``,
-...). The base class speaks to that module, so that a concrete accelerator holds only what is different
+torch gives each device type a module with the same interface (``torch.cuda``, ``torch.xpu``, ``torch.npu``,
+...). The base class uses that module, so a concrete accelerator contains only what is different
 about its device.
 """
 
@@ -21,9 +21,9 @@ OP_BUILDER_PACKAGE = "deepspeed.ops.op_builder"
 
 
 class DeepSpeedAccelerator(ABC):
-    """One device type of this process. No method touches the device before it has to.
+    """One device type of this process. No method touches the device until it has to.
 
-    Memory figures are bytes. ``device_index=None`` means the current device.
+    Memory figures are in bytes. ``device_index=None`` means the current device.
     """
 
     supports_nvtx_domain = False
@@ -39,18 +39,18 @@ class DeepSpeedAccelerator(ABC):
         """torch's module for this device type."""
         return torch.get_device_module(self._name)
 
-    # --- How the device runs beside the host ------------------------------------------------------
+    # --- How the device runs relative to the host -------------------------------------------------
 
     def is_synchronized_device(self) -> bool:
         """Whether an operation has finished when its call returns."""
         return False
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock is right for timing device work."""
+        """Whether the host's clock is suitable for timing device work."""
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether tensors may be handed between streams without events."""
+        """Whether tensors may be passed between streams without events."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
@@ -92,7 +92,7 @@ class DeepSpeedAccelerator(ABC):
         return self._communication_backend_name
 
     def communication_backend_version(self) -> tuple[int, ...] | None:
-        """Version of the communication library where torch tells it."""
+        """Version of the communication library if torch reports it."""
         return None
 
     # --- Random numbers ---------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class DeepSpeedAccelerator(ABC):
         return self._runtime.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        self._runtime.init()  # the tuple of generators is empty before
+        self._runtime.init()  # before that, the tuple of generators is empty
         return self._runtime.default_generators[device_index]
 
     # --- Streams and events -----------------------------------------------------------------------
@@ -176,7 +176,7 @@ class DeepSpeedAccelerator(ABC):
         free, _ = self._runtime.mem_get_info(device_index)
         return free + cached
 
-    # The older spellings: one allocator statistic has two names, and its peaks are reset together.
+    # The older names: one allocator statistic has two names, and its peaks are reset together.
 
     def memory_cached(self, device_index: int | None = None) -> int:
         return self.memory_reserved(device_index)
@@ -212,7 +212,7 @@ class DeepSpeedAccelerator(ABC):
         return tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Nothing to do: torch's allocator takes page-locked memory back when the tensor goes."""
+        """Nothing to do: torch's allocator reclaims page-locked memory when the tensor is freed."""
         return None
 
     # --- Data types -------------------------------------------------------------------------------
@@ -224,11 +224,11 @@ class DeepSpeedAccelerator(ABC):
         return torch.float16 in self.supported_dtypes()
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Floating-point types that models can be trained in here."""
+        """Floating-point types in which models can be trained here."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def _tensor_type(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        """Constructor of tensors of one dtype on this device."""
+        """Constructor of tensors of a dtype on this device."""
         return functools.partial(torch.tensor, dtype=dtype, device=self._name)
 
     @property
@@ -267,11 +267,11 @@ class DeepSpeedAccelerator(ABC):
         span = torch.profiler.record_function(msg) if active else None
         if span is not None:
             span.__enter__()
-        # A range opened while nothing is recorded leaves a placeholder: pushes and pops stay in pairs.
+        # A range opened while nothing is recorded leaves a placeholder: pushes and pops stay paired.
         self._range_stack().append(span)
 
     def range_pop(self, domain: str | None = None) -> None:
-        """Closes the range that this thread opened last."""
+        """Closes the range most recently opened by this thread."""
         stack = self._range_stack()
         span = stack.pop() if stack else None
         if span is not None:
@@ -320,7 +320,7 @@ class DeepSpeedAccelerator(ABC):
         self._compile_backend = backend
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Runs ``callback`` once the device is initialised; at once where that needs no waiting."""
+        """Runs ``callback`` once the device is initialised; immediately if no waiting is needed."""
         return callback()
 
     def op_builder_dir(self) -> str:
@@ -329,7 +329,7 @@ class DeepSpeedAccelerator(ABC):
 
     def get_op_builder(self, class_name: str) -> type | None:
         """The builder class of that name, None if there is no such op."""
-        # By name, at the time of the call: ops sit above this package.
+        # By name, at call time: ops are a layer above this package.
         return getattr(importlib.import_module(self.op_builder_dir()), class_name, None)
 
     def create_op_builder(self, class_name: str) -> Any:
@@ -337,7 +337,7 @@ class DeepSpeedAccelerator(ABC):
         return None if builder is None else builder()
 
     def build_extension(self) -> type:
-        """The setuptools command with which projects build extensions of their own."""
+        """The setuptools command with which projects build their own extensions."""
         from torch.utils.cpp_extension import BuildExtension  # pulls in setuptools
 
         return BuildExtension
@@ -345,11 +345,11 @@ class DeepSpeedAccelerator(ABC):
     # --- Environment of launched ranks ------------------------------------------------------------
 
     def export_envs(self) -> list[str]:
-        """Prefixes of the environment variables that a launcher has to hand to other machines."""
+        """Prefixes of the environment variables that a launcher has to pass to other machines."""
         return []
 
     def visible_devices_envs(self) -> list[str]:
-        """Environment variables that choose the devices a process sees."""
+        """Environment variables that select the devices a process sees."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(

@@ -27,7 +27,7 @@ LEGACY_TENSOR_TYPES = {
 
 
 class HostEvent:
-    """An event on a device whose work is done when the call returns: a point in time."""
+    """An event on a device that finishes its work before the call returns: a point in time."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -56,7 +56,7 @@ class HostEvent:
 class CPU_Accelerator(DeepSpeedAccelerator):
     """The CPU: one memory, no streams. A "device" is what one rank on this machine runs on.
 
-    Memory figures are those of the process: resident size stands for what is allocated.
+    Memory figures are those of the process: resident size is reported as allocated memory.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     # --- Devices ----------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"  # torch knows one CPU; an index would make tensors of equal place look different
+        return "cpu"  # torch knows one CPU; with an index, tensors on the same device would look different
 
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """There is one CPU device; binding ranks to cores is the launcher's work."""
+        """There is one CPU device; binding ranks to cores is the launcher's job."""
 
     def current_device(self) -> int:
         return int(os.environ.get("LOCAL_RANK", 0))
@@ -87,7 +87,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Ranks that run on this machine, else its NUMA nodes."""
+        """Number of ranks that run on this machine, else of its NUMA nodes."""
         for variable in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
             if os.environ.get(variable, "").isdigit():
                 return int(os.environ[variable])
@@ -134,7 +134,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     # --- Memory -----------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """The C library hands free memory back by itself."""
+        """The C library returns free memory by itself."""
 
     def get_rss(self) -> int:
         return self._peak.sample()

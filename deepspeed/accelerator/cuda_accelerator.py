@@ -12,7 +12,7 @@ import torch.distributed
 
 from .abstract_accelerator import DeepSpeedAccelerator
 
-VOLTA = 7  # the first compute capability with fp16 matrix units, and what Triton's kernels need
+VOLTA = 7  # the first compute capability with fp16 matrix units, and the minimum for Triton's kernels
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):

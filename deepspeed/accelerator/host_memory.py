@@ -33,7 +33,7 @@ class PeakMeter:
     """Peak resident size of this process since the last ``reset()``.
 
     Linux keeps a high-water mark that can be reset. Elsewhere, and in sandboxes that forbid the reset,
-    the peak is the largest size seen whenever someone asked.
+    the peak is the largest size seen when it was queried.
     """
 
     def __init__(self) -> None:

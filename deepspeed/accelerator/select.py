@@ -1,4 +1,4 @@
-"""Which accelerator this process uses: the one in ``DS_ACCELERATOR``, else the one that torch finds, else the CPU."""
+"""Which accelerator this process uses: the one in ``DS_ACCELERATOR``, else the one torch finds, else the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Selected:
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator of this process, chosen at the first call."""
+    """The accelerator of this process, chosen on the first call."""
     if _Selected.accelerator is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
         _Selected.accelerator = _make(name) if name else _make(_found_by_torch())
@@ -42,7 +42,7 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the chosen accelerator is one that we know."""
+    """Whether the chosen accelerator is one that we support."""
     return get_accelerator().device_name() in SUPPORTED_ACCELERATORS
 
 
@@ -56,7 +56,7 @@ def _make(name: str) -> DeepSpeedAccelerator:
 
 
 def _found_by_torch() -> str:
-    # Ask the driver's management library instead of the driver: counting devices then makes no context, and
+    # Ask the driver's management library instead of the driver: counting devices then creates no context, and
     # processes forked later can still use the GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not torch.accelerator.is_available():

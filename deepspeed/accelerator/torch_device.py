@@ -1,4 +1,4 @@
-"""Any other device type that torch knows: built in (xpu, mps) or brought by an extension (npu, hpu, mlu,
+"""Any other device type that torch knows: built in (xpu, mps) or added by an extension (npu, hpu, mlu,
 ...).
 """
 

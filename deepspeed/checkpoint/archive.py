@@ -2,7 +2,7 @@
 
 ``torch.save`` of a view writes the whole storage behind it, and cloning first doubles the memory. Here the
 structure of the file is written first, with space reserved for the tensors (``torch.serialization.skip_data``),
-and then each tensor's bytes are written to their place from where they are: nothing is copied, and the peak is one
+and then each tensor's bytes are written there straight from its memory: nothing is copied, and the peak is one
 chunk. Reading maps the file, so that only the pages accessed are read.
 """
 
@@ -38,16 +38,16 @@ from deepspeed.checkpoint.round_trip import culprit, difference, readable
 from deepspeed.checkpoint.safe_types import REDUCERS, allowed_types
 
 CHUNK_BYTES = 1 << 20
-"""What is hashed and written at once."""
+"""Bytes hashed and written at a time."""
 
 _LOCAL_HEADER_BYTES = 30
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """Stands for a tensor whose values come, part by part, when its turn to be written comes.
+    """Stands for a tensor whose values are produced, part by part, when it is written.
 
-    The parts have its dtype and as many elements together, in row-major order.
+    The parts have its dtype and together as many elements, in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class LazyTensor:
 
 
 def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
-    """The bytes of ``tensor`` in row-major order, a few at a time, on the host; each valid until the next."""
+    """The bytes of ``tensor`` in row-major order, in chunks on the host; each is valid until the next."""
     if not tensor.numel():
         return
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -70,7 +70,7 @@ def byte_chunks(tensor: Tensor) -> Iterator[np.ndarray]:
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """Of its bytes, shape and dtype: equal on ranks that hold the same."""
+    """Hash of a tensor's bytes, shape and dtype: equal on ranks that hold the same tensor."""
     crc = zlib.crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     for chunk in byte_chunks(tensor):
         crc = zlib.crc32(memoryview(chunk), crc)  # type: ignore[arg-type]  # numpy arrays are buffers
@@ -78,7 +78,7 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 _TABLE = LazyTensor((0,), torch.int32, lambda: ())
-"""Stands for the hashes of all tensors before it, whose number is known when the rest was pickled."""
+"""Stands for the hashes of all tensors before it; how many there are is known once the rest is pickled."""
 
 
 def write_archive(
@@ -88,9 +88,9 @@ def write_archive(
 
     Tensors, however deep inside, are written as CPU tensors of their own size; those that share memory
     completely (tied weights) are written once and are shared again when loaded. ``LazyTensor`` is written as
-    the tensor that its parts make up. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
+    the tensor that its parts form. ``checksums`` adds the hashes of all of them to ``content``, a dict, under
     the key ``CHECKSUMS``, for ``open_archive``. ``class_names``: full names under which a reader knows the
-    classes of objects in ``content``, where they differ from ours. Returns the number of bytes of the file.
+    classes of objects in ``content``, where they differ from ours. Returns the file's size in bytes.
     CheckpointError: a class that cannot be loaded safely (an incomplete file is left at ``path`` then).
     OSError: the file system refused.
     """
@@ -106,7 +106,7 @@ def write_archive(
 
 def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> None:
     """Raise CheckpointError, naming the keys, if the structure at ``path`` needs a class that ``weights_only=True``
-    does not load, or does not give ``content`` back."""
+    does not load, or does not load back as ``content``."""
     if unsafe := _unsafe_classes(path):
         raise CheckpointError(
             f"the state to save holds {', '.join(sorted(unsafe)[:5])}{_under(content, lambda v: _needs(v, unsafe))}. "
@@ -130,14 +130,14 @@ def _refuse_what_does_not_load(path: Path, content: Any, *, compare: bool) -> No
 
 
 def _is_state_dict(content: Any) -> bool:
-    """Only weights, which could lose nothing but their names."""
+    """Whether it is weights only, which could lose nothing but their names."""
     return isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, (Tensor, LazyTensor)) for name, value in content.items()
     )
 
 
 def _unsafe_classes(path: Path) -> list[str]:
-    """Names of those that are not allowed; none where reading fails before they matter."""
+    """Names of classes that are not allowed; none if reading fails before they matter."""
     with suppress(pickle.UnpicklingError), allowed_types():
         return get_unsafe_globals_in_checkpoint(path)
     return []
@@ -149,7 +149,7 @@ def _under(content: Any, fails: Callable[[Any], bool]) -> str:
 
 
 def read_archive(path: Path) -> Any:
-    """The content of a file; its tensors are mapped from it and cost nothing until they are read.
+    """The content of a file; its tensors are mapped and cost nothing until they are read.
 
     CheckpointError names the file when it is missing, truncated, not an archive, or holds unknown classes. Its
     structure is verified here, by the archive's own checksum; ``open_archive`` also verifies tensors.
@@ -158,7 +158,7 @@ def read_archive(path: Path) -> Any:
 
 
 def open_archive(path: Path) -> Archive:
-    """The same with what verifies its tensors."""
+    """The file as an ``Archive``, which can also verify its tensors."""
     try:
         nbytes = _verify_structure(path)
         with allowed_types():
@@ -182,11 +182,11 @@ _DAMAGE = (
     TypeError,
     zipfile.BadZipFile,
 )
-"""What reading a file that is not as it was written may end in."""
+"""Exceptions that reading a damaged file may raise."""
 
 
 def _verify_structure(path: Path) -> int:
-    """Returns the number of bytes that the structure has."""
+    """Returns the size of the structure in bytes."""
     with zipfile.ZipFile(path) as archive:
         return sum(
             len(archive.read(info)) for info in archive.infolist() if info.filename.endswith("/data.pkl")
@@ -196,8 +196,8 @@ def _verify_structure(path: Path) -> int:
 class Archive:
     """An open file: ``content``, whose tensors are mapped, and the hashes that verify them as they are read.
 
-    ``bytes_read``: of the structure, and of the blocks that were verified. A file without hashes (of another
-    writer, or of format 1) is taken as it is.
+    ``bytes_read`` counts the structure and the blocks that were verified. A file without hashes (from another
+    writer, or in format 1) is accepted as it is.
     """
 
     def __init__(self, path: Path, content: Any, structure_bytes: int) -> None:
@@ -212,8 +212,8 @@ class Archive:
         self._verified = np.zeros(0 if self._hashes is None else self._hashes.size, dtype=bool)
 
     def verify(self, tensor: Tensor) -> int:
-        """Compare what ``tensor``, a view of this file, touches. Returns how many bytes that read which no call before
-        had read. CheckpointError: they are not as they were written."""
+        """Verify the blocks that ``tensor``, a view of this file, touches. Returns how many bytes were read that no
+        earlier call had read. CheckpointError: they are not as they were written."""
         if self._hashes is None or not tensor.numel():
             return tensor.numel() * tensor.element_size()
         self._locate()
@@ -227,7 +227,7 @@ class Archive:
         return self._verify_blocks(number, first, last + 1)
 
     def verify_rest(self, later: Iterable[Tensor]) -> None:
-        """Compare every tensor but those that ``verify`` will be called for ``later``."""
+        """Verify every tensor except those that ``verify`` will be called for ``later``."""
         if self._hashes is None:
             return
         self._locate()
@@ -258,7 +258,7 @@ class Archive:
         return read
 
     def _locate(self) -> None:
-        """Find where the records lie in the file, and in memory: the table of hashes is the last of them."""
+        """Find the offsets of the records in the file, and in memory: the table of hashes is the last of them."""
         if self._records:
             return
         assert self._table is not None
@@ -291,7 +291,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
-    """The file with room for its tensors. OSError, where torch's writer has a RuntimeError that does not say why."""
+    """Write the file with space for its tensors. OSError instead of the RuntimeError of torch's writer, which does not
+    say why."""
     try:
         with allowed_types(), skip_data():
             torch.save(content, path, pickle_module=plan)  # pyright: ignore[reportArgumentType]
@@ -300,14 +301,14 @@ def _write_structure(path: Path, content: Any, plan: _Plan) -> None:
             f"the state to save{_under(content, _does_not_save)} cannot be pickled ({error}): save plain data instead"
         ) from error
     except RuntimeError:
-        with open(path, "ab", buffering=0) as file:  # fails again if the system is the reason
+        with open(path, "ab", buffering=0) as file:  # fails again if the system is the cause
             file.write(bytes(1 << 16))
             file.truncate(sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in plan.tensors))
         raise
 
 
 class _Plan:
-    """Passed to ``torch.save`` as its pickle module: puts empty stand-ins in the place of tensors and notes
+    """Passed to ``torch.save`` as its pickle module: replaces tensors with empty stand-ins and records
     them."""
 
     def __init__(self, class_names: Mapping[type, str]) -> None:
@@ -333,7 +334,7 @@ class _Plan:
         self.__name__ = pickle.__name__
 
     def is_plain(self, value: Any) -> bool:
-        """A strided tensor with memory of its own; others reduce themselves to such ones."""
+        """Whether it is a strided tensor with its own memory; others reduce themselves to such tensors."""
         return (
             isinstance(value, Tensor)
             and type(value) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -354,7 +355,7 @@ class _Plan:
         return self._stand_ins[key]
 
     def table(self, hasher: BlockHasher) -> LazyTensor:
-        """The hashes of all tensors, which are written by now."""
+        """The hashes of all tensors, which have been written by now."""
         hashes = hasher.result().view(np.int32)
         return LazyTensor(hashes.shape, torch.int32, lambda: [torch.from_numpy(hashes)])
 
@@ -378,7 +379,8 @@ class _Plan:
 
 
 def _renaming(class_names: Mapping[type, str]) -> Any:
-    """A pickler that calls these classes by other names, which need not exist here; the fast one without any."""
+    """A pickler that writes these classes under other names, which need not exist here; the fast one if there are
+    none."""
     if not class_names:
         return pickle.Pickler
 
@@ -403,7 +405,7 @@ def _with_grad(reduced: Any, requires_grad: bool) -> Any:
 
 
 def _memory(value: Tensor | LazyTensor) -> Any:
-    """Equal for tensors that are the same memory in the same shape and mean the same by it."""
+    """Equal for tensors that are the same memory with the same shape and interpretation."""
     if isinstance(value, LazyTensor) or not value.numel():
         return id(value)
     reading = (value.dtype, value.is_conj(), value.is_neg())
@@ -418,7 +420,7 @@ def _memory_at(address: int, nbytes: int) -> np.ndarray:
 
 
 def _records(path: Path, tensors: list[Tensor | LazyTensor]) -> list[tuple[int, int]]:
-    """Offset and size of each tensor's bytes in the file, in the order in which torch numbered them."""
+    """Offset and size of each tensor's bytes in the file, in torch's numbering order."""
     found = _tensor_records(path)
     sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if tensor is not _TABLE]
     if [found[number][1] for number in sorted(found)][: len(sizes)] != sizes or len(found) != len(tensors):
@@ -517,7 +519,7 @@ def _does_not_load(value: Any) -> bool:
 
 
 def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> bytes:
-    """``value`` without its tensors; ``note`` sees every object that is not of a basic type."""
+    """``value`` pickled without its tensors; ``note`` sees every object that is not of a basic type."""
 
     class Spy(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:

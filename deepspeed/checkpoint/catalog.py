@@ -1,5 +1,5 @@
-"""What a checkpoint folder holds, by parameter name and whatever wrote it. Nothing is read until it is asked
-for."""
+"""What a checkpoint folder holds, by parameter name, regardless of what wrote it. Nothing is read until it is
+requested."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source:
         return self.archive.path
 
     def view(self, piece: Piece) -> Tensor:
-        """The elements of ``piece``, shaped like it."""
+        """The elements of ``piece``, in its shape."""
         if piece.contiguous:
             return self.data.narrow(0, piece.source_offset, piece.numel)
         offset = self.data.storage_offset() + piece.source_offset
@@ -37,29 +37,29 @@ class Source:
 
 
 class Files(Protocol):
-    """The files behind a catalog that are opened as they are needed."""
+    """The files behind a catalog that are opened on demand."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Add what holds ``shards``, or everything for None; of replicas those in files of number ``prefer``."""
+        """Add what holds ``shards``, or everything for None; of replicas, those in the files numbered ``prefer``."""
         ...
 
     def check_complete(self) -> None:
-        """CheckpointNotFoundError names a file that is not there."""
+        """CheckpointNotFoundError names a file that is missing."""
         ...
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        """Random states and data position of a rank that saved; of the last one where there was none so high."""
+        """Random states and data position of a rank that saved; those of the last rank if there were fewer."""
         ...
 
 
 class AllOpen:
-    """Of catalogs that are whole from the beginning."""
+    """The files of catalogs that are complete from the start."""
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Everything is there."""
+        """Everything is open already."""
 
     def check_complete(self) -> None:
-        """It was, when they were opened."""
+        """They were complete when they were opened."""
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         return None
@@ -78,12 +78,12 @@ class Catalog:
     """The content of one checkpoint folder.
 
     ``module``: weights and buffers as the model's state dict names them, in the model's own dtype. ``module_dtypes``:
-    of all its tensors, in its order, also where only parts were saved. ``fragments``: for each trained parameter, by
+    of all its tensors, in its order, even if only parts were saved. ``fragments``: for each trained parameter, by
     kind (``"fp32"`` for masters, ``"exp_avg"``, ...). ``values``: for each trained parameter, state that is not per
-    element, such as ``"step"``. ``extra``: entries of the module's state dict that are no tensors. ``aliases``: other
+    element, such as ``"step"``. ``extra``: entries of the module's state dict that are not tensors. ``aliases``: other
     name -> name it was saved under. ``model_states``: the documented keys of the model file. ``index``: what only our
-    files say (of upstream's, what can be told). ``files``: what is not open yet; until it is, ``fragments`` and
-    ``module`` may have names and kinds without sources.
+    files record (for upstream's, what can be inferred). ``files``: those not open yet; until they are, ``fragments``
+    and ``module`` may have names and kinds without sources.
     """
 
     folder: Path
@@ -114,12 +114,12 @@ class Catalog:
         self.module.setdefault(source.index.name, []).append(source)
 
     def trained_names(self) -> set[str]:
-        """Parameters that trained when the checkpoint was saved, or had before; known before other files are open."""
+        """Parameters that were trained when the checkpoint was saved, or before; known before other files are open."""
         groups = {name for group in self.groups for name in group.names}
         return groups | set(self.fragments) | set(self.index.get("trained") or ())
 
     def find(self, names: Iterable[str]) -> str | None:
-        """The name under which a parameter that goes by any of ``names`` has its fragments or weights."""
+        """The name under which a parameter known by any of ``names`` has its fragments or weights."""
         known = list(names)
         for table in (self.fragments, self.module):
             for name in known:
@@ -129,7 +129,7 @@ class Catalog:
         return None
 
     def masters(self, name: str) -> list[Source]:
-        """Sources of the most exact weights there are of a parameter."""
+        """Sources of a parameter's most precise weights available."""
         return self.fragments.get(name, {}).get(MASTER) or self.module.get(name, [])
 
     def kinds(self) -> set[str]:

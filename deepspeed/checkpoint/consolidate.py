@@ -29,7 +29,7 @@ class Consolidated:
     aliases: dict[str, str]
 
     def materialized(self) -> OrderedDict[str, Tensor]:
-        """All of them in memory, tied ones sharing theirs."""
+        """All of them in memory; tied ones share storage."""
         return self.mapped(materialize)
 
     def mapped(self, make: Callable[[LazyTensor], Tensor]) -> OrderedDict[str, Tensor]:
@@ -57,7 +57,7 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
 
 
 def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
-    """Masters of trained parameters; frozen weights and buffers as the model file has them.
+    """Masters of trained parameters; frozen weights and buffers as they are in the model file.
 
     Works on our checkpoints and on those of release 0.19. CheckpointError if a part is missing or damaged.
     """

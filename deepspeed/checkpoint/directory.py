@@ -1,7 +1,7 @@
 """Which file of a checkpoint holds which interval of a parameter, so that a loader opens only the files it needs.
 
-One file of each checkpoint contains it. It has a row for each fragment and is searched by bisection, so a reader of a
-few intervals touches a few blocks of it, however many ranks have saved.
+One file of each checkpoint contains it. It has a row for each fragment and is searched by bisection, so reading a few
+intervals touches a few blocks of it, however many ranks saved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 NAME, START, STOP, FILE = range(4)
 """Columns of a row. Rows are sorted by them, in this order."""
 TABLES = ("first_rows", "rows")
-"""Keys of what is searched, and so verified bit by bit."""
+"""Keys of what is searched, and so verified piece by piece."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Held:
     has_boxes: bool = False
 
     def packed(self) -> tuple[Tensor, list[tuple[str, ...]], list[int], bool]:
-        """Small to send: numbers as a tensor, each set of kinds once."""
+        """In a form that is small to send: numbers as a tensor, each set of kinds once."""
         distinct = list(dict.fromkeys(self.kinds))
         places = {kinds: place for place, kinds in enumerate(distinct)}
         return (
@@ -42,7 +42,7 @@ class Held:
 
 
 def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str]) -> Held:
-    """``shards``: a rank's fragments with their kinds; ``names``: of all parameters, the same on every rank."""
+    """``shards``: a rank's fragments with their kinds; ``names``: those of all parameters, the same on every rank."""
     number = {name: place for place, name in enumerate(names)}
     found = Held()
     for index, kinds in shards:
@@ -55,8 +55,8 @@ def held(shards: Iterable[tuple[ShardIndex, Iterable[str]]], names: Sequence[str
 def pack(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Sequence[Any]
 ) -> dict[str, Any] | None:
-    """The directory of what all ``ranks`` hold (``Held.packed`` of each, by the number of its file). None where tensors
-    are split into boxes: intervals do not show what overlaps then."""
+    """The directory of what all ``ranks`` hold (``Held.packed`` of each, by file number). None where tensors are split
+    into boxes: intervals do not show what overlaps then."""
     if any(has_boxes for *_, has_boxes in ranks):
         return None
     rows = [
@@ -91,8 +91,8 @@ class Directory:
         self._verify = verify
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
-        """Numbers of files that hold all there is of ``shard``; of replicas the one in the file ``prefer``, or the
-        first. Of a shard without elements, one that has its name."""
+        """Numbers of the files that hold all saved parts of ``shard``; of replicas, the one in file ``prefer``, or the
+        first. For a shard without elements, a file that has its name."""
         if shard.name not in self._number:
             return set()
         number = self._number[shard.name]

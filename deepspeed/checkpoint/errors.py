@@ -8,7 +8,7 @@ class CheckpointError(ValueError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A folder or file that a checkpoint needs is not there."""
+    """A folder or file that a checkpoint needs is missing."""
 
 
 class CheckpointTagError(CheckpointError, AssertionError):

@@ -57,10 +57,10 @@ def save_weights(
     """Write ``weights`` into ``folder``: one file, or shards of at most ``max_shard_size`` and an index of
     them.
 
-    ``aliases`` (other name -> name in ``weights``) share their tensor: in ``.bin`` files they appear under
-    both names, safetensors holds them once and notes the rest in its metadata, as
-    ``safetensors.torch.load_model`` expects. A tensor larger than a shard gets one of its own. Files of a
-    former export with the same names are replaced.
+    ``aliases`` (other name -> name in ``weights``) share their tensor: in ``.bin`` files it appears under
+    both names; safetensors holds it once and lists the aliases in its metadata, as
+    ``safetensors.torch.load_model`` expects. A tensor larger than a shard gets its own shard. Files of an
+    earlier export with the same names are replaced.
     """
     filename = filename or (SAFETENSORS_NAME if safetensors else BIN_NAME)
     aliases = {alias: name for alias, name in (aliases or {}).items() if name in weights}

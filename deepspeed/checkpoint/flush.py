@@ -1,7 +1,7 @@
 """Flushing written files to disk in the background, while training continues.
 
-A write first goes to the system's memory: every process sees the data, and it survives the end of all of them, by
-whatever signal, but not a power failure. `fsync` waits until the data is on disk, which takes longer than writing it.
+A write first goes to the system's memory: every process sees the data, and it survives the end of all processes, by
+any signal, but not a power failure. `fsync` waits until the data is on disk, which takes longer than writing it.
 So a save that replaces nothing hands its files to a thread and returns. Files are flushed in the order in which they
 were handed over; the interpreter waits for them before it exits.
 """
@@ -21,7 +21,7 @@ _pending: list[_Flush] = []
 
 
 def flush(path: Path) -> None:
-    """Return when the disk has this file, or this folder with everything below it. OSError: it could not."""
+    """Return when this file, or this folder with everything below it, is on disk. OSError: it could not be flushed."""
     if path.is_dir() and not path.is_symlink():
         for entry in path.iterdir():
             flush(entry)
@@ -43,9 +43,9 @@ def flush_names(folder: Path) -> None:
 
 
 def flush_later(paths: Iterable[Path]) -> None:
-    """Flush these and their names in the background, in this order. What is removed meanwhile is skipped.
+    """Flush these files and their names in the background, in this order. Those removed meanwhile are skipped.
 
-    An error is logged when it happens, and raised by the next ``wait_for_flushes``.
+    An error is logged when it occurs, and raised by the next ``wait_for_flushes``.
     """
     _pending.append(_Flush(list(paths), after=_pending[-1] if _pending else None))
     _pending[-1].start()

@@ -1,7 +1,7 @@
-"""CRC-32 of every block of a file's tensors, so that a reader verifies exactly the blocks that it touches.
+"""CRC-32 of every block of a file's tensors, so that a reader verifies exactly the blocks it touches.
 
 A hash per block, unlike a sum over the tensor, detects swapped bytes, can be verified without other ranks' parts, and
-makes the reader of an interval hash at most two blocks more than the interval has.
+costs the reader of an interval at most two blocks of hashing more than the interval has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from deepspeed.ops import native
 
 BLOCK = 1 << 14
-"""Bytes that one CRC covers. A block begins where a tensor begins, so no block holds bytes of two tensors."""
+"""Bytes that one CRC covers. Each tensor starts a new block, so no block holds bytes of two tensors."""
 
 _WORTH_A_THREAD = 1 << 18
 
@@ -31,9 +31,9 @@ def hash_blocks(data: np.ndarray) -> np.ndarray:
 
 
 class BlockHasher:
-    """Hashes bytes that arrive in chunks of any size, in a thread of its own while the caller writes them.
+    """Hashes bytes that arrive in chunks of any size, in a separate thread while the caller writes them.
 
-    ``with BlockHasher() as hasher``; a chunk that was handed to ``add`` must stay as it is until the next call.
+    ``with BlockHasher() as hasher``; a chunk passed to ``add`` must stay unchanged until the next call.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class BlockHasher:
         self._pending = self._pool.submit(self._add, chunk)
 
     def wait(self) -> None:
-        """Until the last chunk is hashed, and its memory is free again."""
+        """Return when the last chunk is hashed and its memory may be reused."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None

@@ -19,7 +19,7 @@ from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Group options that say how an optimizer computes, not what: they stay as the running one has them."""
+"""Group options that say how an optimizer computes, not what: the running optimizer's values are kept."""
 
 
 @dataclass(slots=True)
@@ -92,14 +92,14 @@ class Restorer:
 
     @property
     def rewrites_names(self) -> bool:
-        """Whether the module's own code must see all that was saved, under the old names."""
+        """Whether the module's own code must see everything that was saved, under the old names."""
         return _rewrites_names(self.module) and not self.parts
 
     def check_names(self) -> None:
-        """What the model and the checkpoint do not have in common: an error if strict."""
+        """Report names that the model and the checkpoint do not share: an error if strict."""
         own = self.module.state_dict()
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
-        saved |= self.catalog.module_dtypes.keys()  # of some, other nodes hold all parts
+        saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         missing = [name for name in own if name not in saved]
         unexpected = sorted(
@@ -134,8 +134,8 @@ class Restorer:
             self.state.weights_loaded()
 
     def buffers_of_rank(self, rank: int, ranks: int) -> None:
-        """Where ranks held different buffers, each takes its own again if there are as many ranks; else all have those
-        of the first rank."""
+        """Where ranks held different buffers, each gets its own back if the number of ranks is the same; otherwise all
+        get those of the first rank."""
         index = self.catalog.index
         if not index.get("buffers_differ"):
             return
@@ -161,7 +161,7 @@ class Restorer:
             self.state.weights_loaded()
 
     def weights_from_masters(self) -> None:
-        """Masters by intersection, each rank its part; frozen weights and buffers from the model file."""
+        """Masters by intersection, each rank its own part; frozen weights and buffers from the model file."""
         self._load_rest()
         for index, tensors in self._shards():
             name = self._name_of(index)
@@ -210,7 +210,7 @@ class Restorer:
             self.report.states += len(saved & own)
 
     def _check_kinds(self) -> None:
-        """Another optimizer's state must not be taken for this one's."""
+        """State of a different optimizer must not be taken for this one's."""
         saved = self.catalog.kinds()
         for index, tensors in self._shards():
             wanted = {kind for kind in tensors if kind != MASTER}
@@ -234,20 +234,20 @@ class Restorer:
             )
 
     def _has_state(self, name: str | None) -> bool:
-        """Whether there is optimizer state of the saved parameter ``name``; one without a gradient so far has none."""
+        """Whether the saved parameter ``name`` has optimizer state; one that never had a gradient has none."""
         kinds = self.catalog.fragments.get(name or "", {})
         return any(kind != MASTER for kind in kinds) or bool(self.catalog.values.get(name or ""))
 
     def _fill_states(
         self, index: ShardIndex, tensors: dict[str, Tensor], collected: dict[str, dict[str, Tensor]]
     ) -> None:
-        """Per-element state is written at once; other values are ``collected`` by kind and parameter."""
+        """Per-element state is written immediately; other values are ``collected`` by kind and parameter."""
         name = self._name_of(index) or ""
         fragments, values = self.catalog.fragments.get(name, {}), self.catalog.values.get(name, {})
         for kind, tensor in tensors.items():
             per_element = tensor.dim() == 1 and tensor.numel() == index.numel
             if kind in fragments and not per_element and index.global_shape in ((), (1,)):
-                value = fragments[kind][0].data  # of a scalar parameter, where the two look alike
+                value = fragments[kind][0].data  # a scalar parameter, where the two look alike
             else:
                 value = values.get(kind)
             if per_element and value is not None:
@@ -284,7 +284,7 @@ class Restorer:
         self.state.param_groups = own
 
     def _load_rest(self) -> None:
-        """Frozen weights, buffers and whatever else the training state does not hold."""
+        """Frozen weights, buffers and anything else that the training state does not hold."""
         if self.rewrites_names:
             self._load_into_module(self._module_tensors())  # its own code knows what old names mean
             return
@@ -300,7 +300,7 @@ class Restorer:
         self.report.parameters += sum(self.catalog.find([name]) is not None for name in frozen.values())
 
     def _fill_parts(self, *, trained: bool) -> None:
-        """Weights that this rank holds a part of (stage 3); ``trained`` takes those of the optimizer too."""
+        """Weights that this rank holds a part of (stage 3); ``trained`` includes those of the optimizer."""
         known = {entry.name for entry in self.entries}
         for index, part in self.parts.fragments():
             name = self.catalog.find([index.name])
@@ -366,7 +366,7 @@ class Restorer:
         return self.state.shards()
 
     def _name_of(self, index: ShardIndex) -> str | None:
-        """The saved name of a living fragment. CheckpointError if it is not there and must be."""
+        """The saved name of a live fragment. CheckpointError if it is missing and required."""
         if not hasattr(self, "_by_name"):
             self._by_name = {entry.name: self._find(entry) for entry in self.entries}
         found = self._by_name.get(index.name)
@@ -391,7 +391,7 @@ def _matching(number: int, members: set[str], groups: list[Group]) -> Group | No
 
 
 def _rewrites_names(module: nn.Module) -> bool:
-    """Whether loading runs code of the model's author that may rename or reshape what was saved."""
+    """Whether loading runs the model author's code, which may rename or reshape what was saved."""
     for child in module.modules():
         if child._load_state_dict_pre_hooks:
             return True

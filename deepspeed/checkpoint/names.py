@@ -16,7 +16,7 @@ OPTIMIZER_STATE = "optimizer_state_dict"
 DS_CONFIG = "ds_config"
 DS_VERSION = "ds_version"
 INDEX = "checkpoint_index"
-"""Key of what documented files do not say: format, order of tensors, random states, positions."""
+"""Key of what the documented files do not record: format, order of tensors, random states, positions."""
 CHECKSUMS = "checkpoint_checksums"
 """Key of the hashes of every tensor in the same file."""
 
@@ -42,7 +42,7 @@ DOCUMENTED_KEYS = (
     "universal_checkpoint_info",
 )
 RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS))
-"""What a client state must not contain, and what is not part of it when it is given back."""
+"""Keys that a client state must not contain, and that are left out when it is returned."""
 
 _OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers)_rank_\d+\.pt")
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -55,7 +55,7 @@ def default_tag(global_steps: int) -> str:
 
 
 def model_file(mp_rank: int) -> str:
-    """Model states while every rank has the whole parameters (stages 0 to 2)."""
+    """Model states where every rank has the full parameters (stages 0 to 2)."""
     return f"mp_rank_{mp_rank:02d}{MODEL_SUFFIX}"
 
 
@@ -69,22 +69,22 @@ def optim_file(dp_rank: int, mp_rank: int, *, bf16: bool) -> str:
 
 
 def dp_mp_ranks(dp_size: int, mp_size: int) -> list[tuple[int, int]]:
-    """Of each number under which a checkpoint's directories know a rank's files."""
+    """(dp_rank, mp_rank) for each number by which a checkpoint's directories identify a rank's files."""
     return [(dp, mp) for mp in range(mp_size) for dp in range(dp_size)]
 
 
 def pending_file(rank: int) -> str:
-    """Gradients that ``rank`` had accumulated when the checkpoint was taken between two updates."""
+    """Gradients that ``rank`` had accumulated when the checkpoint was saved between two updates."""
     return f"pending_gradients_rank_{rank}.pt"
 
 
 def buffers_file(rank: int) -> str:
-    """Buffers of ``rank`` where ranks hold different ones (statistics of BatchNorm)."""
+    """Buffers of ``rank`` where ranks hold different ones (BatchNorm statistics)."""
     return f"buffers_rank_{rank}.pt"
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in a checkpoint folder was written by us (a file of the client's stays where it is)."""
+    """Whether a file in a checkpoint folder was written by us (the client's own files stay where they are)."""
     return _OURS.fullmatch(name) is not None
 
 
@@ -95,7 +95,7 @@ def optim_ranks(name: str) -> tuple[int, int] | None:
 
 
 def model_ranks(name: str) -> tuple[int, int] | None:
-    """(dp_rank, mp_rank) of a model file's name; dp_rank is 0 where the parameters are whole."""
+    """(dp_rank, mp_rank) of a model file's name; dp_rank is 0 where the parameters are not sharded."""
     if match := _MODEL_FILE.fullmatch(name):
         return 0, int(match[1])
     match = _ZERO_MODEL_FILE.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Which shards of a checkpoint this rank will read, decided before any file but the first is opened."""
+"""Which shards of a checkpoint this rank will read, decided when only the first file is open."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from deepspeed.checkpoint.state import TrainingState
 def needed_shards(
     catalog: Catalog, module: nn.Module, state: TrainingState | None, *, masters: bool, optimizer: bool
 ) -> list[ShardIndex]:
-    """``masters``: the weights that are trained come from those; ``optimizer``: its state is read, too.
+    """``masters``: trained weights are read from the masters; ``optimizer``: its state is read, too.
 
-    Names are those of the checkpoint. Weights that every rank holds whole are needed whole where the first file does
-    not have them (a checkpoint of stage 3).
+    Names are those of the checkpoint. Weights that every rank holds in full are needed in full if the first file does
+    not have them (a stage 3 checkpoint).
     """
     trained = (
         {name for entry in state.trainable() for name in (entry.name, *entry.shared_names)}

@@ -29,20 +29,20 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.state import MASTER, TrainingState
 
 DIRECTORIES = OPTIMIZER_DIRECTORY, PARTS_DIRECTORY = ("optimizer_directory", "parts_directory")
-"""Keys of the index for ``directory``: of the optimizer's files, and of weights that no optimizer holds (stage 3)."""
+"""Index keys of each ``directory``: the optimizer's files, and weights that no optimizer holds (stage 3)."""
 
 
 def flat_kinds(index: ShardIndex, state: Mapping[str, Tensor]) -> list[str]:
-    """Kinds of state that are per element: the others are values, or whole tensors."""
+    """Kinds of state that are per element; the others are values, or whole tensors."""
     return [k for k, tensor in state.items() if tensor.dim() == 1 and tensor.numel() == index.numel]
 
 
 def pack_section(
     shards: Iterable[tuple[ShardIndex, dict[str, Tensor]]], weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Content for ``write_archive``; the tensors stay where they are until then.
+    """Content for ``write_archive``; the tensors are not copied before that.
 
-    ``weights``: the model's state dict if its file goes into the same folder.
+    ``weights``: the model's state dict if its file is written to the same folder.
     """
     indices: list[ShardIndex] = []
     flat: dict[tuple[str, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -87,8 +87,8 @@ def pack_groups(state: TrainingState) -> dict[str, Any]:
 
 
 def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> list[Tensor]:
-    """Add the fragments of one file to ``catalog``, whose module tensors are there already. Returns the tensors that
-    hold them; the others of the section are not verified when they are used."""
+    """Add the fragments of one file to ``catalog``, which has the module tensors already. Returns the tensors that
+    hold them; the section's other tensors are not verified when they are used."""
     indices = [ShardIndex(*entry) for entry in section["shards"]]
     for index in indices:
         catalog.fragments.setdefault(index.name, {})
@@ -127,7 +127,7 @@ def _run(kind: str, dtype: torch.dtype, parts: list[tuple[int, Tensor]]) -> dict
 
 
 def _same_bits(master: Tensor, weight: Tensor | None, index: ShardIndex) -> bool:
-    """Whether the model's own weight says the same as the master, to the bit (NaN included)."""
+    """Whether the model's own weight equals the master bit for bit (NaN included)."""
     if weight is None or weight.dtype != master.dtype or weight.numel() != index.local_numel:
         return False
     part = weight.detach().reshape(-1)[index.start : index.stop]

@@ -24,9 +24,9 @@ from deepspeed.checkpoint.shards import ShardIndex
 
 
 class OwnReader:
-    """``catalog`` has everything of the first model file at once; ``fetch`` adds fragments of the other files.
+    """``catalog`` has the first model file's content from the start; ``fetch`` adds fragments of the other files.
 
-    ``optimizer=False`` leaves the optimizer's files alone where the weights are elsewhere. ``partial`` accepts that
+    ``optimizer=False`` does not open the optimizer's files if the weights are elsewhere. ``partial`` accepts that
     files of other ranks are on other nodes.
     """
 
@@ -56,7 +56,7 @@ class OwnReader:
             )
 
     def _file_names(self) -> tuple[list[str], list[str]]:
-        """Of the optimizer's files, and of those with parts of weights, by number."""
+        """Names of the optimizer's files, and of those with parts of weights, by number."""
         optim, parts = self.index["optimizer"], self.index["part_files"]
         if self.index["format"] == 1:
             return (optim if isinstance(optim, list) else [], parts or [])
@@ -85,7 +85,7 @@ class OwnReader:
         return catalog
 
     def _directories(self) -> dict[str, Directory]:
-        """By what they are about, with the names that they know."""
+        """By index key, with the parameter names that each covers."""
         packed = {key: self.index.get(key) for key in DIRECTORIES}
         made = {key: Directory(value, self.head.verify) for key, value in packed.items() if value is not None}
         if self.reads_optimizer and OPTIMIZER_DIRECTORY in made:
@@ -98,7 +98,7 @@ class OwnReader:
     # Other files --------------------------------------------------------------------------------------------
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Open the files that hold ``shards``; all there are for None, or where no directory tells."""
+        """Open the files that hold ``shards``; all files for None, or if there is no directory."""
         if self.sharded_weights:
             for name in self._needed(PARTS_DIRECTORY, self.part_files, shards, prefer):
                 self._add_parts(self._archive(name))
@@ -122,7 +122,7 @@ class OwnReader:
         return [files[number] for number in sorted(numbers)]
 
     def present(self, files: Iterable[str]) -> list[str]:
-        """Those of ``files`` that are in the folder. CheckpointNotFoundError: some are not, and must be."""
+        """Those of ``files`` that are in the folder. CheckpointNotFoundError: a required one is missing."""
         found = {entry.name for entry in self.folder.iterdir()}
         missing = [name for name in files if name not in found]
         if missing and not self.partial:
@@ -133,13 +133,13 @@ class OwnReader:
         return [name for name in files if name in found]
 
     def check_complete(self) -> None:
-        """One rank of those that load looks whether all files are there."""
+        """One of the loading ranks checks that all files are there."""
         self.present(self.part_files)
         if self.reads_optimizer:
             self.present(self.optim_files)
 
     def _archive(self, name: str) -> Archive:
-        """Open and, but for what is verified as it is read, verified."""
+        """Open and verified, except for what is verified as it is read."""
         if name not in self._open:
             archive = open_archive(self.folder / name)
             if not isinstance(archive.content, dict):
@@ -175,7 +175,7 @@ class OwnReader:
 
 
 def _add_module(catalog: Catalog, head: Archive) -> None:
-    """Weights and buffers as sources. Parameters spread over the files are left to ``_add_parts``."""
+    """Add weights and buffers as sources. Parameters spread over several files are left to ``_add_parts``."""
     index = head.content[INDEX]
     cut = set(index["cut"])
     for name, value in head.content["module"].items():
@@ -191,7 +191,7 @@ def _add_module(catalog: Catalog, head: Archive) -> None:
 
 
 def _large_tensors(content: dict[str, Any]) -> list[Tensor]:
-    """What is read in parts, or not at all, and verified where it is read."""
+    """Tensors that are read in parts, or not at all, and verified when they are read."""
     index = content.get(INDEX) or {}
     found = [*(content.get("module") or {}).values(), *(content.get("frozen_param_fragments") or {}).values()]
     for section in (content.get("optimizer"), content.get(OPTIMIZER_STATE)):

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: they fail together, and report which of them failed."""
+"""Ranks that save or load together: they fail together and report which of them failed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from deepspeed.checkpoint.errors import CheckpointError
 class Ranks:
     """All ranks of the job, or this process alone where there is no process group.
 
-    ``node_local`` says that every node writes to a folder of its own; then the first rank of each node looks
-    after that folder, else rank 0 does.
+    ``node_local`` says that every node writes to its own folder; then the first rank of each node is responsible
+    for that folder, otherwise rank 0 is.
     """
 
     def __init__(self, *, node_local: bool = False) -> None:
@@ -37,7 +37,7 @@ class Ranks:
         return values
 
     def gather_at_writers(self, value: Any) -> list[Any] | None:
-        """``value`` of every rank, in rank order, where a folder is looked after; None elsewhere."""
+        """``value`` of every rank, in rank order, on ranks responsible for a folder; None elsewhere."""
         if not self.active:
             return [value]
         if self.node_local:
@@ -48,11 +48,11 @@ class Ranks:
         return values
 
     def agree(self, value: Any) -> bool:
-        """Whether ``value``, by its text, is the same on all ranks; nothing as long as their number is sent."""
+        """Whether ``value``, by its text, is the same on all ranks; what is sent does not grow with their number."""
         return all(self.agree_each([value]))
 
     def agree_each(self, values: list[Any]) -> list[bool]:
-        """The same of each of ``values``, of which every rank has as many."""
+        """``agree`` for each of ``values``; every rank passes the same number of them."""
         if not self.active:
             return [True] * len(values)
         hashes = [_hash(value) for value in values]
@@ -75,7 +75,7 @@ class Ranks:
     def together(self, what: str) -> Iterator[None]:
         """Run a block on every rank and wait for all; an error on any of them is raised on all.
 
-        The block must not communicate: a rank that fails in it leaves it early.
+        The block must not communicate, because a rank that fails leaves it early.
         """
         problem: Exception | None = None
         try:
@@ -95,6 +95,6 @@ class Ranks:
 
 
 def _hash(value: Any) -> int:
-    """Of its text, in 63 bits: the same in every process."""
+    """63-bit hash of the value's text: the same in every process."""
     text = repr(value).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

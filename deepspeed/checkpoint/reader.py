@@ -22,12 +22,12 @@ def open_checkpoint(
     order: upstream_format.Order | None = None,
     fetch: bool = True,
 ) -> Catalog:
-    """Read the structure of every file in ``folder``, but no tensor.
+    """Read the structure of every file in ``folder``, but no tensors.
 
-    ``optimizer=False`` leaves the optimizer's files alone. ``partial`` accepts that files of other ranks are
+    ``optimizer=False`` does not open the optimizer's files. ``partial`` accepts that files of other ranks are
     elsewhere (node-local storage). ``order``: names by optimizer group, which checkpoints of release 0.19 at
-    stage 0 do not hold. ``fetch=False`` opens the first file alone, where it says what the others hold; the caller
-    goes on with ``Catalog.files``. CheckpointError names the file that is missing, damaged or foreign.
+    stage 0 do not hold. ``fetch=False`` opens only the first file, if it says what the others hold; the caller
+    continues with ``Catalog.files``. CheckpointError names the file that is missing, damaged or foreign.
     """
     head = _head(folder)
     first = _content(head)
@@ -46,7 +46,7 @@ def open_checkpoint(
 
 
 def _head(folder: Path) -> Archive:
-    """The model file that speaks for all."""
+    """The model file that stands for all of them."""
     for name in (names.model_file(0), names.zero_model_file(0, 0)):
         if (folder / name).is_file():
             return open_archive(folder / name)
@@ -67,14 +67,14 @@ def _open_upstream(
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """A small file of one rank's: all of it is verified."""
+    """A small file that belongs to one rank: all of it is verified."""
     archive = open_archive(path)
     archive.verify_rest([])
     return _content(archive)
 
 
 def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
-    """The gradients that ``rank`` had accumulated between two updates, if the checkpoint was taken there."""
+    """The gradients that ``rank`` had accumulated, if the checkpoint was saved between two updates."""
     if not catalog.index.get("pending"):
         return None
     return read_own(catalog.folder / names.pending_file(rank))

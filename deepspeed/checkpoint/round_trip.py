@@ -1,4 +1,4 @@
-"""What is saved must load as equal: compares the structure of a file with what was saved, and names what differs."""
+"""What is saved must load back equal: compares the structure of a file with what was saved, and names what differs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def difference(saved: Any, loaded: Any, is_tensor: Callable[[Any], bool]) -> tuple[str, str] | None:
-    """Key path and description of the first part of ``loaded`` that is not as in ``saved``, types included; None if
-    there is none. Of tensors, what is known without their values; ``is_tensor`` knows what becomes one."""
+    """Key path and description of the first part of ``loaded`` that differs from ``saved``, types included; None if
+    there is none. Tensors are compared without their values; ``is_tensor`` says what becomes one."""
     return _Comparison(is_tensor).compare(saved, loaded, "")
 
 
@@ -31,7 +31,7 @@ def culprit(content: Any, fails: Callable[[Any], bool]) -> str:
 
 
 def readable(path: str) -> str:
-    """``'epoch'`` for ``['epoch']``, the way a client wrote the outermost key."""
+    """``'epoch'`` for ``['epoch']``: the outermost key as the client wrote it."""
     inside, bracket, rest = path[1:].partition("]")
     return inside + rest if path.startswith("[") and bracket else path
 

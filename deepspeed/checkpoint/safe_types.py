@@ -19,11 +19,11 @@ import torch
 
 
 class LossScaler:
-    """Holds what release 0.19 pickled of its loss scaler, as attributes."""
+    """Holds, as attributes, what release 0.19 pickled of its loss scaler."""
 
 
 class DynamicLossScaler(LossScaler):
-    """The same of its dynamic one."""
+    """The same for its dynamic loss scaler."""
 
 
 class FragmentAddress:

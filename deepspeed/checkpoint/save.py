@@ -37,7 +37,7 @@ from deepspeed.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where this rank stands: the numbers in its files' names, and what it writes."""
+    """This rank's place: the numbers in its files' names, and what it writes."""
 
     dp_rank: int
     dp_size: int
@@ -50,7 +50,7 @@ class Place:
 class Training:
     """One rank's training as ``save`` sees it.
 
-    ``header``: values of documented top-level keys. ``positions``: what the index adds (micro-steps,
+    ``header``: values of the documented top-level keys. ``positions``: what the index adds (micro-steps,
     precision...). ``rank_state``: what differs from rank to rank (random states, position in the data).
     """
 
@@ -112,12 +112,12 @@ def save(
     except Exception:
         if ranks.keeps_folder:
             folder.discard()
-        ranks.any(False)  # afterwards it is gone for all
+        ranks.any(False)  # afterwards it is gone on all ranks
         raise
 
 
 def _agree(tag: str, training: Training, ranks: Ranks, on_tag_mismatch: str) -> str:
-    """The tag of all; what ranks think is sent around only if they differ."""
+    """The tag all ranks use; their tags are exchanged only if they differ."""
     own = (tag, signature(training.state))
     if not ranks.agree(own):
         reports = ranks.gather(own)
@@ -127,7 +127,7 @@ def _agree(tag: str, training: Training, ranks: Ranks, on_tag_mismatch: str) -> 
 
 
 class _Files:
-    """The content of this rank's files. What the first file says of the others comes with ``whole_job``."""
+    """The content of this rank's files. ``whole_job`` adds what the first file says about the others."""
 
     def __init__(self, training: Training, place: Place, *, exclude_frozen: bool, pending: bool) -> None:
         self.training = training
@@ -148,11 +148,11 @@ class _Files:
         self.cut = [name for name, param in parameters.items() if hasattr(param, "ds_home")]
         for name in self.cut:
             if name in self.weights:
-                self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered just now
+                self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered right now
         self.aliases = shared_names(module)
 
     def held(self) -> dict[str, Any]:
-        """What of each parameter is in this rank's files, for the directories; small."""
+        """What this rank's files hold of each parameter, for the directories; small."""
         state = self.training.state
         found: dict[str, Any] = {}
         if self.sharded and state is not None:
@@ -179,7 +179,7 @@ class _Files:
         """Exchange what must be in the first file, and find out which buffers differ from rank to rank. Collective.
 
         This grows with the number of ranks: a row of 32 bytes for each fragment, once per checkpoint; and random states
-        where ranks have no file of their own (stage 0)."""
+        where ranks have no files of their own (stage 0)."""
         if ranks.agree(list(self._buffers())):
             alike = ranks.agree_each(buffer_hashes)
             self.differing = [name for name, same in zip(self._buffers(), alike, strict=True) if not same]
@@ -204,11 +204,11 @@ class _Files:
                 self.directories[key] = directory.pack(list(shapes), list(shapes.values()), ranks)
 
     def _number(self) -> int:
-        """Of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
         return self.place.mp_rank * self.place.dp_size + self.place.dp_rank
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
-        """Returns the names of the files that are this rank's."""
+        """Returns the names of this rank's files."""
         training, place = self.training, self.place
         contents: dict[str, Callable[[], dict[str, Any]]] = {}
         if self.sharded:
@@ -271,15 +271,15 @@ class _Files:
         }
 
     def _part_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights that are sharded and that the training state does not hold; the same on all ranks."""
+        """Shapes of the sharded weights that the training state does not hold; the same on all ranks."""
         state = self.training.state
         trained = {entry.name for entry in state.trainable()} if state is not None else set()
         left = {name for name in self.parts.shapes if name not in self.excluded}
         return {n: s for n, s in self.parts.shapes.items() if n in left and (n not in trained or not prod(s))}
 
     def _untrained(self) -> list[tuple[ShardIndex, Tensor]]:
-        """Weights that the training state does not hold: whole ones, or this rank's parts where they are
-        cut."""
+        """Weights that the training state does not hold: in full, or this rank's parts where they are
+        sharded."""
         if self.parts:
             shapes = self._part_shapes()
             return [(index, part) for index, part in self.parts.fragments() if index.name in shapes]
@@ -315,7 +315,7 @@ class _Files:
         }
 
     def _rank_states(self) -> dict[str, Any]:
-        """Each rank's in a file of its own, if it writes any anyway."""
+        """Each rank's state goes into its own file, if it writes one anyway."""
         if self.sharded:
             return {}
         if self.parts:
@@ -373,7 +373,7 @@ def agreed_tag(tags: list[str], on_mismatch: str) -> str:
 
 
 def check_signatures(signatures: list[tuple[int, int] | None]) -> None:
-    """The model must be the same on all ranks of one model-parallel position."""
+    """The model must be the same on all ranks of a model-parallel position."""
     counts = [signature[0] if signature is not None else 0 for signature in signatures]
     if len(set(counts)) > 1:
         rank = next(i for i, count in enumerate(counts) if count != counts[0])

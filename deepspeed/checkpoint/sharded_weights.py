@@ -12,9 +12,9 @@ from deepspeed.checkpoint.shards import ShardIndex
 
 
 class ShardedWeights:
-    """Fragments of a module's partitioned parameters, live; a tied parameter appears once.
+    """Live fragments of a module's partitioned parameters; a tied parameter appears once.
 
-    Reads the attributes that partitioning leaves on a parameter: ``ds_shape``, and ``ds_home`` with its place
+    Reads the attributes that partitioning leaves on a parameter: ``ds_shape``, and ``ds_home`` with its position
     ``ds_position`` there.
     """
 
@@ -41,7 +41,7 @@ class ShardedWeights:
                     yield ShardIndex(name, tuple(param.ds_shape), (), start, stop), home.local_part(position)
 
     def changed(self) -> None:
-        """Parts were written on all ranks: refresh what is kept whole, forget what was gathered.
+        """Parts were written on all ranks: refresh what is kept in full, discard what was gathered.
         Collective."""
         homes = {id(param.ds_home): param.ds_home for param in self.params.values()}
         for pending in [home.gather() for home in homes.values()]:

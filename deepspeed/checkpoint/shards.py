@@ -1,7 +1,7 @@
 """Which part of which tensor a saved shard holds, and how the parts of one layout map onto those of another.
 
 A shard is described by names and numbers alone: the parameter's name, its global shape, the boxes of the
-global tensor that the local (tensor-parallel) tensor is made of, and the flat interval ``[start, stop)``
+global tensor that make up the local (tensor-parallel) tensor, and the flat interval ``[start, stop)``
 inside that local tensor. This covers ZeRO (an interval of the whole tensor), tensor parallelism (one box, or
 several where matrices are fused, such as q, k and v), and expert and pipeline parallelism (a name and a box).
 Loading then means intersecting: every layout reads every other one, and nothing has to be converted.
@@ -22,9 +22,9 @@ Box = tuple[Interval, ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What one saved or living 1-D fragment holds.
+    """What one saved or live 1-D fragment holds.
 
-    ``boxes`` lie in the global tensor; ``()`` means the whole of it. The local tensor is their
+    ``boxes`` are in the global tensor; ``()`` means all of it. The local tensor is their
     concatenation, in the order given, along the one dim in which they differ. ``start`` and ``stop`` count
     elements of the local tensor in row-major order.
     """
@@ -75,7 +75,7 @@ class ShardIndex:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of the global tensor and where its elements lie in a flat fragment.
+    """A box of the global tensor and where its elements are in a flat fragment.
 
     The element at the low corner is at ``offset``; one step along dim ``d`` moves by ``strides[d]`` elements.
     """
@@ -85,7 +85,7 @@ class Region:
     strides: tuple[int, ...]
 
     def at(self, box: Box) -> int:
-        """Position in the fragment of the low corner of ``box``, which lies inside this region."""
+        """Position in the fragment of the low corner of ``box``, which is inside this region."""
         steps = (low - own for (low, _), (own, _) in zip(box, self.box, strict=True))
         return self.offset + sum(step * stride for step, stride in zip(steps, self.strides, strict=True))
 
@@ -107,7 +107,7 @@ class Piece:
 
     @property
     def contiguous(self) -> bool:
-        """Whether it is one unbroken run on both sides."""
+        """Whether it is contiguous on both sides."""
         return self.source_strides == self.target_strides == (1,)
 
 
@@ -115,7 +115,7 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
     """How to fill ``target`` from ``sources``: the copies, and what none of them holds.
 
     Each element of the target is copied at most once, from the first source that has it. Boxes that remain
-    are in global coordinates, or in local ones (a single interval) when every source was cut from the same
+    are in global coordinates, or in local ones (a single interval) when all sources have the target's
     boxes.
     """
     for source in sources:
@@ -179,12 +179,12 @@ def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def coverage(shards: Iterable[ShardIndex]) -> int:
-    """Elements that ``shards`` hold, not counting a fragment again that is listed twice (replicas)."""
+    """Elements that ``shards`` hold, counting a fragment that is listed twice (replicas) only once."""
     return sum({(shard.boxes, shard.start, shard.stop): shard.numel for shard in shards}.values())
 
 
 def _placements(shard: ShardIndex) -> list[tuple[Box, tuple[int, ...]]]:
-    """Where each box lies in the local tensor, and the step from local to global coordinates."""
+    """Where each box is in the local tensor, and the offset from local to global coordinates."""
     if not shard.boxes:
         return [(tuple((0, size) for size in shard.global_shape), (0,) * len(shard.global_shape))]
     dim = _joined_dim(shard.boxes, shard.name)
@@ -233,7 +233,7 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 def _take(left: list[Box], wanted: Box) -> tuple[list[Box], list[Box]]:
-    """Split the disjoint boxes ``left`` into what remains and what lies in ``wanted``."""
+    """Split the disjoint boxes ``left`` into what remains and what is inside ``wanted``."""
     remaining: list[Box] = []
     taken: list[Box] = []
     for box in left:
@@ -247,7 +247,7 @@ def _take(left: list[Box], wanted: Box) -> tuple[list[Box], list[Box]]:
 
 
 def _without(box: Box, hole: Box) -> list[Box]:
-    """``box`` minus ``hole``, which lies inside it, as disjoint boxes."""
+    """``box`` minus ``hole``, which is inside it, as disjoint boxes."""
     found: list[Box] = []
     core = list(box)
     for dim, ((low, high), (hole_low, hole_high)) in enumerate(zip(box, hole, strict=True)):

@@ -1,7 +1,7 @@
 """What saving and loading need from the training state, whatever the ZeRO stage.
 
-``deepspeed.runtime.zero.access.StateAccess`` implements ``TrainingState``; the checkpoint code sees nothing
-else of the core.
+``deepspeed.runtime.zero.access.StateAccess`` implements ``TrainingState``; it is all the checkpoint code sees
+of the core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.checkpoint.shards import ShardIndex
 
 MASTER = "fp32"
-"""Key of a fragment's master weights, in whatever dtype they are kept."""
+"""Key of a fragment's master weights, whatever their dtype."""
 
 
 class ParamEntry(Protocol):
@@ -46,12 +46,12 @@ class TrainingState(Protocol):
         ...
 
     def keep_state(self, names: Container[str]) -> None:
-        """Afterwards the parameters in ``names`` have optimizer state, to be written; the others are as before their
-        first update."""
+        """Afterwards the parameters in ``names`` have optimizer state, ready to be written; the others are as before
+        their first update."""
         ...
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
-        """Write a value such as "step" of each parameter that ``values`` names."""
+        """Write a value such as "step" for each parameter in ``values``."""
         ...
 
     def publish(self) -> None:
@@ -59,7 +59,7 @@ class TrainingState(Protocol):
         ...
 
     def weights_loaded(self) -> None:
-        """The model's weights were written, whole and on every rank: refresh the masters."""
+        """The model's weights were written, in full and on every rank: refresh the masters."""
         ...
 
     @property

@@ -16,9 +16,9 @@ _LONGEST_LATEST = 4096
 
 
 def check_tag(tag: str, *, source: str = "the checkpoint tag") -> str:
-    """``tag`` if it names a folder inside the folder of checkpoints: a name, or several with slashes between them.
+    """``tag`` if it names a folder inside the checkpoint folder: a name, or several separated by slashes.
 
-    CheckpointTagError says what is wrong with it; ``source`` is who gave it.
+    CheckpointTagError says what is wrong with it; ``source`` says where it came from.
     """
     problem = _problem(tag)
     if problem is not None:

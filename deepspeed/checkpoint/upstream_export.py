@@ -3,7 +3,7 @@
     python -m deepspeed.checkpoint.upstream_export CHECKPOINTS OUTPUT --zero_stage 2 --world_size 8
 
 That layout fits one ZeRO stage and one number of ranks, so both are chosen here; ``upstream_format`` describes it.
-Works on files alone: no engine, no process group, and one tensor in memory at a time.
+Works only on files: no engine, no process group, and one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from deepspeed.checkpoint.upstream_settings import UpstreamSettings, with_attrib
 from deepspeed.checkpoint.writers import StagedFolder, write_latest
 
 LAYOUT = "0.19.8"
-"""Written as ``ds_version``, which tells a reader how to read."""
+"""Written as ``ds_version``, which tells a reader how to read the files."""
 
 CLASS_NAMES = {
     LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
 }
-"""What that release calls the classes of the plain objects in its files."""
+"""That release's names for the classes of the plain objects in its files."""
 
 _TORCH_OPTIONS = {
     "amsgrad": False,
@@ -66,9 +66,9 @@ def export_checkpoint(
 
     ``tag`` defaults to what ``latest`` names, ``zero_stage`` (0 to 3) and ``world_size`` (data-parallel ranks) to
     those of the checkpoint. The engine that loads it must have that stage, that many ranks, the same precision and the
-    same optimizer groups. What the layout has no place for stays behind: random states, the position in the data, and
-    gradients of an unfinished accumulation. CheckpointError: the source is damaged, or its state cannot be said in
-    that layout.
+    same optimizer groups. What the layout has no place for is dropped: random states, the position in the data, and
+    gradients of an unfinished accumulation. CheckpointError: the source is damaged, or its state cannot be expressed
+    in that layout.
     """
     folder = resolve_folder(Path(checkpoint_dir), tag)
     catalog = open_checkpoint(folder)
@@ -94,7 +94,7 @@ def export_checkpoint(
 
 
 class _Files:
-    """The files of one exported checkpoint: their content refers to the source's fragments until it is written."""
+    """The files of one exported checkpoint: their content refers to the source's fragments until they are written."""
 
     def __init__(self, catalog: Catalog, stage: int, ranks: int) -> None:
         self.catalog = catalog
@@ -177,7 +177,7 @@ class _Files:
         }
 
     def _weights(self) -> OrderedDict[str, Any]:
-        """The whole module in its own dtypes; tied tensors are one."""
+        """The whole module in its own dtypes; tied tensors appear once."""
         made: OrderedDict[str, Any] = OrderedDict()
         for name, dtype in self.catalog.module_dtypes.items():
             original = self.catalog.aliases.get(name, name)
@@ -185,7 +185,7 @@ class _Files:
         return OrderedDict(**made, **self.catalog.extra)
 
     def _no_weights(self) -> OrderedDict[str, Any]:
-        """Buffers, and an empty tensor for each parameter: what stage 3 keeps."""
+        """Buffers, and an empty tensor for each parameter: what stage 3 saves."""
         made: OrderedDict[str, Any] = OrderedDict(
             (
                 name,
@@ -219,10 +219,10 @@ class _Files:
     def _frozen_shape(self, name: str) -> torch.Size:
         return torch.Size(self.catalog.module[name][0].index.global_shape)
 
-    # Optimizer state: what every stage says -------------------------------------------------------------------
+    # Optimizer state: common to all stages --------------------------------------------------------------------
 
     def _kinds(self, group: Sequence[str]) -> dict[str, torch.dtype]:
-        """Per-element state that any of the parameters has, and its dtype."""
+        """Kinds of per-element state that any of the parameters has, with their dtypes."""
         found: dict[str, torch.dtype] = {}
         for name in group:
             for kind, sources in self.catalog.fragments.get(name, {}).items():
@@ -231,7 +231,7 @@ class _Files:
         return found
 
     def _values(self, group: Sequence[str]) -> dict[str, Any]:
-        """State that is not per element; parameters that are laid end to end have one of each, the latest step."""
+        """State that is not per element; parameters laid end to end share one value of each, the latest step."""
         found: dict[str, Any] = {}
         for name in group:
             for kind, value in self.catalog.values.get(name, {}).items():
@@ -257,7 +257,7 @@ class _Files:
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
     def _read(self, name: str, sources: list[Source], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """[stop - start] of a tensor; zeros where it has no such state yet."""
+        """[stop - start] elements of a tensor; zeros where it has no such state yet."""
         values = (
             torch.zeros(stop - start, dtype=dtype) if not sources else torch.empty(stop - start, dtype=dtype)
         )
@@ -275,9 +275,9 @@ class _Files:
         return list(group)
 
     def _partition(self, rank: int) -> dict[str, Any]:
-        """One rank's part of every group. Moments are with the padding at the end, masters without; but that release's
-        own bf16 optimizer, which it takes where gradients accumulate in fp32, keeps them with it and says less (it does
-        not say the stage either, for which its own zero_to_fp32 refuses the files: here it is said).
+        """One rank's part of every group. Moments include the padding at the end, masters do not; but that release's
+        bf16 optimizer, which it uses where gradients accumulate in fp32, includes it in both and records less (not
+        even the stage, which is why its own zero_to_fp32 refuses the files: here it is recorded).
         """
         state: dict[int, dict[str, Any]] = {}
         masters: list[LazyTensor] = []
@@ -319,7 +319,7 @@ class _Files:
         }
 
     def _within(self, order: Sequence[str], start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """``(name, position, low, high)``: [low, high) of each parameter that lies in [start, stop) of the group."""
+        """``(name, position, low, high)``: [low, high) of each parameter that is within [start, stop) of the group."""
         position = 0
         for name in order:
             numel = prod(self.shapes[name])
@@ -349,7 +349,7 @@ class _Files:
     def _dtype(self, kind: str, group: Sequence[str]) -> torch.dtype:
         return next((s[0].data.dtype for name in group if (s := self._sources(kind, name))), torch.float32)
 
-    # Stage 3: each tensor cut evenly, a rank's parts end to end -------------------------------------------------
+    # Stage 3: each tensor split evenly, a rank's parts end to end -----------------------------------------------
 
     def _even_parts(self, rank: int) -> dict[str, Any]:
         state: dict[int, dict[str, Any]] = {}
@@ -374,7 +374,7 @@ class _Files:
         }
 
     def _sub_groups(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """Consecutive parameters, each sub-group closed as soon as a rank's parts reach the size."""
+        """Consecutive parameters; a sub-group is closed as soon as a rank's parts reach the size."""
         members: list[str] = []
         numel = 0
         for name in group:

@@ -96,7 +96,7 @@ def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Pat
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
     files = _complete(catalog.folder, optims, count)
-    catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer says none
+    catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer does not record it
     shapes: list[Mapping[str, Any]] = first["param_shapes"]
     for number, group in enumerate(shapes):
         start = 0
@@ -146,7 +146,7 @@ def _check_covered(catalog: Catalog, group: Mapping[str, Any]) -> None:
 
 
 def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
-    """What the flat tensors of one partition hold of one parameter, from ``start`` on."""
+    """What the flat tensors of one partition hold of one parameter, beginning at ``start``."""
     for kind, value in flat.items():
         if isinstance(value, Tensor) and value.dim() == 1:
             catalog.add_fragment(kind, Source(index, value[start : start + index.numel], _unhashed(path)))
@@ -155,12 +155,13 @@ def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], st
 
 
 def round_robin(names: Sequence[Any], ranks: int) -> list[Any]:
-    """How ``round_robin_gradients`` orders a group at stage 2: every ``ranks``-th parameter, from each of the first."""
+    """``round_robin_gradients``' order of a group at stage 2: every ``ranks``-th parameter from the first, then every
+    ``ranks``-th from the second, and so on."""
     return [name for first in range(ranks) for name in names[first::ranks]]
 
 
 def _optimizer_order(catalog: Catalog) -> list[list[str]]:
-    """Names by group as the client's optimizer had them, where the files have them otherwise."""
+    """Names by group in the order of the client's optimizer, where the files have another order."""
     config = (catalog.model_states.get(DS_CONFIG) or {}).get("zero_optimization") or {}
     if catalog.zero_stage != 2 or not config.get("round_robin_gradients"):
         return [list(group.names) for group in catalog.groups]
@@ -234,7 +235,7 @@ def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order
     numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
     masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
     if order is None:
-        return  # only weights are asked for, and the model file has those
+        return  # only weights are wanted, and the model file has those
     if "fp32_groups_flat" in optimizer:
         raise CheckpointError(
             f"{path} holds flat fp32 groups of a fused fp16 optimizer at stage 0: save it at stage 1"
@@ -272,7 +273,7 @@ def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Pat
     return names
 
 
-# What all stages share -------------------------------------------------------------------------------------
+# Shared by all stages --------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(1024)
@@ -304,7 +305,7 @@ def _scalars(scaler: Any) -> dict[str, Any]:
 
 
 def _complete(folder: Path, optims: list[Path], count: int) -> list[Path]:
-    """The files of ranks 0 to ``count - 1``, in that order; those of a larger former run are left out."""
+    """The files of ranks 0 to ``count - 1``, in that order; those of a larger earlier run are left out."""
     by_rank = {(optim_ranks(path.name) or (0, 0))[0]: path for path in optims}
     missing = [rank for rank in range(count) if rank not in by_rank]
     if missing and optims:

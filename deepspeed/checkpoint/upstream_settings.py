@@ -66,5 +66,5 @@ def with_attributes(plain: Any, **attributes: Any) -> Any:
 
 
 def _known(value: Any, default: Any) -> Any:
-    """``value`` unless the configuration left it out or to others."""
+    """``value`` unless the configuration omitted it or left it to others."""
     return default if value is None or value == "auto" else value

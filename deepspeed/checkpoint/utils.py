@@ -33,7 +33,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
     ``device``.
 
     ``torch.save`` writes the whole storage behind a view, so views of flat buffers would bloat the file.
-    Container types are kept; whatever is no tensor stays the same object.
+    Container types are kept; anything that is not a tensor stays the same object.
     """
     if isinstance(item, Tensor):
         return item.detach().clone().to(device)

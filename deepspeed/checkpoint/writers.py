@@ -34,14 +34,14 @@ _RENAME_EXCHANGE = 2
 
 
 class StagedFolder:
-    """One checkpoint folder on its way: ``prepare``, write files into ``staging``, then ``commit`` or
+    """A checkpoint folder being written: ``prepare``, write files into ``staging``, then ``commit`` or
     ``discard``.
 
     These methods are called by one rank per folder; all ranks write into ``staging``.
     """
 
     def __init__(self, save_dir: Path, tag: str, *, alone: bool = True) -> None:
-        """``alone=False``: several processes may write the same folder at once; the last one's stays."""
+        """``alone=False``: several processes may write the same folder at once; the last one wins."""
         self.save_dir = save_dir
         self.tag = check_tag(tag)
         self.final = _behind_links(save_dir / tag)
@@ -49,7 +49,7 @@ class StagedFolder:
         self.displaced = _hidden(self.final, "old")
 
     def prepare(self) -> None:
-        """Clear away what a crash left behind and make the staging folder."""
+        """Remove what a crash left behind and create the staging folder."""
         with naming(self.staging):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.final.exists() and not self.final.is_dir():
@@ -94,7 +94,7 @@ class StagedFolder:
 
 
 def find_folder(load_dir: Path, tag: str) -> Path:
-    """The folder of a committed checkpoint. CheckpointNotFoundError with the tags that do exist."""
+    """The folder of a committed checkpoint. CheckpointNotFoundError lists the tags that do exist."""
     final = load_dir / check_tag(tag)
     if final.is_dir():
         return final
@@ -123,8 +123,8 @@ def write_latest(save_dir: Path, tag: str, *, alone: bool = True) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool = True) -> None:
-    """Write a small file so that at any instant either the old or the new content is there; ``alone=False``: also if
-    several processes do so at once."""
+    """Write a small file so that at any instant either the old or the new content is there; ``alone=False``: even if
+    several processes write it at once."""
     written = _hidden(path, "tmp") if alone else aside(path)
     try:
         with naming(path):
@@ -166,7 +166,7 @@ def _remove(path: Path) -> None:
 
 
 def _keep_foreign(old: Path, new: Path) -> None:
-    """Carry over what the client put into the folder himself: tokenizers, notes, files of other tools."""
+    """Carry over what the client put into the folder: tokenizers, notes, files of other tools."""
     for entry in old.iterdir():
         target = new / entry.name
         if is_ours(entry.name) or target.exists():

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 
 class BaseFileWriter:
-    """A file that is only written, from its beginning."""
+    """A write-only file, written from its beginning."""
 
     def __init__(self, file_path: str) -> None:
         self._file_path = str(file_path)
@@ -26,13 +26,13 @@ class BaseFileWriter:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Brings what was written to the file, as far as the writer can before it is closed."""
+        """Flushes what was written to the file, as far as the writer can before it is closed."""
 
     def close(self) -> None:
         """Completes the file."""
 
     def fileno(self) -> int:
-        """There is no descriptor that others may write to: torch then hands over all bytes by `write`."""
+        """There is no descriptor that others may write to: torch then passes all bytes to `write`."""
         raise io.UnsupportedOperation(f"{type(self).__name__} has no file descriptor")
 
     def __enter__(self) -> Self:
@@ -45,8 +45,8 @@ class BaseFileWriter:
 
 
 def as_bytes(buffer: Any) -> Tensor:
-    """The bytes of a bytes-like object, a tensor or a torch storage, as a 1-D uint8 tensor on the host; a view where
-    that can be."""
+    """The bytes of a bytes-like object, a tensor or a torch storage, as a 1-D uint8 tensor on the host; a view if
+    possible."""
     if isinstance(buffer, torch.TypedStorage):
         buffer = buffer._untyped_storage
     if isinstance(buffer, torch.UntypedStorage):
@@ -56,6 +56,6 @@ def as_bytes(buffer: Any) -> Tensor:
     view = memoryview(buffer).cast("B")
     if view.nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():  # of read-only memory, which nothing writes to here
+    with warnings.catch_warnings():  # about read-only memory, which nothing writes to here
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(view, dtype=torch.uint8)

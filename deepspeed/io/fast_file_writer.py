@@ -1,4 +1,5 @@
-"""A file-like object that writes through `aio_handle`: bytes gather in a pinned tensor and leave in large pieces."""
+"""A file-like object that writes through `aio_handle`: bytes are buffered in a pinned tensor and written in large
+pieces."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ class FastFileWriterConfig:
     """
     Attributes:
         dnvme_handle: an `aio_handle`; other operations in flight on it are waited for, too.
-        pinned_tensor: host memory that bytes gather in, any dtype; best from `new_cpu_locked_tensor`.
+        pinned_tensor: host memory used as the buffer, any dtype; best from `new_cpu_locked_tensor`.
         double_buffer: write one half of it while the other is filled.
-        num_parallel_writers, writer_rank: writers of one file; 1 and 0 are what this release has.
+        num_parallel_writers, writer_rank: writers of one file; this release supports only 1 and 0.
         global_rank: of this process, for messages.
     """
 
@@ -42,8 +43,8 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(BaseFileWriter):
-    """For `torch.save(obj, writer)`. The file is complete after `close`, which raises what a write in the background
-    ran into (`OSError` with errno, path and offset)."""
+    """For `torch.save(obj, writer)`. The file is complete after `close`, which raises the error of a failed background
+    write (`OSError` with errno, path and offset)."""
 
     def __init__(self, file_path: str, config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
@@ -53,7 +54,7 @@ class FastFileWriter(BaseFileWriter):
         self._offset = 0  # bytes of the file that are written or in flight
         self._under_way = False
         self._closed = False
-        with open(file_path, "wb"):  # made, or emptied
+        with open(file_path, "wb"):  # created, or truncated
             pass
 
     def write(self, buffer: Any) -> int:
@@ -72,7 +73,7 @@ class FastFileWriter(BaseFileWriter):
         return done
 
     def _drain(self) -> None:
-        """Starts to write the filled part, and turns to the next one as soon as that is free."""
+        """Starts writing the filled part, and switches to the next one as soon as that is free."""
         self._join()
         if self._filled:
             self._handle.async_pwrite(self._parts[0][: self._filled], self._file_path, self._offset)
@@ -89,7 +90,7 @@ class FastFileWriter(BaseFileWriter):
             self._handle.wait()
 
     def flush(self) -> None:
-        """Brings all bytes so far to the file."""
+        """Flushes all bytes so far to the file."""
         self._drain()
         self._join()
 
@@ -99,7 +100,7 @@ class FastFileWriter(BaseFileWriter):
             self.flush()
 
     def split_index_list(self, storage_obj_list: Sequence[Any], num_splits: int) -> list[int]:
-        """Splits the list into `num_splits` runs of about equal bytes; returns the index at which each run ends."""
+        """Splits the list into `num_splits` runs of about equal size; returns the index at which each run ends."""
         sizes = [as_bytes(storage).numel() for storage in storage_obj_list]
         total, seen, ends = sum(sizes), 0, []
         for index, size in enumerate(sizes):
@@ -109,8 +110,8 @@ class FastFileWriter(BaseFileWriter):
         return ends + [len(sizes)] * (num_splits - len(ends))
 
     def save_torch_storage_object_list(self, storage_obj_list: Sequence[Any], save_size: bool) -> list[int]:
-        """Writes storages one after the other, each after its number of elements (8 bytes, little-endian) if
-        `save_size`, as torch's old file format has them; returns the offset in the file at which each begins."""
+        """Writes storages one after the other, each preceded by its number of elements (8 bytes, little-endian) if
+        `save_size`, as in torch's old file format; returns the file offset at which each begins."""
         offsets = []
         for storage in storage_obj_list:
             offsets.append(self._offset + self._filled)
@@ -121,7 +122,7 @@ class FastFileWriter(BaseFileWriter):
 
 
 def _parts(pinned: Tensor, count: int) -> list[Tensor]:
-    """The tensor as `count` runs of bytes, of whole pages where it has several."""
+    """The tensor as `count` runs of bytes, of whole pages if it has several."""
     memory = as_bytes(pinned)
     size = memory.numel() // count
     if size > 4096:

@@ -1,7 +1,7 @@
 """Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
 
-The agent starts the ranks, each in a session of its own, monitors them, and stops the others when one fails.
-Added here: who failed first and why, a bound on the time it takes to stop, and no process left behind.
+The agent starts the ranks, each in its own session, monitors them, and stops the others when one fails.
+Added here: which rank failed first and why, a bound on the time it takes to stop, and no process left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from deepspeed.launcher.shim import ERROR_FILE, LOCAL_RANK_OPTION, USAGE_ERROR
 logger = logging.getLogger("deepspeed.launcher")
 
 MESSAGE_LENGTH = 400
-# What an exception says that is raised because another rank is gone: ours, gloo's, NCCL's and the store's words.
+# Text of exceptions raised because another rank is gone: ours, gloo's, NCCL's and the store's.
 _OF_A_PEER = re.compile(
     rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
     r"|\bDist(Backend|Network|Store)Error",
@@ -57,19 +57,19 @@ _OF_A_PEER = re.compile(
 class NodeJob:
     """What one machine runs."""
 
-    command: tuple[str, ...]  # program and arguments of every rank; ranks differ by their environment only
+    command: tuple[str, ...]  # program and arguments of every rank; ranks differ only in their environment
     ranks: int  # on this machine
     node_rank: int
     nodes: int
     master_addr: str
     master_port: int
-    log_dir: Path | None  # one file per rank in here, instead of this process's output
+    log_dir: Path | None  # holds one file per rank, instead of this process's output
     adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
 
 
 class OneMachine(RendezvousHandler):
-    """A rendezvous without peers: the agent needs no server, and rank 0 finds its port free to listen at."""
+    """A rendezvous without peers: the agent needs no server, and the port stays free for rank 0 to listen on."""
 
     def __init__(self, master_addr: str, master_port: int) -> None:
         self._store_info = RendezvousStoreInfo(master_addr, master_port)
@@ -118,12 +118,12 @@ class RankFiles(LogsSpecs):
             error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
             if self._log_dir is not None:
                 stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}.log")
-        # Standard error stays inherited here: the shim lets it join standard output, in one file, in order.
+        # Standard error stays inherited here: the shim merges it into standard output, in one file, in order.
         return LogsDest(stdouts=stdouts, stderrs=dict.fromkeys(envs, ""), error_files=error_files)
 
 
 class Supervisor(LocalElasticAgent):
-    """torch's agent with a bound on how long stopping takes and a note of when each rank ended."""
+    """torch's agent with a bound on how long stopping takes and a record of when each rank ended."""
 
     def __init__(self, job: NodeJob, run_dir: Path) -> None:
         if job.nodes == 1:
@@ -150,7 +150,7 @@ class Supervisor(LocalElasticAgent):
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
         assert context is not None
-        # Wherever the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
+        # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
         object.__setattr__(context, "close", functools.partial(self._close, context.close))
         self.watch = ExitWatch(context.pids())
         end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
@@ -163,23 +163,23 @@ class Supervisor(LocalElasticAgent):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank ended badly."""
+    """How one rank failed."""
 
     rank: int
     at: float  # seconds since the epoch
     exit_code: int  # negative: minus the signal that ended it
     message: str  # the exception in one line; empty if it left none
     traceback: str
-    first: bool  # of the ranks that an exception ended, by their own account
+    first: bool  # among the ranks ended by an exception, by their own account
     on_screen: bool  # the rank printed its traceback itself
-    lost_peer: bool = False  # by its message it failed because another rank had
+    lost_peer: bool = False  # its message says that it failed because another rank had
     stopped: bool = False  # by the agent, because another rank had failed
 
     @classmethod
     def of(
         cls, rank: int, process: ProcessFailure, ended_at: float | None, stopped_at: float | None = None
     ) -> Failure:
-        """Read from the rank's error file, where an exception was the cause, else from its exit."""
+        """Read from the rank's error file if an exception was the cause, else from its exit code."""
         report: dict[str, Any] = {}
         try:
             report = json.loads(Path(process.error_file).read_text(encoding="utf-8"))
@@ -187,16 +187,16 @@ class Failure:
             pass
         inner: Any = report.get("message", {})
         inner = inner if isinstance(inner, dict) else {"message": str(inner)}
-        # A rank that left an exception may be slow to end, and be stopped like the others meanwhile.
+        # A rank that reported an exception may be slow to end, and be stopped meanwhile like the others.
         exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
         message = str(inner.get("message", ""))
-        # A killed process loses its connections before it counts as ended: whom that surprises did not fail first.
+        # A killed process loses its connections before it counts as ended: a rank that notices did not fail first.
         lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
         raised_at = None if ended_at and lost_peer else report.get("time")
         late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
         return cls(
             rank=rank,
-            # The agent's own time is truncated to whole seconds: the end of that second errs on the late side.
+            # The agent's own time is truncated to whole seconds: use the end of that second, to err on the late side.
             at=raised_at or ended_at or process.timestamp + 1.0,
             exit_code=exit_code,
             message=_in_one_line(message),
@@ -209,7 +209,7 @@ class Failure:
 
     @property
     def command_exit_code(self) -> int:
-        """What a shell would say: 128 + N for signal N."""
+        """What a shell would report: 128 + N for signal N."""
         return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
 
     @property
@@ -222,9 +222,9 @@ class Failure:
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Causes before effects, and each by time: ranks that lost a peer come late, those that the agent stopped last.
+    """Causes before effects, each by time: ranks that lost a peer come late, those stopped by the agent last.
 
-    Of two exceptions in the same millisecond that one is earlier whose rank printed its traceback.
+    Of two exceptions in the same millisecond, the one whose rank printed its traceback comes first.
     """
     failures = list(failures)
     printed = [failure.at for failure in failures if failure.first and not failure.lost_peer]
@@ -238,12 +238,12 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def _is_refused_option(failure: Failure) -> bool:
-    """Whether a script may have ended over its arguments: argparse and click exit with 2, others name the option."""
+    """Whether a script may have failed on its arguments: argparse and click exit with 2, others name the option."""
     return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
 
 
 def _in_one_line(message: str) -> str:
-    """The first line of an exception's text, with the second where the first only announces it."""
+    """The first line of an exception's text, with the second if the first only announces it."""
     first, *others = message.strip().splitlines() or [""]
     if first.endswith(":") and others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
@@ -252,7 +252,7 @@ def _in_one_line(message: str) -> str:
 
 
 def supervise(job: NodeJob) -> int:
-    """Runs the ranks to their end; returns the exit code of the first that failed, 128 + signal, or 0."""
+    """Runs the ranks until they end; returns the exit code of the first that failed, 128 + signal, or 0."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -270,7 +270,7 @@ def supervise(job: NodeJob) -> int:
         logger.warning("stopped by %s", stop.sigval.name)
     finally:
         for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be cut short
+            signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be interrupted
         if exit_code:
             kill_descendants()
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -278,7 +278,7 @@ def supervise(job: NodeJob) -> int:
 
 
 def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
-    """Says which rank failed first and why, the others in a line each; returns the exit code."""
+    """Reports which rank failed first and why, and the others in one line each; returns the exit code."""
     ended_at = supervisor.watch.ended_at
     failures = [
         Failure.of(rank, process, ended_at.get(process.local_rank), supervisor.stopped_at)
@@ -293,7 +293,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
         elif failure.message and failure.message == first.message:
             end = "the same"
         else:
-            later = max(failure.at - first.at, 0.0)  # who lost a peer may have noticed before it had ended
+            later = max(failure.at - first.at, 0.0)  # the loss of a peer may be noticed before its end
             end = f"{failure.message or failure.how}, {later:.1f} s later"
         ends.setdefault(end, []).append(failure.rank)
     for end, ranks in ends.items():

@@ -17,7 +17,7 @@ CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def numa_node_count() -> int:
-    """NUMA nodes of this machine: the number of ranks that a CPU host runs when nothing else is said."""
+    """NUMA nodes of this machine: the default number of ranks on a CPU host."""
     return max(1, len(list(NODE_FOLDER.glob("node[0-9]*"))))
 
 
@@ -31,7 +31,7 @@ def usable_cores() -> list[int]:
 
 
 def _siblings(cpu: int, allowed: Sequence[int]) -> list[int]:
-    """The allowed logical CPUs that share a physical core with ``cpu``, itself among them."""
+    """The allowed logical CPUs that share a physical core with ``cpu``, including itself."""
     try:
         listed = parse_range_list(
             (CPU_FOLDER / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
@@ -42,7 +42,7 @@ def _siblings(cpu: int, allowed: Sequence[int]) -> list[int]:
 
 
 def core_budget() -> int:
-    """Cores that this process may keep busy: the usable ones, or fewer where a container's quota says so."""
+    """Number of cores that this process may keep busy: the usable ones, or fewer under a container's quota."""
     cores = len(usable_cores())
     try:
         quota, period = CGROUP_QUOTA.read_text().split()

@@ -20,7 +20,7 @@ logger = logging.getLogger("deepspeed.launcher")
 DLTS_HOSTFILE = "/job/hostfile"
 THIS_MACHINE = "localhost"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# One of these is there wherever torch could find an accelerator on Linux; else torch need not be asked.
+# On Linux, torch can find an accelerator only if one of these exists; otherwise torch need not be asked.
 ACCELERATOR_FILES = (
     "nvidia[0-9]*",
     "kfd",
@@ -34,7 +34,7 @@ ACCELERATOR_FILES = (
 
 
 def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
-    """Host -> slots to use: from the hostfile if there is one, else of this machine. Raises ValueError."""
+    """Host -> slots to use: from the hostfile if there is one, else those of this machine. Raises ValueError."""
     filtered = bool(args.include or args.exclude)
     if filtered and (args.num_gpus >= 0 or args.num_nodes >= 0):
         raise LaunchError(
@@ -65,9 +65,9 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
 
 
 def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
-    """The slots of this machine that are asked for."""
+    """The requested slots of this machine."""
     accelerators = accelerator_count()
-    if accelerators is None:  # ranks share the cores: any number of them will do
+    if accelerators is None:  # ranks share the cores: any number of ranks will do
         if args.num_gpus > 0:
             return OrderedDict({THIS_MACHINE: list(range(args.num_gpus))})
         count = max(cores.core_budget(), cores.numa_node_count()) if args.include else cores.numa_node_count()
@@ -89,9 +89,9 @@ def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]
 
 
 def accelerator_count() -> int | None:
-    """Devices of this machine, whatever CUDA_VISIBLE_DEVICES says; None if its processors are the device.
+    """Number of devices of this machine, whatever CUDA_VISIBLE_DEVICES says; None if its processors are the device.
 
-    torch is asked only where a device file is found, in a process of its own: it takes seconds and memory.
+    torch is asked only if a device file is found, in a separate process: it takes seconds and memory.
     """
     named = os.environ.get("DS_ACCELERATOR", "")
     found = any(next(Path("/dev").glob(pattern), None) for pattern in ACCELERATOR_FILES)
@@ -113,13 +113,13 @@ def accelerator_count() -> int | None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether ``host`` is a name or address of the machine we are on."""
+    """Whether ``host`` is a name or address of this machine."""
     if host in (THIS_MACHINE, socket.gethostname(), socket.getfqdn()):
         return True
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.bind(where)  # only an address of our own can be bound
+            probe.bind(where)  # only one of our own addresses can be bound
         return True
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""The `ds` command: lists the tools, runs the one that is named, and takes anything else as `deepspeed` does."""
+"""The `ds` command: lists the tools, runs the named one, and treats anything else as `deepspeed` does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepspeed.launcher.shim import USAGE_ERROR
 
 
 class Tool(NamedTuple):
-    """One of our commands. Its module is imported when it runs: most bring torch, which the launcher does without."""
+    """One of our commands. Its module is imported when it runs: most import torch, which the launcher does not need."""
 
     module: str
     function: str

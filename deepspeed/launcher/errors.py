@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class LaunchError(ValueError):
-    """A request that cannot be carried out; the message names the option, its value and the remedy."""
+    """A request that cannot be fulfilled; the message names the option, its value and the remedy."""

@@ -27,7 +27,7 @@ def fetch_hostfile(hostfile_path: str | None) -> OrderedDict[str, int] | None:
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
-    """Raises ValueError on a line of another form, a host named twice, or when no host is left."""
+    """Raises ValueError for a malformed line, a host named twice, or if no host is left."""
     hosts: OrderedDict[str, int] = OrderedDict()
     for number, line in enumerate(hostfile_lines, start=1):
         text = line.split("#", 1)[0].strip()
@@ -79,7 +79,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
 
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
-    """Several node specs as a dictionary. What is said of one host adds up: ``a:0@a:1`` is ``a:0,1``, and ``a@a:1``
+    """Several node specs as a dictionary. Specs of the same host are combined: ``a:0@a:1`` is ``a:0,1``, and ``a@a:1``
     is all of ``a``, an empty list.
     """
     specs: dict[str, list[int]] = {}
@@ -92,11 +92,11 @@ def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[in
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int] | int], include_str: str = "", exclude_str: str = ""
 ) -> OrderedDict[str, list[int]]:
-    """The part of ``host_info`` (host -> its slots, or their number) that the two filters leave.
+    """The part of ``host_info`` (host -> its slots, or their number) that remains after the two filters.
 
     Hosts keep the order of ``host_info``, included slots the order in which they are named (it is the order
-    of the ranks); a host without slots is left out. Raises ValueError when both filters are given or one of
-    them names a host or slot that is not there.
+    of the ranks); a host without slots is left out. Raises ValueError if both filters are given or one of
+    them names a host or slot that does not exist.
     """
     if include_str and exclude_str:
         raise LaunchError("include and exclude are mutually exclusive: give one of them")

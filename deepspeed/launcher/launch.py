@@ -2,7 +2,7 @@
 
 The `deepspeed` command runs it on every machine of a job. It sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE,
 CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT and the accelerator's list of visible devices for each rank,
-and watches them. torch is imported only once all arguments are known to be right.
+and monitors them. torch is imported only once all arguments are known to be valid.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from deepspeed.launcher.shim import USAGE_ERROR
 
 logger = logging.getLogger("deepspeed.launcher")
 
-RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process is to end with it
+RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process must end with it
 # How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
-# anything else wants a core (communication threads, data loaders, a neighbour) the threads of a rank then wait for
+# anything else needs a core (communication threads, data loaders, another job) the threads of a rank then wait for
 # each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
 SPIN_COUNT = "10000"
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `deepspeed` hands down unchanged."""
+    """The options that `deepspeed` passes on unchanged."""
     parser.add_argument(
         "--module", action="store_true", help="run the script as a module, as 'python -m' would"
     )
@@ -93,8 +93,8 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def configure_logging(args: argparse.Namespace) -> None:
-    """The launcher's own lines go to standard error, marked, so that they never mix into what a script
-    prints.
+    """The launcher's own lines go to standard error, marked, so they never mix with a script's
+    output.
     """
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -135,7 +135,7 @@ def shim_command(args: argparse.Namespace, bound: list[list[int]] | None) -> tup
 
 
 def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: int, threads: int) -> None:
-    """Sets what all ranks of this machine share; the agent adds what differs between them."""
+    """Sets the variables that all ranks of this machine share; the agent adds those that differ."""
     from deepspeed.accelerator import get_accelerator
 
     environment = dict(os.environ)
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     log_dir = make_log_dir(args.enable_each_rank_log)
 
     adopt_orphans()
-    from deepspeed.launcher.agent import NodeJob, supervise  # torch comes in here
+    from deepspeed.launcher.agent import NodeJob, supervise  # imports torch
 
     export_environment(slots, args, len(world), threads)
     where, per_rank = f"{args.master_addr}:{args.master_port}", os.environ["OMP_NUM_THREADS"]
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_log_dir(folder: str | None) -> Path | None:
-    """The folder of ``--enable_each_rank_log``, made if it is not there."""
+    """The folder of ``--enable_each_rank_log``, created if missing."""
     if folder is None:
         return None
     try:
@@ -241,7 +241,7 @@ if __name__ == "__main__":
     try:
         main()
     except SystemExit as end:
-        # Nothing is left to do, and taking torch down in order costs what importing a third of it costs.
+        # Nothing is left to do, and an orderly shutdown of torch costs a third of the time to import it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else 0)

@@ -1,4 +1,4 @@
-"""The rendezvous port: whether it is free, which one is, and who is about to use it."""
+"""The rendezvous port: whether it is free, which ports are, and who is about to use one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANDIDATES = 4096
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether a server could listen at ``address``:``port`` now. An address of another machine counts as
+    """Whether a server could listen on ``address``:``port`` now. An address of another machine counts as
     free.
     """
     try:
@@ -27,7 +27,7 @@ def is_free(address: str, port: int) -> bool:
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the store does: what lingers does not count
+        )  # as the store does: lingering connections do not count
         try:
             probe.bind(where)
             probe.listen(1)
@@ -37,9 +37,9 @@ def is_free(address: str, port: int) -> bool:
 
 
 def free_ports(address: str) -> Iterator[int]:
-    """Ports that are free now, and likely to be so some seconds later, when rank 0 has started; without end.
+    """Endless series of ports that are free now, and likely still free some seconds later, when rank 0 has started.
 
-    Ports that the kernel gives to outgoing connections would not be: those below its range come first.
+    Ports from the kernel's range for outgoing connections might not be: those below that range come first.
     """
     try:
         lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -63,10 +63,10 @@ def find_free(address: str) -> int:
 class Reservation:
     """Keeps other launchers on this host from choosing ``port`` until it is closed, or this process ends.
 
-    Some seconds pass between the choice of a port and the moment when rank 0 listens at it; a launcher that is
-    started meanwhile would find it free as well. An abstract Unix socket with the port in its name tells it: such
-    names belong to the network namespace, as ports do, are the same for all users, and go with the process that
-    made them, however it ends. Elsewhere than on Linux there are none, and nothing is reserved.
+    Some seconds pass between choosing a port and rank 0 listening on it; a launcher started meanwhile would also find
+    it free. An abstract Unix socket with the port in its name prevents that: such names belong to the network
+    namespace, as ports do, are the same for all users, and disappear with the process that created them, however it
+    ends. They exist only on Linux; elsewhere nothing is reserved.
 
     Attributes:
         is_ours: False if another process has reserved the port.
@@ -81,7 +81,7 @@ class Reservation:
         self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._name.bind(f"\0deepspeed.launcher.port.{port}")
-        except OSError as error:  # any other than this: a sandbox that has no such names, so without one
+        except OSError as error:  # any other error: a sandbox without such names, so nothing is reserved
             self.is_ours = error.errno != errno.EADDRINUSE
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Monitoring ranks and leaving no process behind. Whatever needs the Linux kernel does nothing elsewhere."""
+"""Monitoring ranks and leaving no process behind. Functions that need the Linux kernel do nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ERROR_REPORT = "error.json"  # of a rank, in its folder
 
 
 def grace_seconds() -> float:
-    """Time that ranks get between being asked to stop and SIGKILL.
+    """Time that ranks have between the request to stop and SIGKILL.
 
     ``DEEPSPEED_STOP_GRACE`` (seconds) sets it: raise it for scripts that save a checkpoint on SIGTERM.
     """
@@ -29,12 +29,12 @@ def grace_seconds() -> float:
 
 
 def run_dir_prefix(launcher_pid: int) -> str:
-    """How the temporary folder for the error reports of a launcher's ranks begins."""
+    """Prefix of the temporary folder for the error reports of a launcher's ranks."""
     return f"deepspeed_launch_{launcher_pid}_"
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends: it can still be found then."""
+    """Makes this process the parent of every descendant whose own parent ends, so that it can still be found."""
     if LINUX:
         import ctypes
 
@@ -42,14 +42,14 @@ def adopt_orphans() -> None:
 
 
 def own_children() -> frozenset[int]:
-    """Process ids of the children that this process has now."""
+    """Process ids of this process's current children."""
     import psutil
 
     return frozenset(child.pid for child in psutil.Process().children())
 
 
 def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0) -> None:
-    """SIGKILL to all below this process but ``spared`` children, until none is left or the time is up."""
+    """Sends SIGKILL to all descendants except ``spared`` children, until none is left or the time is up."""
     import psutil
 
     deadline = time.monotonic() + within_s
@@ -69,7 +69,7 @@ def kill_descendants(spared: frozenset[int] = frozenset(), within_s: float = 1.0
 
 
 def _collect(pids: Iterable[int]) -> None:
-    """Takes the exit status of dead children that came to this process as orphans."""
+    """Collects the exit status of dead children that this process adopted as orphans."""
     for pid in pids:
         try:
             os.waitpid(pid, os.WNOHANG)
@@ -96,8 +96,8 @@ def _is_alive(process) -> bool:
 
 
 def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[int, float]) -> None:
-    """Starts a thread that ends a rank which has reported a failure and does not end by itself within the grace time:
-    a thread or an exit handler of its script holds it, and until it is gone the other ranks wait for it.
+    """Starts a thread that ends a rank which has reported a failure but does not exit by itself within the grace time:
+    a thread or an exit handler of its script keeps it alive, and until it is gone the other ranks wait for it.
     """
 
     def look() -> None:
@@ -112,15 +112,15 @@ def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[i
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signum)
 
-    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a number could be another process's by now
+    if hasattr(os, "pidfd_open"):  # else ended_at stays empty, and a process id could have been reused by now
         threading.Thread(target=look, name="failed-ranks", daemon=True).start()
 
 
 class ExitWatch:
-    """Notes when each process ended, to the millisecond, without collecting its exit status: that is the agent's.
+    """Records when each process ended, to the millisecond, without collecting its exit status: the agent does that.
 
-    The agent polls ten times a second, and by then a killed rank has often taken its neighbours with it; who
-    was first decides whose exit code is the command's.
+    The agent polls ten times a second, and by then a killed rank has often taken others down with it; the exit code
+    of the first one becomes the command's.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
@@ -133,7 +133,7 @@ class ExitWatch:
         for local_rank, pid in pids.items():
             try:
                 self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, local_rank)
-            except OSError:  # an old kernel, or no descriptors left: the agent's own times serve
+            except OSError:  # an old kernel, or no descriptors left: the agent's own times are used
                 return
         threading.Thread(target=self._watch, args=(len(pids),), name="exit-watch", daemon=True).start()
 
@@ -148,11 +148,11 @@ class ExitWatch:
         self._selector.close()
 
     def _collect_orphans(self) -> None:
-        """Takes the exit status of what ranks left behind and this process adopted: a long run would fill the table."""
+        """Collects the exit status of adopted processes that ranks left behind: a long run would fill the table."""
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if (
                     ended.si_pid in self._pids
-                ):  # not ours to collect; the agent is about to, and then we go on
+                ):  # not ours to collect; the agent is about to, and then we continue
                     return
                 os.waitpid(ended.si_pid, 0)

@@ -1,8 +1,8 @@
 """The `deepspeed` command: decides which devices to use and starts `deepspeed.launcher.launch` on them.
 
 It stays small (no torch) and runs as long as the launcher that it starts. The two monitor each other: if this
-process is killed, the kernel tells the launcher, which stops its ranks; if the launcher is killed, the kernel kills the
-ranks, and the processes that those had started are reparented to this one, which ends them.
+process is killed, the kernel notifies the launcher, which stops its ranks; if the launcher is killed, the kernel kills
+the ranks, and the processes that they had started are reparented to this one, which ends them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")  # exported to the nodes of a job
-LAST_RESORT_S = 1.75  # for the launcher to end after it has killed its ranks
+LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
 EXAMPLES = """\
 examples:
   deepspeed train.py --deepspeed_config ds.json      all devices of this machine
@@ -82,7 +82,7 @@ of the first rank that failed (128 + N if signal N ended it).
 
 
 class _MarkGiven(argparse.Action):
-    """Stores the value and notes that the user chose it: ``NAME_given``."""
+    """Stores the value and records that the user chose it: ``NAME_given``."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         setattr(namespace, self.dest, values)
@@ -156,12 +156,12 @@ def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Host -> slots as one word for a command line: base64 of its JSON."""
+    """Host -> slots as one word for a command line: base64 of the JSON."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def refuse_what_is_not_there(args: argparse.Namespace) -> None:
-    """Raises LaunchError naming the first option that this release parses and does not have."""
+    """Raises LaunchError naming the first given option that this release parses but does not implement."""
     wanted = {
         "--autotuning": bool(args.autotuning),
         "--elastic_training": args.elastic_training,
@@ -180,9 +180,10 @@ def refuse_what_is_not_there(args: argparse.Namespace) -> None:
 
 
 def choose_port(args: argparse.Namespace, address: str) -> ports.Reservation:
-    """The port asked for (LaunchError if it is none, or in use); if none was, the usual one or else a free one.
+    """The requested port (LaunchError if it is invalid or in use); if none was requested, the usual one or else a free
+    one.
 
-    As long as the result is open, other launchers on this host that are not told a port choose another one.
+    As long as the result is open, other launchers on this host that are not given a port choose another one.
     """
     if not 1 <= args.master_port <= ports.HIGHEST:
         raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.HIGHEST}")
@@ -216,10 +217,10 @@ def launch_command(
 
 
 def supervise(command: Sequence[str]) -> int:
-    """Runs the launcher, hands signals on to it; returns the exit code when no process of the job is left."""
+    """Runs the launcher and forwards signals to it; returns the exit code when no process of the job is left."""
     adopt_orphans()
     not_ours = own_children()
-    # In a session of its own the launcher gets a Ctrl-C from us alone, and not from the terminal as well.
+    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
     environment = {**os.environ, RUNNER_PID: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
 
@@ -244,9 +245,9 @@ def supervise(command: Sequence[str]) -> int:
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Gives the signals that ask for an end to ``handler`` for a while; a hang-up that nohup ignores stays ignored."""
+    """Within the context, termination signals go to ``handler``; a hang-up that nohup ignores stays ignored."""
     before = {}
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals only to it
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
             signum = getattr(signal, name, None)  # Windows has two of them
             if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
@@ -275,7 +276,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         with reservation:
             code = supervise(command)
-    except KeyboardInterrupt:  # in the moment before the launcher got its signals through us: it ends with us
+    except KeyboardInterrupt:  # before signals are forwarded to the launcher: it ends with us
         code = INTERRUPTED
     finally:
         pid_file(os.getpid()).unlink(missing_ok=True)  # left behind if the launcher was killed
@@ -284,8 +285,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[list[str], ports.Reservation]:
-    """Checks all that can be checked before a process is started; returns the launcher's command line, and its port
-    to hold until the job ends.
+    """Checks everything that can be checked before a process is started; returns the launcher's command line, and its
+    port to hold until the job ends.
     """
     refuse_what_is_not_there(args)
     if args.module and args.no_python:

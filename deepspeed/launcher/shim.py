@@ -3,9 +3,9 @@
     shim.py PARENT_PID KIND OPTIONS TARGET [ARGUMENT ...]
 
 KIND is ``script``, ``module`` or ``program``; OPTIONS is the JSON text of `Options`. The shim ties the rank
-to the life of the launcher, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
+to the launcher's lifetime, binds it to its cores, adds ``--local_rank=N``, and then becomes the user's
 program: a script or module runs in this same interpreter as ``__main__``, a program replaces it. An exception
-that leaves a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
+that escapes a script, or a ``sys.exit`` with a code other than 0, is written to the file that torch's elastic agent
 reads (``TORCHELASTIC_ERROR_FILE``), and only the rank that fails first prints its traceback: the others fail because
 of it, and their tracebacks would bury the one that matters.
 """
@@ -27,19 +27,19 @@ FIRST_FAILURE = "first_failure"
 LOCAL_RANK_OPTION = "--local_rank"
 SIGKILL = 9  # not in `signal` on Windows
 INTERRUPTED = 128 + signal.SIGINT
-USAGE_ERROR = 2  # what commands exit with that are called wrongly
+USAGE_ERROR = 2  # exit code of commands that are called incorrectly
 
 
 class Options(NamedTuple):
     """How this machine's ranks are started; the same for all of them."""
 
     local_rank_argument: bool = True
-    own_log: bool = False  # standard output is a file of this rank: standard error joins it
+    own_log: bool = False  # standard output is this rank's file: standard error goes there, too
     cores: list[list[int]] | None = None  # by local rank
 
 
 def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
-    """Has the kernel send ``signum`` to this process when its parent ends, however it ends (Linux only)."""
+    """Makes the kernel send ``signum`` to this process when its parent ends, however it ends (Linux only)."""
     if not LINUX:
         return
     import ctypes
@@ -84,16 +84,16 @@ def main() -> None:
 
 
 def _tell_the_interpreter(error: BaseException) -> None:
-    """Sets what Python itself sets for an uncaught exception: what runs at its end looks there to learn
-    whether all went well (a rank that failed must not wait for the others)."""
+    """Sets what Python itself sets for an uncaught exception: exit handlers look there to learn
+    whether the run succeeded (a rank that failed must not wait for the others)."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def spare_strict_parsers(added: str) -> None:
-    """Has a parser of argparse that knows no ``--local_rank`` pass over the one that we ``added``.
+    """Makes an argparse parser that does not know ``--local_rank`` ignore the one that we ``added``.
 
-    Scripts for this command take the option, as it is documented; scripts for other launchers read LOCAL_RANK and would
-    end with "unrecognized arguments". Which of the two a script is, its parser alone knows: the option may be declared
+    Scripts for this command take the option, as documented; scripts for other launchers read LOCAL_RANK and would
+    end with "unrecognized arguments". Only its parser knows which of the two a script is: the option may be declared
     in any module that the script imports. ``sys.argv`` holds it either way.
     """
     import argparse
@@ -111,7 +111,7 @@ def spare_strict_parsers(added: str) -> None:
 
 
 def run_program(target: str, arguments: list[str]) -> None:
-    """Replaces this process; returns never."""
+    """Replaces this process; never returns."""
     try:
         os.execvp(target, [target, *arguments])
     except OSError as error:
@@ -120,7 +120,7 @@ def run_program(target: str, arguments: list[str]) -> None:
 
 
 def run_script(path: str) -> None:
-    """Runs a Python file as ``python path`` would: a fresh ``__main__``, the file's folder first on
+    """Runs a Python file as ``python path`` would: in a fresh ``__main__``, with the file's folder first on
     ``sys.path``.
     """
     full_path = os.path.abspath(path)
@@ -156,7 +156,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def report(error: BaseException, own_log: bool) -> None:
-    """Writes the error down for the launcher; prints it if no rank of this machine has failed before."""
+    """Records the error for the launcher; prints it if no rank of this machine has failed before."""
     import traceback
 
     now = time.time()
@@ -164,7 +164,7 @@ def report(error: BaseException, own_log: bool) -> None:
     error.__traceback__ = trace
     first = _is_first_failure()
     if first or own_log:
-        sys.excepthook(type(error), error, trace)  # the user's own hook, if he set one
+        sys.excepthook(type(error), error, trace)  # the user's own hook, if set
         sys.stderr.flush()
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -184,7 +184,7 @@ def report(error: BaseException, own_log: bool) -> None:
 
 
 def report_exit(end: SystemExit, own_log: bool) -> None:
-    """Writes the exit code down for the launcher, before what others notice of this rank's end. A text in place of a
+    """Records the exit code for the launcher, before others notice that this rank has ended. A text in place of a
     code is printed by the first rank only."""
     now = time.time()
     first = _is_first_failure()
@@ -207,7 +207,7 @@ def report_exit(end: SystemExit, own_log: bool) -> None:
 
 
 def _write(path: str, *, message: str, origin: str, callstack: str, time: float, **facts: Any) -> None:
-    """torch's layout, from which ProcessFailure reads message, call stack and time, and our own facts next to it."""
+    """Writes torch's layout, from which ProcessFailure reads message, call stack and time, plus our own facts."""
     record: dict[str, Any] = {
         "message": {
             "message": message,
@@ -228,7 +228,7 @@ def _one_line_of(error: BaseException) -> str:
 
 
 def _oldest(error: BaseException) -> BaseException:
-    """The exception with which it began: a ``finally`` that talks to other ranks raises a second one over it."""
+    """The original exception: a ``finally`` that communicates with other ranks raises a second one over it."""
     seen = {id(error)}
     while True:
         earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -239,7 +239,7 @@ def _oldest(error: BaseException) -> BaseException:
 
 
 def _is_first_failure() -> bool:
-    """True in exactly one rank of this machine: the one that makes the marker file next to the ranks'
+    """True in exactly one rank of this machine: the one that creates the marker file next to the ranks'
     folders."""
     path = os.environ.get(ERROR_FILE)
     if not path:

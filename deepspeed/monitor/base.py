@@ -1,4 +1,4 @@
-"""What the monitors share: rank 0 writes, and a place that cannot be written to never stops the training."""
+"""What the monitors share: rank 0 writes, and a backend that cannot be written to never stops training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Event = tuple[str, Any, int]
 Point = tuple[str, float, int]
 
 REST_S = 30.0
-"""After a failure a place is left alone for so long: a full disk may be cleared, but a network that is down must not
-cost its timeout at every step."""
+"""Seconds without writing to a backend after a failure: a full disk may be cleared, but a network that is down must
+not cost its timeout at every step."""
 
 
 class Monitor(ABC):
@@ -34,8 +34,8 @@ class Monitor(ABC):
 class Backend(Monitor):
     """One place to write to. Takes its own section of the config, or all of ``monitor_config``.
 
-    Opened on rank 0 when it is made. What fails there (a missing package, no permission, no network) is one warning,
-    and nothing is written; what fails later is one warning, and writing is tried again ``REST_S`` later.
+    Opened on rank 0 when it is created. A failure there (a missing package, no permission, no network) gives one
+    warning, and nothing is written; a later failure gives one warning, and writing is retried after ``REST_S``.
     """
 
     key = ""  # of the section in the config
@@ -52,20 +52,20 @@ class Backend(Monitor):
 
     @abstractmethod
     def _open(self) -> None:
-        """Import the client library and begin a run."""
+        """Import the client library and start a run."""
 
     @abstractmethod
     def _write(self, points: list[Point]) -> None: ...
 
     def _close(self) -> None:
-        """Give up what ``_open`` took."""
+        """Release what ``_open`` acquired."""
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         if self._may_write() and (points := numeric(event_list)):
             self._try(lambda: self._write(points))
 
     def close(self) -> None:
-        """Write out what is still buffered; later events are dropped."""
+        """Flush what is still buffered; later events are dropped."""
         if self._is_open:
             self._is_open = False
             self._try(self._close)
@@ -77,7 +77,7 @@ class Backend(Monitor):
         """Whether ``act`` succeeded."""
         try:
             act()
-        except Exception as error:  # whatever a client library raises; training does not depend on it
+        except Exception as error:  # anything a client library raises; training does not depend on it
             self._resting_until_s = time.monotonic() + REST_S
             if not self._was_told:
                 self._was_told = True
@@ -91,7 +91,7 @@ class Backend(Monitor):
 
 
 def numeric(event_list: Iterable[Event]) -> list[Point]:
-    """The events with their values as plain numbers; one that holds something else is left out, with a warning."""
+    """The events with their values as plain numbers; events with other values are left out, with a warning."""
     points = []
     for event in event_list:
         try:

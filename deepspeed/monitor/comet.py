@@ -10,8 +10,8 @@ from deepspeed.monitor.utils import check_comet_availability
 
 
 class CometMonitor(Backend):
-    """An experiment that ``comet_ml.start`` makes or continues. Of each curve one point per ``samples_log_interval``
-    samples is sent."""
+    """An experiment that ``comet_ml.start`` creates or resumes. One point per ``samples_log_interval`` samples of each
+    curve is sent."""
 
     key = "comet"
 
@@ -22,7 +22,7 @@ class CometMonitor(Backend):
 
     @property
     def experiment(self) -> Any:
-        """The ``comet_ml`` experiment; None on other ranks than 0."""
+        """The ``comet_ml`` experiment; None on ranks other than 0."""
         return self._experiment
 
     @property
@@ -55,7 +55,7 @@ class CometMonitor(Backend):
 
 
 class EventsLogScheduler:
-    """Lets a point of each curve through every ``samples_log_interval`` samples, beginning with the first."""
+    """Passes one point of each curve every ``samples_log_interval`` samples, starting with the first."""
 
     def __init__(self, samples_log_interval: int) -> None:
         self.samples_log_interval = samples_log_interval

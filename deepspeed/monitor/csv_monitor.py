@@ -13,7 +13,7 @@ from deepspeed.monitor.utils import run_folder
 class csvMonitor(Backend):
     """One file per curve: ``output_path/job_name/Train_Samples_lr.csv`` with the columns ``step`` (samples) and ``lr``.
 
-    A file that is there already is continued, so that a resumed run has one curve.
+    An existing file is appended to, so that a resumed run has one curve.
     """
 
     key = "csv_monitor"
@@ -31,7 +31,7 @@ class csvMonitor(Backend):
         return self.monitor_config.job_name
 
     def setup_log_dir(self, base: str | None = None) -> str:
-        """Make the folder of this run and return it. ``base`` (default ``~/csv_monitor``) stands for an empty
+        """Create the folder of this run and return it. ``base`` (default ``~/csv_monitor``) replaces an empty
         ``output_path``."""
         base = base or os.path.join(os.path.expanduser("~"), "csv_monitor")
         self.log_dir = run_folder(self.output_path, self.job_name, base)

@@ -35,7 +35,7 @@ class MonitorMaster(Monitor):
 
     @property
     def backends(self) -> list[Backend]:
-        """Those that are enabled."""
+        """The enabled backends."""
         made = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
         return [backend for backend in made if backend is not None]
 

@@ -29,7 +29,7 @@ class TensorBoardMonitor(Backend):
         return self.monitor_config.job_name
 
     def get_summary_writer(self, base: str | None = None) -> Any:
-        """A new ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) stands for an
+        """A new ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) replaces an
         empty ``output_path``."""
         check_tb_availability()
         from torch.utils.tensorboard import SummaryWriter
@@ -41,7 +41,7 @@ class TensorBoardMonitor(Backend):
         return self.summary_writer
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
-        """``flush=False`` leaves it to the writer when the points reach the file."""
+        """``flush=False`` lets the writer decide when the points reach the file."""
         self._flush = flush
         super().write_events(event_list)
 
@@ -54,7 +54,7 @@ class TensorBoardMonitor(Backend):
 
     def _write(self, points: Iterable[Point]) -> None:
         writer = self.summary_writer or self.get_summary_writer()
-        self.summary_writer = None  # one that has failed never writes again
+        self.summary_writer = None  # a writer that has failed never writes again
         for name, value, samples in points:
             writer.add_scalar(name, value, samples)
         if self._flush:

@@ -31,8 +31,8 @@ def _require(module: str, package: str) -> ModuleType:
 
 
 def run_folder(output_path: str | None, job_name: str, base: str) -> str:
-    """``output_path/job_name``. An empty ``output_path`` stands for ``base``, null for a folder of the same name where
-    the script was started."""
+    """``output_path/job_name``. An empty ``output_path`` means ``base``, null a folder with the same name as ``base``
+    where the script was started."""
     if output_path is None:
         output_path = os.path.join(os.getcwd(), os.path.basename(base))
     return os.path.join(os.path.expanduser(output_path) if output_path else base, job_name)

@@ -13,8 +13,8 @@ from deepspeed.monitor.utils import check_wandb_availability
 class WandbMonitor(Backend):
     """A run of ``project``, with the samples processed so far as the step of each row.
 
-    An active run of the same project, team and group is shared. Next to any other active run this one is separate:
-    rows have to come in order of their step, and the script counts its own steps.
+    An active run of the same project, team and group is shared. With any other active run, this one is separate:
+    rows have to be logged in order of step, and the script counts its own steps.
     """
 
     key = "wandb"
@@ -55,7 +55,7 @@ class WandbMonitor(Backend):
         return same_place and (not self.team or run.entity == self.team)
 
     def _write(self, points: Iterable[Point]) -> None:
-        for samples, row in by_samples(points).items():  # a call costs as much for one curve as for ten
+        for samples, row in by_samples(points).items():  # a call costs the same for one curve as for ten
             self.run.log(row, step=samples)
 
     def _close(self) -> None:

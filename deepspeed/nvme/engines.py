@@ -1,4 +1,4 @@
-"""What `ds_io` can time: the same read or write done by a handle, a fast writer, or torch alone."""
+"""What `ds_io` can time: the same read or write done by a handle, a fast writer, or plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Transfer:
     single_submit: bool = False
     overlap_events: bool = True
     intra_op_parallelism: int = 1
-    fast_io_size: int = 64 << 20  # bytes gathered by torch_fastio
+    fast_io_size: int = 64 << 20  # bytes buffered by torch_fastio
     device: int | None = None  # accelerator that holds the tensor; None: the host
     gds: bool = False
     pinned: bool = True
@@ -45,7 +45,7 @@ class Transfer:
 
 
 def prepare(transfer: Transfer) -> Callable[[str], object]:
-    """A function that does the transfer with the file of the given path. Tensors and threads exist already."""
+    """A function that does the transfer with the file at a given path. Tensors and threads are created in advance."""
     handle = transfer.handle()
     buffer = _buffer(transfer, handle)
     if transfer.engine == "torch_io":
@@ -63,7 +63,7 @@ def prepare(transfer: Transfer) -> Callable[[str], object]:
 
 
 def make_file(transfer: Transfer, path: str) -> None:
-    """A file that `transfer` can read."""
+    """Create a file that `transfer` can read."""
     if transfer.engine.startswith("torch"):
         torch.save(torch.zeros(transfer.io_size, dtype=torch.uint8), path)
     elif not os.path.exists(path) or os.path.getsize(path) < transfer.io_size:
@@ -83,7 +83,7 @@ def _buffer(transfer: Transfer, handle: aio_handle) -> Tensor:
 def _save(buffer: Tensor, path: str, legacy: bool) -> None:
     torch.save(buffer, path, _use_new_zipfile_serialization=not legacy)
     with open(path, "rb") as file:
-        os.fsync(file.fileno())  # or the page cache would be what is measured
+        os.fsync(file.fileno())  # otherwise the page cache would be measured
 
 
 def _fast_save(buffer: Tensor, path: str, config: FastFileWriterConfig, legacy: bool) -> None:

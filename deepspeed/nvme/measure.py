@@ -1,4 +1,4 @@
-"""Timing of transfers, in one process or in several side by side."""
+"""Timing of transfers, in one process or in several in parallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def byte_count(text: str) -> int:
-    """`400M` -> 419430400. ValueError for anything but a positive integer with K, M, G or T behind it, or nothing."""
+    """`400M` -> 419430400. ValueError for anything but a positive integer, optionally followed by K, M, G or T."""
     number, factor = text.strip().upper().removesuffix("B"), 1
     if number and number[-1] in _UNITS:
         number, factor = number[:-1], _UNITS[number[-1]]
@@ -46,8 +46,8 @@ class Plan:
 
 
 def seconds_per_loop(plan: Plan, done: Callable[[], object] = lambda: None) -> list[float]:
-    """Times of the loops, warm-up first. Files that are written are removed again, files that are read stay. `done` is
-    called after each loop."""
+    """Times of the loops, warm-up first. Files that are written are removed again, files that are read are kept. `done`
+    is called after each loop."""
     transfer = plan.transfer
     paths = [
         os.path.join(plan.folder, f"{plan.name}_{i if plan.file_per_loop else 0}.bin")
@@ -70,7 +70,7 @@ def seconds_per_loop(plan: Plan, done: Callable[[], object] = lambda: None) -> l
 
 
 def speeds(plans: Sequence[Plan], include_warmup: bool = False, progress: bool = False) -> list[float]:
-    """GB/s of each loop, all processes together (the slowest one counts); with `progress` a bar on a terminal."""
+    """GB/s of each loop, all processes together (the slowest one counts); `progress` shows a bar on a terminal."""
     loops = plans[0].warmup_loops + plans[0].loops
     with tqdm(total=loops * len(plans), disable=None if progress else True, leave=False) as bar:
         if len(plans) == 1:
@@ -87,7 +87,7 @@ def speeds(plans: Sequence[Plan], include_warmup: bool = False, progress: bool =
 
 
 def check_devices(gpu: bool) -> None:
-    """ValueError if tensors are to be on an accelerator and there is none: host memory would be measured."""
+    """ValueError if tensors should be on an accelerator and there is none: host memory would be measured."""
     if gpu and get_accelerator().device_name() == "cpu":
         raise ValueError(
             "--gpu: this machine has no accelerator that torch can use; leave --gpu out to measure host memory"

@@ -121,7 +121,7 @@ def _flush_page_cache() -> None:
 
 
 def best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The configuration that takes least time to read and write one byte each."""
+    """The configuration that takes the least time to read and write one byte each."""
     return min(results, key=lambda row: sum(1 / row[kind] for kind in ("read", "write") if row[kind]))
 
 

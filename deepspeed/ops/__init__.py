@@ -1,4 +1,4 @@
-"""Operations with kernels of their own; submodules are imported on first use."""
+"""Operations with their own kernels; submodules are imported on first use."""
 
 from __future__ import annotations
 

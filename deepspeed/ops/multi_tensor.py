@@ -1,13 +1,13 @@
-"""Base class of our optimizers: one update of many tensors, on the fastest path each of them has.
+"""Base class of our optimizers: one update of many tensors, each on the fastest path available to it.
 
-An optimizer says what it keeps per element (`state_names`) and gives its arithmetic twice: as a call of a
+An optimizer declares its per-element state (`state_names`) and implements its arithmetic twice: as a call of a
 native kernel and in plain PyTorch. Tensors on the CPU go to the kernel, all of one group in one call; tensors
-that it does not take (other devices or dtypes, strided memory, no library) go through PyTorch with the same
-operations in the same order, so that both give the same bits.
+that it does not support (other devices or dtypes, strided memory, no library) go through PyTorch with the same
+operations in the same order, so that both give bitwise equal results.
 
 [Note: pointer tables] A kernel reads the addresses of its tensors from a table. It is kept between steps as
-long as parameters, state and low-precision copies are the same tensors at the same addresses, which is looked
-up in every step; new gradients at other addresses only rewrite their column.
+long as parameters, state and low-precision copies are the same tensors at the same addresses, which is checked
+in every step; new gradients at other addresses only rewrite their column.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from deepspeed.ops import native
 
 _GRAD, _WORDS = 1, native.SEGMENT_WORDS
-_MAX_TABLES = 64  # kept per optimizer; callers that pass ever new tensors do not pile them up
+_MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
 
 _address = Tensor.data_ptr
 
@@ -41,7 +41,7 @@ class Launch:
         self.indices: list[int] = []  # positions in the lists of the step
         self.words = array("q")  # rows of struct ds_segment
         self.pointer = 0  # address of `words`, set when complete
-        self.uploaded: Any = None  # what a kernel on another device keeps of `words`; None: they have changed
+        self.uploaded: Any = None  # copy of `words` for a kernel on another device; None: they have changed
 
     def arguments(self) -> tuple[int, int, int]:
         return self.pointer, len(self.indices), self.storage_pointer
@@ -71,7 +71,7 @@ class Table:
         self.addresses = list(map(_address, self.watched))
         self.grad_addresses = list(map(_address, self.grads))
         self.launches: list[Launch] = []
-        self.others: list[int] = []  # indices of tensors that no kernel takes
+        self.others: list[int] = []  # indices of tensors that no kernel supports
         self._sort_into_launches(device_types)
 
     def _current_state(self) -> list[Tensor]:
@@ -118,14 +118,14 @@ class Table:
             launch.pointer = launch.words.buffer_info()[0]
 
     def count_steps(self, indices: list[int]) -> list[int]:
-        """Increase the steps of these tensors and return them; host kernels do it by themselves."""
+        """Increment the steps of these tensors and return them; host kernels do this themselves."""
         for i in indices:
             self.states[i]["step"] += 1
         return [int(self.states[i]["step"]) for i in indices]
 
     def is_current(self, low_precision: Sequence[Tensor | None] | None) -> bool:
-        """Whether state, low-precision copies and all addresses but those of gradients are what the table
-        says."""
+        """Whether state, low-precision copies and all addresses except those of gradients match the
+        table."""
         if (low_precision is None) != (self.low_precision is None):
             return False
         if low_precision is not None and not _same(low_precision, self.low_precision or ()):
@@ -136,7 +136,7 @@ class Table:
         )
 
     def follow_grads(self, grads: Sequence[Tensor]) -> bool:
-        """Take over new gradients; False if they differ in more than their address."""
+        """Switch to new gradients; False if they differ in more than their addresses."""
         if len(grads) != len(self.grads):
             return False
         if not _same(grads, self.grads):
@@ -179,7 +179,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self._tables: dict[tuple[int, int], Table] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # torch hides its method from the compiler, and imports the compiler (0.6 s) for that when it is first called.
+        # torch hides its method from the compiler, for which the first call imports the compiler (0.6 s).
         method = torch.optim.Optimizer.add_param_group
         if "torch._dynamo" not in sys.modules:
             method = getattr(method, "__wrapped__", method)
@@ -191,12 +191,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 "torch.optim"
             )
 
-    # ---- what a subclass gives -----------------------------------------------------------------------------
+    # ---- what a subclass implements ------------------------------------------------------------------------
 
     def _native_update(
         self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
     ) -> None:
-        """Call the kernel; it also increases the steps."""
+        """Call the kernel; it also increments the steps."""
         raise NotImplementedError
 
     def _device_types(self) -> tuple[str, ...]:
@@ -217,13 +217,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         states: list[list[Tensor]],
         steps: list[int],
     ) -> None:
-        """The same in PyTorch, in place. All tensors are fp32; `states[k]` is the list for `state_names[k]`;
+        """The same update in PyTorch, in place. All tensors are fp32; `states[k]` is the list for `state_names[k]`;
         `steps` counts this update. Only single, correctly rounded operations (no `alpha=`, `lerp`,
-        `addcmul`), in the order of the kernel."""
+        `addcmul`), in the kernel's order."""
         raise NotImplementedError
 
     def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-        """Update the rows that a sparse gradient names, where the method has such an update."""
+        """Update the rows in a sparse gradient, if the method has such an update."""
         raise RuntimeError(
             f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}): make the "
             "embedding with sparse=False, or use Adagrad or torch.optim.SparseAdam."
@@ -238,7 +238,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """State of a parameter, made when first asked for."""
+        """State of a parameter, created on first use."""
         state = self.state[param]
         step = state.get("step", 0)
         if not isinstance(step, Tensor) or step.dtype is not torch.float32 or step.device.type != "cpu":
@@ -270,7 +270,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             for name in self._names_for(group):
                 if isinstance(saved.get(name), Tensor):
                     state[name] = saved[name].to(param.device, dtype, copy=True)
-            # torch.optim.SGD counts no steps: its state alone says that there was one
+            # torch.optim.SGD counts no steps: only its state shows that there was one
             state["step"] = torch.tensor(float(saved.get("step", 1)), dtype=torch.float32)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 path.
             grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32
                 product.
-            low_precision: where not None, gets the updated parameter rounded to its dtype, in the same pass.
+            low_precision: where not None, receives the updated parameter rounded to its dtype, in the same pass.
         """
         if not params:
             return
@@ -394,8 +394,8 @@ class Batch:
         self.numel += param.numel()
 
     def widen(self, grad_scale: float) -> Batch:
-        """The same in fp32 (fp64 stays): the tensors themselves where they are, else copies; gradients
-        scaled."""
+        """The same batch in fp32 (fp64 stays): the tensors themselves if they are fp32, otherwise copies;
+        gradients scaled."""
         return Batch(
             params=[_wide(p) for p in self.params],
             grads=[_wide(g) * grad_scale for g in self.grads],
@@ -447,15 +447,15 @@ def _write_back(tensor: Tensor, wide: Tensor) -> None:
 
 
 def foreach_sqrt(tensors: list[Tensor]) -> list[Tensor]:
-    """Correctly rounded square roots. torch.sqrt of fp32 on CPUs is MKL's, which is not; through fp64 it
-    is."""
+    """Correctly rounded square roots. On CPUs, torch.sqrt of fp32 is MKL's, which is not correctly rounded; via
+    fp64 it is."""
     if any(t.device.type == "cpu" for t in tensors):
         return [t.double().sqrt_().float() if t.dtype is torch.float32 else t.sqrt() for t in tensors]
     return list(torch._foreach_sqrt(tensors))
 
 
 def refuse(optimizer: str, **arguments: Any) -> None:
-    """Raise for arguments that are in the documented signature but have no implementation, unless None or
+    """Raise for arguments that are in the documented signature but not implemented, unless None or
     False."""
     for name, value in arguments.items():
         if value is not None and value is not False:

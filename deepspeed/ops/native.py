@@ -1,8 +1,8 @@
-"""The native host library: where it is, what it offers, and the plain operations on tensors that it does.
+"""The native host library: where it is, what it offers, and its plain tensor operations.
 
 The library (`csrc/`, C++ with a plain C interface) is built with the package and found as a package resource;
-nothing is compiled at run time. Without it every operation here, and every optimizer built on it, does the
-same in PyTorch. Optimizer kernels are called through `deepspeed.ops.multi_tensor`.
+nothing is compiled at run time. Without it every operation here, and every optimizer built on it, runs in
+PyTorch with the same results. Optimizer kernels are called through `deepspeed.ops.multi_tensor`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library with its signatures set, or None (noted once in the log) where the package was built
-    without it."""
+    """The library with its signatures set, or None (logged once) if the package was built without
+    it."""
     suffix = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
     path = str(resources.files("deepspeed").joinpath("lib").joinpath(f"libdeepspeed_host.{suffix}"))
     try:
@@ -122,10 +122,10 @@ def is_native(tensor: Tensor) -> bool:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Sum of the squares of all elements, in fp64; inf or nan exactly if some element is not finite.
+    """Sum of the squares of all elements, in fp64; inf or nan if and only if some element is not finite.
 
     Squares of fp32 and 16-bit values are exact in fp64, so only the additions round: partitioning the tensors
-    elsewhere changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
+    differently changes at most the last bits of the double, which vanish when a norm is rounded to fp32.
     """
     on_host = [t for t in tensors if t.device.type == "cpu"]
     total = float(sum(sums_of_squares(on_host)))
@@ -146,11 +146,12 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
 
 
 HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22
-"""Elements that are widened to fp64 at once: 8 and 32 MiB. Larger ones on devices, where each is a few launches."""
+"""Elements that are widened to fp64 at a time: 8 and 32 MiB. More on devices, where each piece is a few launches."""
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
-    """fp64 scalar on the tensor's device; piece by piece, as fp64 copies of all would take 16 bytes per element."""
+    """fp64 scalar on the tensor's device; piece by piece, as fp64 copies of everything would take 16 bytes per
+    element."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     flat = tensor.detach().reshape(-1)
     piece = min(flat.numel(), HOST_PIECE if tensor.device.type == "cpu" else DEVICE_PIECE)
@@ -161,7 +162,7 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float = 1.0) -> None:
-    """`output = input * scale` pair by pair, converted; fp32 product, rounded once. An output may be its
+    """`output = input * scale` for each pair, converted; fp32 product, rounded once. An output may be its own
     input."""
     pairs = list(zip(outputs, inputs, strict=True))
     lib = library()
@@ -179,7 +180,7 @@ def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float
 
 
 def crc32_blocks(address: int, nbytes: int, block: int) -> np.ndarray:
-    """CRC-32, as zlib has it, of each block of the bytes at `address`: [blocks] uint32. Other threads run meanwhile."""
+    """zlib's CRC-32 of each block of the bytes at `address`: [blocks] uint32. Other threads can run meanwhile."""
     crcs = np.empty(-(-nbytes // block), dtype=np.uint32)
     lib = library()
     if lib is None or not lib.ds_crc32_blocks(address, nbytes, block, crcs.ctypes.data):
@@ -189,9 +190,9 @@ def crc32_blocks(address: int, nbytes: int, block: int) -> np.ndarray:
 
 
 def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -> None:
-    """`output = (inputs[0] + inputs[1] + ...) * scale`: summed in this order in fp32 (fp64 and integers stay
-    what they are), rounded once to the output's dtype. All have the same number of elements and the inputs
-    one dtype; the output may be one of the inputs."""
+    """`output = (inputs[0] + inputs[1] + ...) * scale`: summed in this order in fp32 (fp64 and integers keep
+    their dtype), rounded once to the output's dtype. All have the same number of elements, and all inputs the
+    same dtype; the output may be one of the inputs."""
     lib = library()
     if lib is not None and is_native(output) and all(map(is_native, inputs)):
         pointers = (ctypes.c_void_p * len(inputs))(*[t.data_ptr() for t in inputs])
@@ -214,5 +215,5 @@ def reduce_chunks(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) 
 
 
 def _widest(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype its sums are formed in."""
+    """The tensor in the dtype used for its sums."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

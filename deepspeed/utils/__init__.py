@@ -1,4 +1,4 @@
-"""Small helpers that the rest of the package stands on. Names are resolved on first use."""
+"""Small helpers that the rest of the package builds on. Names are resolved on first use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from .logging import log_dist, log_dist_once, logger, set_log_level_from_string, warning_once
 
-# Not lazily: the function has its module's name, and importing the module later would put the module in its
-# place.
+# Not lazily: the function has its module's name, and importing the module later would replace it with the
+# module.
 from .z3_leaf_module import z3_leaf_module
 
 # module below deepspeed -> documented names that it defines

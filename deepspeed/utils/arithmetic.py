@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors of `number`, smallest first, each as often as it divides: 12 gives [2, 2, 3]."""
+    """The prime factors of `number` with multiplicity, smallest first: 12 gives [2, 2, 3]."""
     if number <= 0:
         raise ValueError(f"{number} has no prime factors: it must be a positive whole number")
     factors: list[int] = []

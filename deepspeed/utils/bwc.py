@@ -1,6 +1,6 @@
-"""Sizes, ranks and groups of a model-parallel unit, whichever of the method names of its time the unit has.
+"""Sizes, ranks and groups of a model-parallel unit, whichever generation of method names the unit has.
 
-Megatron's units have called one thing `model_parallel`, `tensor_model_parallel` and (for stages)
+Megatron's units have called the same thing `model_parallel`, `tensor_model_parallel` and (for stages)
 `pipe_parallel`, `pipeline_model_parallel`. Without a unit there is one rank, and no group.
 """
 

@@ -1,4 +1,4 @@
-"""The record of communication calls: count, size, time, bandwidth, and who waited for whom."""
+"""The record of communication calls: count, size, time, bandwidth, and which ranks waited for which."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def calc_bw_log(
     """Algorithm and bus bandwidth in Gbps of one call that took `duration` ms.
 
     `size` is what one rank contributes in bytes (all_gather: its input, reduce_scatter: its output). The bus
-    bandwidth is what a ring moves over each link: 2 (n-1)/n of an all_reduce, (n-1)/n of what gathers,
-    scatters or exchanges, everything of the rest (the convention of the NCCL tests).
+    bandwidth is what a ring moves over each link: 2 (n-1)/n for an all_reduce, (n-1)/n for operations that
+    gather, scatter or exchange, everything for the rest (the convention of the NCCL tests).
     """
     n = group_size or (dist.get_world_size() if dist.is_initialized() else 1)
     if duration <= 0:
@@ -88,7 +88,7 @@ class CommsLogger:
         self.enabled = False
 
     def configure(self, comms_config: Any) -> None:
-        """Take over a `comms_logger` section (or an object that holds one as `.comms_logger`)."""
+        """Apply a `comms_logger` section (or an object that holds one as `.comms_logger`)."""
         section = getattr(comms_config, "comms_logger", comms_config)
         self.enabled = section.enabled
         self.prof_all = section.prof_all
@@ -119,7 +119,7 @@ class CommsLogger:
         self, raw_name: str, record_name: str, latency: float, msg_size: int, group_size: int | None = None
     ) -> None:
         """Record one call: `raw_name` the operation, `record_name` its row in the log, `latency` in ms,
-        `msg_size` in bytes as `calc_bw_log` wants it."""
+        `msg_size` in bytes as `calc_bw_log` expects it."""
         algbw, busbw = calc_bw_log(raw_name, msg_size, latency, group_size)
         record = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         record[0] += 1
@@ -160,7 +160,7 @@ class CommsLogger:
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print the table (where `print_log`) and return the numbers (where `return_dict`).
+        """Print the table (if `print_log`) and return the numbers (if `return_dict`).
 
         With `show_straggler` all ranks call this: they exchange their latencies.
         """
@@ -185,10 +185,10 @@ class CommsLogger:
         }
 
     def _straggler_analysis(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Of the i-th call of an operation and size, the rank that came last waited least: the smallest
-        latency over ranks is the communication, what the longest-waiting rank spent more is the straggler's
-        doing. Calls that not every rank recorded equally often (send, subgroups) are compared among those
-        ranks that did as many as this one."""
+        """In the i-th call of an operation and size, the rank that arrived last waited least: the smallest
+        latency over ranks is the communication, and the extra time of the longest-waiting rank is due to the
+        straggler. Calls that ranks recorded in different numbers (send, subgroups) are compared among the
+        ranks that recorded as many as this one."""
         mine = {
             name: {size: record[1] for size, record in sizes.items()}
             for name, sizes in self.comms_dict.items()

@@ -1,4 +1,4 @@
-"""Names of modules and parameters, and output that does not interleave, for hunting a bug by hand."""
+"""Names of modules and parameters, and output that does not interleave, for debugging by hand."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ds_id(param: nn.Parameter) -> Any:
 
 
 def ds_shape(param: nn.Parameter) -> Any:
-    """Shape of the whole parameter, also while ZeRO keeps only a slice here."""
+    """Shape of the full parameter, even while ZeRO keeps only a slice here."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -88,7 +88,7 @@ def debug_param2name_id_shape_status(param: nn.Parameter) -> str:
 
 @contextlib.contextmanager
 def _machine_lock() -> Iterator[None]:
-    """Held by one process of this user and machine at a time; nothing where the system has no such lock."""
+    """Held by one process of this user and machine at a time; does nothing if the system has no such lock."""
     try:
         import fcntl
     except ImportError:  # not a Unix
@@ -104,7 +104,7 @@ def _machine_lock() -> Iterator[None]:
 
 
 def printflock(*msgs: Any) -> None:
-    """``print`` that ranks on one machine do in turn."""
+    """``print`` by one rank of the machine at a time."""
     with _machine_lock():
         print(*msgs)
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def print_backward_tensors(tensor: torch.Tensor) -> None:
 
 
 def print_rank(*msg: Any, force: bool = False) -> None:
-    """With ``force``, prints with the rank in front, one rank of the machine at a time."""
+    """With ``force``, prints with the rank as a prefix, one rank of the machine at a time."""
     if force:
         printflock(f"[{this_rank()}]", *msg)
 

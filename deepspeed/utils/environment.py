@@ -1,7 +1,7 @@
-"""Who am I? The rank of this process, as launchers and clouds tell it through environment variables.
+"""Who am I? The rank of this process, as launchers and clouds set it through environment variables.
 
-Everybody who needs a rank before there is a process group asks here: the config, `init_distributed`, the logger, the
-memory plan. Two readers with rules of their own would disagree one day, and a config that counts four ranks in a job
+All code that needs a rank before there is a process group asks here: the config, `init_distributed`, the logger, the
+memory plan. Two readers with separate rules would disagree one day, and a config that counts four ranks in a job
 of one trains on a quarter of the batch.
 
 Pure functions of a mapping: nothing here touches torch.distributed, and only `apply` writes the environment.
@@ -30,7 +30,7 @@ class Identity:
     source: str
 
     def apply(self, env: MutableMapping[str, str]) -> None:
-        """Write it where torch.distributed and everyone else look for it."""
+        """Write it where torch.distributed and all other code look for it."""
         env["RANK"], env["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         env["LOCAL_RANK"] = str(self.local_rank)
         if self.local_size is not None:
@@ -43,7 +43,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables by which one kind of launcher tells a process its place."""
+    """The variables by which one kind of launcher tells a process its place in the job."""
 
     name: str
     rank: str
@@ -77,9 +77,9 @@ MPI = (
 
 
 def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = True) -> Identity | None:
-    """This process' identity, or None when nothing speaks of a job.
+    """This process's identity, or None if nothing indicates a job.
 
-    RANK and WORLD_SIZE win; with `schedulers`, MPI launchers and Slurm come next. A cloud (AzureML) may add
+    RANK and WORLD_SIZE take precedence; with `schedulers`, MPI launchers and Slurm come next. A cloud (AzureML) may add
     the address of rank 0.
     """
     launchers = (TORCHRUN, *MPI, SLURM) if schedulers else (TORCHRUN,)
@@ -116,13 +116,13 @@ def discover(env: Mapping[str, str], default_port: int, *, schedulers: bool = Tr
 
 
 def this_process(env: Mapping[str, str]) -> Identity:
-    """`discover`, and rank 0 of 1 where nothing speaks of a job."""
+    """`discover`, or rank 0 of 1 if nothing indicates a job."""
     alone = Identity(rank=0, world_size=1, local_rank=_optional(env, "LOCAL_RANK") or 0, source=ALONE)
     return discover(env, 0) or alone
 
 
 def is_alone_in_an_allocation(env: Mapping[str, str]) -> int:
-    """The tasks that Slurm was asked for, where this process was not started as one of them (else 0): a batch script
+    """The number of tasks requested from Slurm, if this process was not started as one of them (else 0): a batch script
     or an interactive shell runs once, whatever the allocation."""
     if discover(env, 0) is not None:
         return 0

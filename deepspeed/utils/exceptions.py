@@ -1,4 +1,4 @@
-"""Errors of interfaces that are kept for their name."""
+"""Errors of interfaces, kept for their names."""
 
 
 class UnusedParametersError(RuntimeError, AssertionError):
@@ -10,4 +10,4 @@ class SplitError(ValueError, RuntimeError):
 
 
 class DeprecatedException(Exception):
-    """A documented entry that has been replaced by another one."""
+    """A documented entry that has been replaced by another."""

@@ -1,4 +1,4 @@
-"""How to get an optional dependency: one place that words the hint."""
+"""How to get an optional dependency: one place for the wording of the hint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DISTRIBUTION = "deepspeed"
 def requirements_of(extra: str) -> list[str]:
     """What ``extra`` adds to an installation of this package, such as ``["transformers>=4.45"]``.
 
-    Empty where the package runs from a folder that was never installed: then nothing is known of its extras.
+    Empty if the package runs from a folder that was never installed: then nothing is known about its extras.
     """
     try:
         declared = metadata.requires(DISTRIBUTION) or []
@@ -27,9 +27,9 @@ def requirements_of(extra: str) -> list[str]:
 
 
 def install_hint(package: str, *, extra: str) -> str:
-    """The command that installs ``package``, with the versions that our ``extra`` asks for.
+    """The command that installs ``package``, with the versions that our ``extra`` requires.
 
-    It names the package itself and never ``deepspeed[extra]``: pip would take that from a package index, where the
+    It names the package itself and never ``deepspeed[extra]``: pip would fetch that from a package index, where the
     name belongs to another project.
     """
     wanted = [line for line in requirements_of(extra) if _name_of(line) == _normal(package)]

@@ -1,6 +1,6 @@
 """The documented view of "which process group": thin getters over the mesh that the engine registers.
 
-Code of this package is handed its mesh and does not look here. Without a registered mesh all ranks are
+Code in this package is passed its mesh and does not look here. Without a registered mesh all ranks are
 data parallel.
 """
 
@@ -16,7 +16,7 @@ from .exceptions import DeprecatedException
 
 
 class Mesh(Protocol):
-    """What is used here of ``deepspeed.comm.mesh.ProcessMesh``."""
+    """The part of ``deepspeed.comm.mesh.ProcessMesh`` used here."""
 
     def size(self, *axes: str) -> int: ...
     def rank(self, *axes: str) -> int: ...
@@ -27,7 +27,7 @@ class Mesh(Protocol):
 @dataclass
 class _Registered:
     mesh: Mesh | None = None
-    # Set by hand by code that reads tensor-parallel checkpoints without running in parallel.
+    # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
     tensor_parallel: dict[str, int] = field(default_factory=dict)
 
 
@@ -35,7 +35,7 @@ _registered = _Registered()
 
 
 def set_mesh(mesh: Mesh | None) -> None:
-    """Makes the getters speak of ``mesh``, the one of the engine built last; None forgets it."""
+    """Makes the getters report ``mesh``, that of the engine built last; None unregisters it."""
     _registered.mesh = mesh
     _registered.tensor_parallel.clear()
 
@@ -67,7 +67,7 @@ def _rank(*axes: str) -> int:
 
 
 def _group(*axes: str) -> ProcessGroup | None:
-    """None where there is no such parallelism, or no process group at all."""
+    """None if there is no such parallelism, or no process group at all."""
     if not _initialized():
         return None
     if _registered.mesh is not None:
@@ -106,7 +106,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """Global rank of the first of those that hold the same weights."""
+    """Global rank of the first rank that holds the same weights."""
     return _ranks("dp", "sp")[0]
 
 
@@ -148,7 +148,7 @@ _get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def _get_sequence_parallel_group() -> ProcessGroup | None:
-    """None while sequences are not sharded."""
+    """None if sequences are not sharded."""
     return _group("sp") if _size("sp") > 1 else None
 
 
@@ -173,7 +173,7 @@ def _get_sequence_data_parallel_rank() -> int:
     return _rank("dp", "sp")
 
 
-# --- Expert parallel. One size per job, so the group's name ("ep_size_4") carries nothing. --------
+# --- Expert parallel. One size per job, so the group's name ("ep_size_4") says nothing new. -------
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:

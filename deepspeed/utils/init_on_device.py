@@ -38,11 +38,11 @@ class _Factories(TorchFunctionMode):
 
 
 class OnDevice:
-    """Inside the context, ``torch.empty``, ``full``, ``ones`` and ``zeros`` make tensors on ``device``.
+    """Inside the context, ``torch.empty``, ``full``, ``ones`` and ``zeros`` create tensors on ``device``.
 
-    Floating-point ones get ``dtype`` whatever was asked for; a device that the caller names stays. That
-    is where layers get their parameters from, so a model is built without host memory on the default
-    ``meta`` device::
+    Floating-point tensors get ``dtype`` whatever was requested; a device that the caller names is kept.
+    Layers create their parameters with these functions, so a model is built without host memory on the
+    default ``meta`` device::
 
         with OnDevice(dtype=torch.bfloat16, device="meta"):
             model = Model(config)

@@ -1,4 +1,4 @@
-"""The package's logger, and messages that only some ranks write."""
+"""The package's logger, and messages that only some ranks log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINE_FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName
 ALL_RANKS = -1
 
 LEVEL_VARIABLE = "DEEPSPEED_LOG_LEVEL"
-"""Environment variable with the name of a level; it has precedence over the config key ``log_level``."""
+"""Environment variable with the name of a level; it takes precedence over the config key ``log_level``."""
 
 QUIET_WHEN_COMPILING = "DISABLE_LOGS_WHILE_COMPILING"
 STILL_LOUD_WHEN_COMPILING = "LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE"
@@ -45,7 +45,7 @@ def write_safely(text: str, stream: TextIO | None) -> bool:
 
 
 class _StdoutHandler(logging.StreamHandler):
-    """Writes to whatever ``sys.stdout`` is now, not to what it was at import (it is often redirected
+    """Writes to the current ``sys.stdout``, not to what it was at import (it is often redirected
     later).
     """
 
@@ -57,7 +57,7 @@ class _StdoutHandler(logging.StreamHandler):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A standard output that is closed, full or gone must not stop training: standard error is used then."""
+        """A standard output that is closed, full or gone must not stop training: standard error is used instead."""
         if not isinstance(sys.exc_info()[1], (OSError, ValueError, AttributeError)):
             return super().handleError(record)
         write_safely(self.format(record) + "\n", sys.stderr)
@@ -66,10 +66,10 @@ class _StdoutHandler(logging.StreamHandler):
 class LoggerFactory:
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger of that name with one handler on standard output, apart from the root logger.
+        """A logger of that name with one handler on standard output, separate from the root logger.
 
-        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` leaves calls of its methods out of what it
-        compiles, where they would break the graph, except those that
+        With ``DISABLE_LOGS_WHILE_COMPILING=1``, ``torch.compile`` leaves calls of its methods out of the
+        compiled code, where they would break the graph, except those that
         ``LOGGER_METHODS_TO_EXCLUDE_FROM_DISABLE`` lists (separated by commas).
         """
         if not name:
@@ -87,7 +87,7 @@ class LoggerFactory:
 
 
 def _be_quiet_while_compiling(created: logging.Logger) -> None:
-    import torch._dynamo.config as dynamo  # slow, and only for those who asked
+    import torch._dynamo.config as dynamo  # slow, and only needed on request
 
     loud = {method.strip() for method in os.environ.get(STILL_LOUD_WHEN_COMPILING, "").split(",")}
     quiet = {getattr(created, method) for method in LOGGER_METHODS if method not in loud}
@@ -95,7 +95,7 @@ def _be_quiet_while_compiling(created: logging.Logger) -> None:
 
 
 def level_of_environment() -> int | None:
-    """The level that the environment variable names; None if it names none."""
+    """The level named by the environment variable; None if it names none."""
     return log_levels.get(os.environ.get(LEVEL_VARIABLE, "").strip().lower())
 
 
@@ -103,14 +103,14 @@ logger = LoggerFactory.create_logger(name="DeepSpeed", level=level_of_environmen
 
 
 def apply_log_level(name: str | None) -> None:
-    """Set the level that a config asks for (None: leave it), unless the environment has decided."""
+    """Set the level that a config requests (None: leave it), unless the environment sets it."""
     if name is not None and level_of_environment() is None:
         logger.setLevel(get_log_level_from_string(name))
 
 
 def wants_reports(name: str | None) -> bool:
-    """Whether reports at level INFO are to be shown that need no asking for: not if the environment, a config (its
-    ``log_level`` is ``name``) or the script has raised the level."""
+    """Whether to show INFO reports that nobody requested: not if the environment, a config (its ``log_level`` is
+    ``name``) or the script has raised the level."""
     asked = level_of_environment()
     if asked is None and name is not None:
         asked = get_log_level_from_string(name)
@@ -120,7 +120,7 @@ def wants_reports(name: str | None) -> bool:
 
 
 def report(message: Any) -> None:
-    """An INFO line on rank 0 that is shown whatever the level, because it was asked for (see ``wants_reports``)."""
+    """An INFO line on rank 0 that is shown whatever the level, because it is wanted (see ``wants_reports``)."""
     if not is_rank_zero():
         return
     file, line, function, _ = logger.findCaller(stacklevel=2)
@@ -129,12 +129,12 @@ def report(message: Any) -> None:
 
 
 def this_rank() -> int:
-    """Rank in the default process group, before that the one the launcher gave, else 0."""
+    """Rank in the default process group; before there is one, the rank from the launcher, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     try:
         return this_process(os.environ).rank
-    except ValueError:  # for those who need the whole of it to complain about
+    except ValueError:  # left to code that needs the whole identity to complain about
         rank = os.environ.get("RANK", "")
         return int(rank) if rank.isdigit() else 0
 
@@ -177,7 +177,7 @@ def _is_first_time(level: int, text: str) -> bool:
 
 
 def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """``log_dist``, but only the first time that this text comes."""
+    """``log_dist``, but only the first time this text occurs."""
     if logger.isEnabledFor(level) and _is_first_time(level, str(message)):
         text = get_dist_msg(message, ranks)
         if text is not None:
@@ -185,7 +185,7 @@ def log_dist_once(message: Any, ranks: Iterable[int] | None = None, level: int =
 
 
 def warning_once(message: Any, *args: Any) -> None:
-    """``logger.warning``, but only the first time that this text comes."""
+    """``logger.warning``, but only the first time this text occurs."""
     text = str(message) % args if args else str(message)
     if logger.isEnabledFor(logging.WARNING) and _is_first_time(logging.WARNING, text):
         logger.warning("%s", text, stacklevel=2)
@@ -217,7 +217,7 @@ def print_configuration(args: Any, name: str) -> None:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level name in any case; ValueError for a name that is none."""
+    """The number of a level name in any case; ValueError for an unknown name."""
     level = log_levels.get(log_level_str.lower())
     if level is None:
         names = ", ".join(log_levels)
@@ -234,5 +234,5 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger is set to this level or a more talkative one."""
+    """Whether the logger is set to this level or a more verbose one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)

@@ -1,4 +1,4 @@
-"""How much memory is in use, as text for people."""
+"""How much memory is in use, as human-readable text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory_usage() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Prints device and host memory on rank 0 under the title ``message``, then starts new peaks.
+    """Prints device and host memory on rank 0 under the title ``message``, then resets the peaks.
 
     Nothing happens without ``force``, so that calls can stay in a script.
     """

@@ -52,11 +52,11 @@ def format_range_list(cores: Iterable[int]) -> str:
 
 
 def get_numa_cores() -> list[list[int]]:
-    """Cores of each NUMA node, empty where the system does not tell."""
+    """Cores of each NUMA node, empty if the system does not report them."""
     found: list[tuple[int, list[int]]] = []
     for path in NODES.glob("node[0-9]*"):
         cores = (path / "cpulist").read_text().strip()
-        if cores:  # a node may hold memory alone
+        if cores:  # a node may have only memory
             found.append((int(path.name.removeprefix("node")), parse_range_list(cores)))
     return [cores for _, cores in sorted(found)]
 
@@ -83,7 +83,7 @@ def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: 
 
 
 def bind_cores(core_list: Sequence[int]) -> bool:
-    """Binds this process, its threads to come and its children to the cores. False where the system
+    """Binds this process, its future threads and its children to the cores. False if the system
     cannot.
     """
     if not hasattr(os, "sched_setaffinity"):
@@ -106,7 +106,7 @@ def get_numactl_cmd(
 ) -> tuple[int, list[str]]:
     """Cores per rank, and the command prefix that binds the local rank to its share of the cores.
 
-    Memory is bound too when the share lies in one of several NUMA nodes.
+    Memory is bound too if the share is within one of several NUMA nodes.
     """
     check_for_numactl_pkg()
     cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """Shows each call of ``func`` as a range named after it; compiled code is left without."""
+    """Shows each call of ``func`` as a range named after it; compiled code gets no ranges."""
 
     @functools.wraps(func)
     def ranged(*args: P.args, **kwargs: P.kwargs) -> R:

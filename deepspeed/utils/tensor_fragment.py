@@ -1,6 +1,6 @@
-"""Reading and writing fp32 weights, gradients and optimizer state of a parameter, whatever keeps them.
+"""Reading and writing fp32 weights, gradients and optimizer state of a parameter, wherever they are kept.
 
-An engine that keeps such state apart from the parameter puts an object on it (attribute
+An engine that keeps such state separate from the parameter puts an object on it (attribute
 ``_ds_state_access``) that knows where; the functions here ask that object. A parameter without it keeps
 its own state.
 
@@ -20,7 +20,7 @@ ACCESS = "_ds_state_access"
 
 
 class StateAccess(Protocol):
-    """What is used here of ``deepspeed.runtime.zero.access.StateAccess``.
+    """The part of ``deepspeed.runtime.zero.access.StateAccess`` used here.
 
     Full tensors have the parameter's shape and are copies; local ones are this rank's part, 1-D.
     """
@@ -54,7 +54,7 @@ def _required(param: nn.Parameter) -> StateAccess:
 
 
 def write_pieces(pieces: Sequence[Tensor] | None, value: Tensor, what: str) -> None:
-    """Writes ``value`` over tensors that together are this rank's part; None: they do not exist now."""
+    """Writes ``value`` over tensors that together are this rank's part; None: they do not exist at present."""
     if pieces is None:
         raise ValueError(
             f"There is no {what} to write on this rank now; gradients exist from backward() to step()."
@@ -83,7 +83,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Writes the whole master weight and, from it, the weight the model computes with. Collective."""
+    """Writes the whole master weight and, from it, the weight that the model computes with. Collective."""
     access = _required(param)
     _check_shape(param, value)
     access.set_full_master(param, value)
@@ -103,8 +103,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient in fp32, reduced over the ranks; ``param.grad`` where no engine keeps it; None
-    if there is none now. Inside ``engine.no_sync()`` it is this rank's own. Collective.
+    """The whole gradient in fp32, reduced over the ranks; ``param.grad`` if no engine keeps it; None
+    if there is none at present. Inside ``engine.no_sync()`` it is this rank's own. Collective.
     """
     access = _access(param)
     return param.grad if access is None else access.full_gradient(param)
@@ -130,7 +130,7 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replaces the gradients of many parameters: ``update_func(gradient, param)`` gets the whole gradient
     and returns the new one, or changes it in place and returns None. Parameters without a gradient are
-    passed over. Collective.
+    skipped. Collective.
     """
     for param in param_list:
         gradient = safe_get_full_grad(param)
@@ -166,7 +166,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the reduced gradient, 1-D; None if there is none now."""
+    """This rank's part of the reduced gradient, 1-D; None if there is none at present."""
     access = _access(param)
     return None if access is None else access.local_gradient(param)
 
@@ -180,7 +180,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def get_full_hp_param(self: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
-    """The whole master weight, or with a key that optimizer state. Collective."""
+    """The whole master weight, or the optimizer state with this key if given. Collective."""
     if optim_state_key is None:
         return safe_get_full_fp32_param(self)
     return safe_get_full_optimizer_state(self, optim_state_key)

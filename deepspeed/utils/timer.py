@@ -56,7 +56,7 @@ class _HostSpan:
 
 
 class _DeviceSpan:
-    """Time between two points of the current stream; nothing waits until the time is asked for."""
+    """Time between two points of the current stream; nothing waits until the time is read."""
 
     def __init__(self) -> None:
         event = get_accelerator().Event
@@ -107,22 +107,22 @@ class SynchronizedWallClockTimer:
             self._span, self.started_ = None, False
             if (
                 len(self._finished) == MOST_UNREAD_SPANS
-            ):  # no one asked; old ones have long passed on the device
+            ):  # not read so far; old ones completed on the device long ago
                 self._settle(MOST_UNREAD_SPANS // 2)
 
         def cancel(self) -> None:
-            """Drops a running interval: what it was to time has failed."""
+            """Drops a running interval: what it was timing has failed."""
             self._span, self.started_ = None, False
 
         def reset(self) -> None:
-            """Forgets everything, also a running interval."""
+            """Discards everything, including a running interval."""
             self.cancel()
             self._finished.clear()
             self._recorded_ms.clear()
             self._total_ms = 0.0
 
         def elapsed(self, reset: bool = True) -> float:
-            """Sum of the intervals in ms; a running one counts up to now and runs on."""
+            """Sum of the intervals in ms; a running one counts up to now and continues."""
             running = self.started_
             if running:
                 self.stop()
@@ -135,7 +135,7 @@ class SynchronizedWallClockTimer:
             return total
 
         def mean(self) -> float:
-            """Mean of the recorded intervals in ms without the outliers; the sum if none was recorded."""
+            """Mean of the recorded intervals in ms without outliers; the sum if none was recorded."""
             self._settle()
             return trim_mean(self._recorded_ms, OUTLIER_SHARE) if self._recorded_ms else self._total_ms
 
@@ -253,9 +253,9 @@ class ThroughputTimer:
         config: Has ``enabled`` and ``synchronized`` (wait for the device at both ends), as the section
             ``timers.throughput`` of the config.
         batch_size: Samples of one optimizer step over all ranks.
-        start_step: Optimizer steps that are not counted: the first ones warm caches up.
+        start_step: Optimizer steps that are not counted: the first ones warm up caches.
         steps_per_output: Report every so many optimizer steps; None never reports.
-        logging_fn: Takes the report's text; the log at level INFO by default.
+        logging_fn: Receives the report's text; logs at level INFO by default.
     """
 
     def __init__(
@@ -341,8 +341,8 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean without the share ``trim_percent`` (0 to 0.5) of smallest and of largest values; 0 of no
-    values.
+    """Mean without the share ``trim_percent`` (0 to 0.5) of the smallest and of the largest values; 0 if there
+    are no values.
     """
     if not 0.0 <= trim_percent < 0.5:
         raise ValueError(

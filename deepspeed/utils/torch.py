@@ -20,7 +20,7 @@ def _numbers(version: str) -> tuple[int, int]:
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Whether the installed torch lies between two releases, both included: `required_torch_version(2.6)`.
+    """Whether the installed torch is between two releases, both inclusive: `required_torch_version(2.6)`.
 
     Releases are compared by major and minor number. A float such as 2.1 cannot tell release 2.1 from 2.10; write
     that one as text, "2.10".
@@ -44,5 +44,5 @@ def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]
 
 
 def jit_script_compat(fn: F) -> F:
-    """Formerly `torch.jit.script`, which new releases of torch give up: the function as it is."""
+    """Formerly `torch.jit.script`, which new releases of torch drop: returns the function unchanged."""
     return fn

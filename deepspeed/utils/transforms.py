@@ -1,7 +1,8 @@
 """Hooks and the transforms of `torch.func` (`grad`, `vmap`, `jvp`, ...).
 
-Inside a transform every operation of torch is interpreted: a tensor made there is a wrapper without memory of its own,
-and autograd runs over values that are no gradients of the training step. What works on memory has to step outside.
+Inside a transform every torch operation is interpreted: a tensor made there is a wrapper without its own memory,
+and autograd runs over values that are not gradients of the training step. Code that works on memory has to step
+outside.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 
 
 def inside_transform() -> bool:
-    """Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or one of their kin."""
+    """Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
     return torch._C._are_functorch_transforms_active()
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """A context in which tensors are plain ones, also when a transform is active around it."""
+    """A context in which tensors are plain tensors, even if a transform is active around it."""
     if not inside_transform():
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -14,7 +14,7 @@ def untraced(function: F) -> F:
     """`torch.compiler.disable(function)`: neither it nor what it calls is compiled.
 
     The function itself is marked as the compiler's own decorators do: the attribute keeps traced callers from
-    inlining it, the strategy of its code keeps its frame, and those below, out of the compiler's hands.
+    inlining it, the strategy of its code keeps the compiler away from its frame and those below.
     """
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

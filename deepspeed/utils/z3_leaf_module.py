@@ -1,8 +1,8 @@
 """Marking modules as leaves for ZeRO stage 3.
 
-The parameters of a leaf and of everything inside it are gathered together, at its call: for modules that
-use only some of their submodules in a forward pass (mixture of experts), or that call them in an order
-that changes.
+The parameters of a leaf and of everything inside it are gathered together when it is called: for modules that
+use only some of their submodules in a forward pass (mixture of experts), or that call them in a varying
+order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LeafModuleSection(Protocol):
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this very module is a leaf."""
+    """Whether this module itself is a leaf."""
     return bool(getattr(model, MARK, False))
 
 
@@ -51,7 +51,7 @@ def set_z3_leaf_modules(
 
     Args:
         leaf_module_classes: Classes (subclasses count), or class names, short or with their module's path.
-        raise_if_not_found: ValueError if there is no such module.
+        raise_if_not_found: Raise ValueError if there is no such module.
     """
     return _mark_by_class(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -59,7 +59,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes the mark from all modules of these classes and returns them."""
+    """Unmarks all modules of these classes and returns them."""
     return _mark_by_class(model, leaf_module_classes, False, raise_if_not_found)
 
 
@@ -95,8 +95,8 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: LeafModuleSection | None) -> list[nn.Module]:
-    """Marks what the config section lists. What it lists and the model does not have is passed over: the
-    default list holds classes of several model families.
+    """Marks what the config section lists. Entries that the model does not have are skipped: the default
+    list holds classes of several model families.
     """
     if leaf_cfg is None:
         return []

@@ -27,7 +27,7 @@ from deepspeed.checkpoint.export import save_weights
 
 
 class GatheredTensor:
-    """A tensor that is put together from its shards when ``contiguous()`` is called."""
+    """A tensor that is assembled from its shards when ``contiguous()`` is called."""
 
     def __init__(self, lazy: LazyTensor) -> None:
         self._lazy = lazy
@@ -43,7 +43,7 @@ def to_torch_tensor(
 ) -> OrderedDict[str, Tensor]:
     """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
 
-    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for finding out sizes.
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for determining sizes.
     """
     made: dict[int, Tensor] = {}
     result: OrderedDict[str, Tensor] = OrderedDict()
@@ -79,7 +79,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the fp32 weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards
-    with an index where they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
+    with an index if they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
     whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
     save_weights(
         whole.tensors,

@@ -69,7 +69,7 @@ class Adagrad(MultiTensorOptimizer):
         torch._foreach_sub_(params, grads)
 
     def _sparse_update(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
-        """The rows that the gradient names, as torch.optim.Adagrad has it; all other rows stay as they are."""
+        """Updates the rows in the gradient, as torch.optim.Adagrad does; all other rows are unchanged."""
         if group["weight_decay"] != 0:
             raise RuntimeError(
                 f"{type(self).__name__}: weight_decay={group['weight_decay']} cannot be combined with sparse "
@@ -77,7 +77,7 @@ class Adagrad(MultiTensorOptimizer):
             )
         state = self.state_for(param, group)
         state["step"] += 1
-        grad = grad.coalesce()  # a row that occurs several times counts with the sum of its gradients
+        grad = grad.coalesce()  # the gradients of a row that occurs several times are summed
         rows, values = tuple(grad.indices()), grad.values().float()
         sums = state["sum"][rows].float() + values * values
         state["sum"][rows] = sums.to(state["sum"].dtype)

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam: the host Adam of offloaded training."""
+"""DeepSpeedCPUAdam: host Adam for offloaded training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusedAdam: Adam/AdamW on whatever device the parameters are."""
+"""FusedAdam: Adam/AdamW on whatever device holds the parameters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Arithmetic shared by FusedAdam and DeepSpeedCPUAdam.
 
 D. P. Kingma, J. Ba: Adam: A Method for Stochastic Optimization (ICLR 2015); I. Loshchilov, F. Hutter:
-Decoupled Weight Decay Regularization (ICLR 2019). All constants are formed in fp64 and rounded to fp32 once.
+Decoupled Weight Decay Regularization (ICLR 2019). All constants are computed in fp64 and rounded to fp32 once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _has_triton() -> bool:
 
 class MultiTensorAdam(MultiTensorOptimizer):
     """Groups hold lr, betas, eps, weight_decay, bias_correction, and under `decoupled_key` whether weight
-    decay acts on the parameter (AdamW) or joins the gradient (Adam with L2)."""
+    decay is applied to the parameter (AdamW) or added to the gradient (Adam with L2)."""
 
     state_names = ("exp_avg", "exp_avg_sq")
     decoupled_key = "adam_w_mode"

@@ -1,13 +1,13 @@
 """Adam on many tensors of a GPU in one kernel launch, with the arithmetic of the host kernel and the PyTorch
 path.
 
-Every operation is rounded by itself: contraction to fused multiply-adds is switched off, division and square
-root are the correctly rounded ones. Each program updates one block of one tensor; which one stands in a table
-of blocks, where its memory is in the table of pointers (rows of `struct ds_segment`, see [Note: pointer
+Every operation is rounded individually: contraction to fused multiply-adds is disabled, division and square
+root are correctly rounded. Each program updates one block of one tensor: a table of blocks says which one, and
+the table of pointers says where its memory is (rows of `struct ds_segment`, see [Note: pointer
 tables]).
 """
 
-# A kernel is Triton, not Python: types of its arguments mean nothing to a checker.
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def step(
         words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, native.SEGMENT_WORDS)
         launch.uploaded = _Uploaded(words.to(launch.device, copy=True), {})
     uploaded: _Uploaded = launch.uploaded
-    # Usually one round: tensors differ in their count only if some had no gradient for a while.
+    # Usually one round: step counts differ only if some tensors had no gradient for a while.
     by_step = sorted(range(len(steps)), key=steps.__getitem__)
     for count, members in groupby(by_step, key=steps.__getitem__):
         taking_part = tuple(members)

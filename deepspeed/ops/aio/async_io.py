@@ -19,7 +19,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """One read with a handle of its own (see `aio_handle`)."""
+    """One read with its own handle (see `aio_handle`)."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
 
 
@@ -32,7 +32,7 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """One write with a handle of its own (see `aio_handle`)."""
+    """One write with its own handle (see `aio_handle`)."""
     return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(
         buffer, filename, validate
     )

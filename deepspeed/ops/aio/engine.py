@@ -1,6 +1,6 @@
-"""What moves bytes between memory and files: the native engine, or threads of Python where it is missing.
+"""What moves bytes between memory and files: the native engine, or Python threads where it is missing.
 
-Both take an address, a length, a path and an offset, start at once, and report when the operation is waited for.
+Both take an address, a length, a path and an offset, start immediately, and report when the operation is waited for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 from deepspeed.ops import native
 
 TRANSPORTS = ("io_uring", "libaio", "threads")
-"""Ways of the native engine to the kernel, best first (`enum ds_aio_transport`)."""
+"""The native engine's kernel interfaces, best first (`enum ds_aio_transport`)."""
 
 PYTHON = "python"
 BACKEND_VARIABLE = "DS_AIO_BACKEND"
-"""Environment variable: the backend to begin with, of `TRANSPORTS` or "python"; what is missing is passed over."""
+"""Environment variable: the first backend to try, of `TRANSPORTS` or "python"; unavailable ones are skipped."""
 
 _PIECE = 1 << 30  # Linux moves less than 2 GiB per call
 
@@ -37,7 +37,7 @@ class Options:
 
 
 class Failure(Exception):
-    """What went wrong at which byte of the file; the handle knows the rest. `detail`: what errno cannot say."""
+    """What went wrong at which byte of the file; the handle knows the rest. `detail`: what errno cannot express."""
 
     def __init__(self, errno: int, offset: int, detail: str = "") -> None:
         super().__init__(errno, offset, detail)
@@ -58,7 +58,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what is in flight and ends the threads."""
+        """Waits for operations in flight and ends the threads."""
         ...
 
 
@@ -103,13 +103,13 @@ def library() -> ctypes.CDLL | None:
         for name, (result, arguments) in signatures.items():
             function = getattr(lib, name)
             function.restype, function.argtypes = result, arguments
-    except AttributeError:  # a library of an earlier build
+    except AttributeError:  # a library from an earlier build
         return None
     return lib
 
 
 class NativeEngine:
-    """Worker threads in C++ (`csrc/aio`), one per degree of parallelism, each with a queue in the kernel."""
+    """C++ worker threads (`csrc/aio`), one per degree of parallelism, each with a queue in the kernel."""
 
     def __init__(self, lib: ctypes.CDLL, options: Options, transport: int) -> None:
         fields = _Options(
@@ -149,7 +149,7 @@ class NativeEngine:
 
 
 class PythonEngine:
-    """pread and pwrite through the page cache, in threads; an operation is split into as many parts."""
+    """pread and pwrite through the page cache, in threads; an operation is split into one part per thread."""
 
     backend = PYTHON
 

@@ -14,7 +14,7 @@ from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
 from deepspeed.ops.aio.memory import LockedMemory, host_buffer, is_locked, is_pinned
 
 ALIGNMENT = 4096
-"""Bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
+"""In bytes. Memory and offsets that are multiples of it never need an extra copy on current disks."""
 
 
 class Pending(NamedTuple):
@@ -34,18 +34,18 @@ class aio_handle:  # documented name
     """Moves tensors to and from files.
 
     Tensors are contiguous, of any dtype, on the host or on a device, pinned or not; files, offsets and addresses need
-    no alignment. A write makes the file if it is missing and never cuts it. The number of bytes is the tensor's.
+    no alignment. A write creates the file if it is missing and never truncates it. The number of bytes is the tensor's.
 
-    Errors are `OSError`s with `errno`, `filename` and `offset` (byte of the file where it happened): at once where the
-    file cannot be opened, is too short to be read, or cannot grow, otherwise from the call that waits. A failed
+    Errors are `OSError`s with `errno`, `filename` and `offset` (byte of the file where it happened), raised immediately
+    if the file cannot be opened, is too short to be read, or cannot grow, otherwise by the call that waits. A failed
     operation leaves the handle usable.
 
     Args:
         block_size: bytes per request to the disk; rounded up to whole pages.
         queue_depth: requests that each worker keeps in flight.
         single_submit: one system call per request instead of one per batch.
-        overlap_events: refill the queue whenever a request completes; else when half of the queue has completed.
-        intra_op_parallelism: workers, which share each operation.
+        overlap_events: refill the queue whenever a request completes; otherwise when half of the queue has completed.
+        intra_op_parallelism: number of workers, which share each operation.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class aio_handle:  # documented name
         return self._options.intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Bytes to which the two ends of a transfer may be aligned to save a copy; nothing has to be."""
+        """Bytes to which the two ends of a transfer may be aligned to save a copy; alignment is never required."""
         return ALIGNMENT
 
     @property
@@ -98,10 +98,10 @@ class aio_handle:  # documented name
 
     # ---- transfers -----------------------------------------------------------------------------------------
 
-    # A file is given by its path, or as an open descriptor: as `filename` or by the documented keyword `fd`.
+    # A file is given as a path or an open descriptor: as `filename` or by the documented keyword `fd`.
 
     def read(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
-        """Fills the tensor from the file. With `validate` the bytes are read again another way and compared."""
+        """Fills the tensor from the file. With `validate` the bytes are read again by another method and compared."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
     def write(self, buffer: Tensor, filename: str, validate: bool = False, file_offset: int = 0) -> int:
@@ -118,7 +118,7 @@ class aio_handle:  # documented name
         *,
         fd: int | None = None,
     ) -> int:
-        """`read`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
+        """`read`, or with `is_async` only starts it. Returns 1 (operations complete), or 0 (started)."""
         return self._transfer(False, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def pwrite(
@@ -131,7 +131,7 @@ class aio_handle:  # documented name
         *,
         fd: int | None = None,
     ) -> int:
-        """`write`, or with `is_async` only the start of it. Returns 1 (operations complete), or 0 (started)."""
+        """`write`, or with `is_async` only starts it. Returns 1 (operations complete), or 0 (started)."""
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, validate, is_async)
 
     def sync_pread(
@@ -177,10 +177,10 @@ class aio_handle:  # documented name
         return self._transfer(True, buffer, _one_of(filename, fd), file_offset, is_async=True)
 
     def wait(self) -> int:
-        """Waits for all operations started in the background; returns how many there were. If some failed, the
-        error of the first one is raised after all have ended."""
+        """Waits for all operations started in the background; returns how many there were. If any failed, the
+        error of the first one is raised after all have finished."""
         count, failure = len(self._pending), None
-        while self._pending:  # each stays referenced until the engine has let go of its memory
+        while self._pending:  # each stays referenced until the engine has released its memory
             operation = self._pending.pop(0)
             try:
                 _finish(operation)
@@ -219,14 +219,14 @@ class aio_handle:  # documented name
         return Pending(engine, ticket, write, path, offset, buffer, host, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
-        """The tensor, or for a device tensor as many bytes on the host, with a copy of it if asked."""
+        """The tensor, or for a device tensor as many bytes on the host, filled with its values if ``copy``."""
         if buffer.device.type == "cpu":
             return buffer
         host = host_buffer(_nbytes(buffer)).view(buffer.dtype).view(buffer.shape)
         return host.copy_(buffer.detach()) if copy else host
 
     def _engine(self) -> Engine:
-        """The threads of this process; started at the first use, and anew after a fork, which does not keep them."""
+        """The threads of this process; started on first use, and again after a fork, which does not keep them."""
         if self._running is None or self._running[0] != os.getpid():
             engine = self._new_engine()
             weakref.finalize(self, _close, engine, os.getpid())
@@ -240,13 +240,13 @@ class aio_handle:  # documented name
     # ---- memory --------------------------------------------------------------------------------------------
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A 1-D host tensor of the example's dtype in aligned, resident (and, as the limit allows, locked) memory."""
+        """A 1-D host tensor of the example's dtype in aligned, resident (and, if the limit allows, locked) memory."""
         if num_elem < 0:
             raise ValueError(f"new_cpu_locked_tensor: num_elem = {num_elem}: expected at least 0")
         return self._locked.new(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: Tensor) -> bool:
-        """Gives a tensor of `new_cpu_locked_tensor` back; its memory goes with the last view of it. False if the
+        """Releases a tensor of `new_cpu_locked_tensor`; its memory is freed with its last view. False if the
         tensor is not one of this handle's."""
         return self._locked.free(tensor)
 
@@ -283,7 +283,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _finish(operation: Pending) -> None:
-    """Waits for one operation and brings what was read to its device."""
+    """Waits for one operation and copies what was read to its device."""
     try:
         operation.engine.finish(operation.ticket)
     except Failure as failure:
@@ -310,7 +310,7 @@ def _os_error(failure: Failure, write: bool, filename: str, offset: int, nbytes:
 
 
 def _validate(operation: Pending) -> None:
-    """Compares memory and file, the file read by plain Python."""
+    """Compares memory with the file, read with plain Python."""
     memory = operation.host.detach().reshape(-1).view(torch.uint8)
     step = 1 << 24
     with open(operation.filename, "rb") as file:

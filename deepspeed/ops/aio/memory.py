@@ -1,4 +1,4 @@
-"""Host memory for storage: aligned, present, locked where the system lets us."""
+"""Host memory for storage: aligned, resident, locked if the system allows it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from deepspeed.accelerator import get_accelerator
 # MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE of Linux
 _HUGE_PAGES, _NO_HUGE_PAGES, _POPULATE = 14, 15, 23
 _HUGE_PAGE = 2 << 20
-_STEP = 8 << 20  # bytes that are made present at once
+_STEP = 8 << 20  # bytes made resident at a time
 _PATIENCE = 1.0  # seconds per tensor, and per 512 MiB of it, for finding huge pages
 
 
-# Addresses of the mappings that are alive, whichever handle made them: memory belongs to the process.
+# Addresses of the live mappings, whichever handle made them: memory belongs to the process.
 _mappings: set[int] = set()
 
 
 def is_locked(tensor: Tensor) -> bool:
-    """Whether the tensor, or what it is a view of, lies in a mapping of `LockedMemory`."""
+    """Whether the tensor, or what it is a view of, is in a mapping of `LockedMemory`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in _mappings
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether a device can reach this host memory by itself (False where there is no such device)."""
+    """Whether a device can access this host memory directly (False if there is no such device)."""
     return tensor.device.type == "cpu" and get_accelerator().device_name() != "cpu" and tensor.is_pinned()
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """Bytes for transfers between host and device: pinned where there is a device."""
+    """Bytes for transfers between host and device: pinned if there is a device."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=get_accelerator().device_name() == "cuda")
 
 
 class LockedMemory:
     """The locked tensors that one handle has given out.
 
-    With a GPU they are pinned by torch. Without one they are mapped by themselves: aligned, resident, and locked
-    against swapping as far as the limit of the system (`ulimit -l`) goes. In huge pages where there are some: what a
+    With a GPU they are pinned by torch. Without one they are mapped separately: aligned, resident, and locked
+    against swapping as far as the system's limit (`ulimit -l`) allows. Huge pages are used if available: what a
     request costs a disk depends on how many contiguous runs its memory has (measured on a virtual disk: reads of 1.2
-    GB/s into scattered pages of 4 KiB, 3.4 GB/s into those of 2 MiB; writes 3.3 and 6.3).
+    GB/s into scattered pages of 4 KiB, 3.4 GB/s into pages of 2 MiB; writes 3.3 and 6.3).
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LockedMemory:
         return made
 
     def free(self, tensor: Tensor) -> bool:
-        """Forgets a tensor of `new`; its memory goes when the last tensor on it does. False for any other."""
+        """Forgets a tensor of `new`; its memory is freed with the last tensor on it. False for any other tensor."""
         if not self.holds(tensor):
             return False
         del self._given[tensor.data_ptr()]
@@ -75,7 +75,7 @@ class LockedMemory:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    # What follows the last whole huge page stays in small ones: no more memory than asked for.
+    # What follows the last whole huge page stays in small pages: no more memory than requested.
     huge = nbytes // _HUGE_PAGE * _HUGE_PAGE
     pages = _anonymous(nbytes + (_HUGE_PAGE if huge else 0))
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
@@ -89,7 +89,7 @@ def _mapped(nbytes: int) -> Tensor:
 
 
 def _make_present(pages: mmap.mmap, begin: int, huge_end: int, end: int) -> None:
-    """Makes [begin, end) resident, up to `huge_end` in huge pages: as long as the system, which may have to move other
+    """Makes [begin, end) resident, up to `huge_end` in huge pages as long as the system, which may have to move other
     memory for them, finds them in reasonable time."""
     deadline = time.monotonic() + _PATIENCE * (1 + (end - begin) / (512 << 20))
     at = begin
@@ -116,7 +116,7 @@ def _advise(pages: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
 
 
 def _lock(address: int, nbytes: int) -> None:
-    """mlock(2); pages beyond the limit stay unlocked: requests hold on to theirs while they are in flight."""
+    """mlock(2); pages beyond the limit stay unlocked: requests pin theirs while they are in flight."""
     try:
         ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
     except (AttributeError, OSError, TypeError):  # not a POSIX system

@@ -1,8 +1,8 @@
 """cuFile, NVIDIA's library for transfers between files and GPU memory (GPUDirect Storage), behind the interface of the
 host's engines.
 
-Its calls are synchronous: threads make them, each operation is shared by all threads. Block size, queue depth, and what
-happens on file systems without direct access are cuFile's own matter (`cufile.json`).
+Its calls are synchronous, so threads make them; each operation is shared by all threads. Block size, queue depth, and
+what happens on file systems without direct access are left to cuFile (`cufile.json`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deepspeed.ops.aio.engine import Failure, Options
 
 NAME = "libcufile.so.0"
 _OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-_FIRST_ERROR = 5000  # CUfileOpError: what is below is not an error of cuFile
+_FIRST_ERROR = 5000  # CUfileOpError: values below it are not cuFile errors
 _PERMISSION_DENIED, _IO_NOT_SUPPORTED, _ALREADY_OPEN = 5025, 5008, 5026
 _ERRNO = {_PERMISSION_DENIED: errno.EACCES, _IO_NOT_SUPPORTED: errno.EOPNOTSUPP}
 _PAGE = 4096  # bytes of the file; threads never share a page, which cuFile may read, change and write back
@@ -44,7 +44,7 @@ class _Description(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """cuFile with its signatures set, None where it is not installed."""
+    """cuFile with its signatures set, None if it is not installed."""
     try:
         lib = ctypes.CDLL(NAME, use_errno=True)
     except OSError:
@@ -87,7 +87,7 @@ def deregister(lib: Any, address: int) -> None:
 
 
 class CuFileEngine:
-    """The interface of `deepspeed.ops.aio.engine.Engine`; addresses are those of device memory."""
+    """The interface of `deepspeed.ops.aio.engine.Engine`; addresses are in device memory."""
 
     backend = "cufile"
 
@@ -123,14 +123,15 @@ class CuFileEngine:
 
 
 def _parts(offset: int, nbytes: int, count: int) -> list[tuple[int, int]]:
-    """[begin, end) of up to `count` runs of an operation on the file from `offset` on, cut at pages of the file."""
+    """[begin, end) of up to `count` runs of an operation on the file at `offset`, split at page boundaries of the
+    file."""
     cuts = {(offset + nbytes * i // count) // _PAGE * _PAGE - offset for i in range(1, count)}
     places = [0, *sorted(cut for cut in cuts if 0 < cut < nbytes), nbytes]
     return list(itertools.pairwise(places)) if nbytes else []
 
 
 class _File:
-    """A file that cuFile knows, for one operation."""
+    """A file registered with cuFile, for one operation."""
 
     def __init__(self, lib: Any, write: bool, path: str, offset: int, nbytes: int) -> None:
         self._lib, self._write, self._offset = lib, write, offset
@@ -151,7 +152,7 @@ class _File:
             raise
 
     def move(self, device: int, address: int, begin: int, nbytes: int) -> None:
-        """Bytes [begin, begin + nbytes) of the operation, in a thread."""
+        """Moves bytes [begin, begin + nbytes) of the operation, in a thread."""
         get_accelerator().set_device(device)
         call = self._lib.cuFileWrite if self._write else self._lib.cuFileRead
         done = 0

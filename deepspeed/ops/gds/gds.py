@@ -1,4 +1,4 @@
-"""The op `gds`: transfers between files and GPU memory that pass by the host (GPUDirect Storage)."""
+"""The op `gds`: transfers between files and GPU memory that bypass the host (GPUDirect Storage)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def why_not() -> str:
 
 
 def is_available() -> bool:
-    """Whether `gds_handle` can be made."""
+    """Whether `gds_handle` can be created."""
     return not why_not()
 
 
 class gds_handle(aio_handle):  # documented name
     """The interface of `aio_handle` for CUDA tensors, whose bytes do not pass through the host.
 
-    Refused with NotImplementedError where there is no GPU or no cuFile, and OSError where cuFile does not start:
-    `aio_handle` takes CUDA tensors too, by way of pinned memory on the host.
+    Raises NotImplementedError if there is no GPU or no cuFile, and OSError if cuFile does not start:
+    `aio_handle` takes CUDA tensors too, through pinned host memory.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class gds_handle(aio_handle):  # documented name
         return tensor
 
     def free_pinned_device_tensor(self, tensor: Tensor) -> bool:
-        """Unpins a tensor; its memory goes with the last view of it. False if it was not pinned by this handle."""
+        """Unpins a tensor; its memory is freed with its last view. False if it was not pinned by this handle."""
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: Tensor) -> bool:
-        """Registers the memory of a contiguous tensor; to be undone before that memory is freed."""
+        """Registers the memory of a contiguous tensor; it must be unpinned before that memory is freed."""
         _check_device(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes and tensor.data_ptr() not in self._registered:
@@ -98,7 +98,7 @@ class gds_handle(aio_handle):  # documented name
             return super()._start(write, buffer, filename, offset, validate)
 
     def _on_host(self, buffer: Tensor, copy: bool) -> Tensor:
-        """The tensor itself, when the work on it that was queued before has been done."""
+        """The tensor itself, once work queued on it earlier has completed."""
         get_accelerator().synchronize()
         return buffer
 

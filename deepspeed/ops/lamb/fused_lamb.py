@@ -1,8 +1,8 @@
 """FusedLamb (Y. You et al.: Large Batch Optimization for Deep Learning, ICLR 2020).
 
-The step of a tensor is scaled by its trust ratio |parameter| / |update|, so that norms of whole tensors are
-needed in the middle of the update: the moments are updated and both sums of squares formed in one pass, the
-parameters in a second. Sums are fp64; where a tensor is spread over ranks, `segment_sum` adds them up between
+The step of a tensor is scaled by its trust ratio |parameter| / |update|, so norms of whole tensors are
+needed in the middle of the update: one pass updates the moments and computes both sums of squares, a second
+updates the parameters. Sums are fp64; where a tensor is sharded over ranks, `segment_sum` adds them up between
 the passes.
 """
 
@@ -24,7 +24,7 @@ class FusedLamb(MultiTensorOptimizer):
     """LAMB with bias-corrected moments and the weight decay inside the update, as in algorithm 2 of the
     paper.
 
-    The trust ratio is clamped to [min_coeff, max_coeff], and 1 where one of the norms is 0. `max_grad_norm` >
+    The trust ratio is clamped to [min_coeff, max_coeff], and is 1 if either norm is 0. `max_grad_norm` >
     0 first scales the gradients of its group such that the norm of the whole gradient (of all groups, on all
     ranks) would be at most this. `amsgrad` is in the signature but not available.
     """
@@ -59,15 +59,15 @@ class FusedLamb(MultiTensorOptimizer):
         }
         super().__init__(params, defaults)
         self.segment_sum: Callable[[list[Tensor], Tensor], Tensor] | None = None
-        """Given the fragments and their sums [n, 2] fp64, returns those of the whole tensors; None: they are
-        whole."""
+        """Given the fragments and their sums [n, 2] fp64, returns the sums of the whole tensors; None: the tensors
+        are whole."""
         self.gradient_norm: float | None = None
-        """Norm of the whole gradient, `grad_scale` included, set by who knows it before `multi_tensor_step`; None: that
-        of the gradients given."""
+        """Norm of the whole gradient, `grad_scale` included, set by a caller that knows it before `multi_tensor_step`;
+        None: the norm of the gradients given."""
         self._coefficients: list[float] = []
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Trust ratios of the last step, one per parameter that was updated."""
+        """Trust ratios of the last step, one per updated parameter."""
         return self._coefficients
 
     def step(
@@ -171,7 +171,7 @@ class FusedLamb(MultiTensorOptimizer):
 
 
 class _TorchLamb:
-    """The two passes in PyTorch, for the tensors no kernel takes; the update is kept between them."""
+    """The two passes in PyTorch, for tensors that no kernel supports; the update is kept between them."""
 
     def __init__(
         self, table: Table, names: tuple[str, ...], group: dict[str, Any], grad_scale: float
@@ -195,7 +195,7 @@ class _TorchLamb:
         squares = torch._foreach_mul(grads, 1.0 - beta2)
         torch._foreach_mul_(squares, grads)
         torch._foreach_add_(exp_avg_sqs, squares)
-        # The update comes from the moments as they are stored, as in the kernel, whose second pass sees nothing else.
+        # The update is computed from the stored moments, as in the kernel, whose second pass sees nothing else.
         for values, states in zip((exp_avgs, exp_avg_sqs), self.batch.states, strict=True):
             for value, state in zip(values, states, strict=True):
                 if state.dtype is not value.dtype:

@@ -1,4 +1,4 @@
-"""DeepSpeedCPULion: the host Lion of offloaded training."""
+"""DeepSpeedCPULion: host Lion for offloaded training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FusedLion: Lion on whatever device the parameters are."""
+"""FusedLion: Lion on whatever device holds the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders of the documented ops, one class each, made from one table."""
+"""Builders of the documented ops, one class each, generated from one table."""
 
 from __future__ import annotations
 

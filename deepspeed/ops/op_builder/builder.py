@@ -1,5 +1,5 @@
-"""The documented builder interface. Nothing is compiled when a program runs: ``load()`` returns what is
-there.
+"""The documented builder interface. Nothing is compiled at run time: ``load()`` returns what is already
+built.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PYTORCH = "pytorch"
 
 
 class OpBuilder:
-    """One op. Subclasses are made from the table; ``OP`` is its row."""
+    """One op. Subclasses are generated from the table; ``OP`` is its row."""
 
     OP: ClassVar[Op]
     NAME: ClassVar[str]
@@ -35,11 +35,11 @@ class OpBuilder:
         return self.OP.absolute_name
 
     def sources(self) -> list[str]:
-        """C++ files of the source tree that the op is built from, with the package."""
+        """C++ files of the source tree from which the op is built, together with the package."""
         return list(self.OP.sources)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the op can be used here, on whichever path; ``verbose`` logs why not."""
+        """Whether the op can be used here, on any path; ``verbose`` logs why not."""
         reason = self.why_not()
         if reason and verbose:
             logger.warning(reason)
@@ -68,11 +68,11 @@ class OpBuilder:
         return PYTORCH
 
     def _device_takes_over(self) -> bool:
-        """Whether the op's tensors lie on a device that native code does not reach."""
+        """Whether the op's tensors are on a device that native code cannot access."""
         return self.NAME.startswith("fused_") and get_accelerator().device_name() != "cpu"
 
     def hint(self) -> str:
-        """How to get a faster path than the present one; empty if there is none."""
+        """How to get a faster path than the current one; empty if there is none."""
         on_gpu = get_accelerator().device_name() == "cuda"
         if "triton" in self.OP.runs_on and on_gpu and importlib.util.find_spec("triton") is None:
             command = install_hint("triton", extra="triton")
@@ -85,14 +85,14 @@ class OpBuilder:
         return ""
 
     def builder(self) -> Any:
-        """A setuptools Extension with the op's sources, for projects that build it on their own."""
+        """A setuptools Extension with the op's sources, for projects that build it themselves."""
         from setuptools import Extension  # slow to import
 
         if not self.sources():
             raise NotImplementedError(
                 self.why_not() or f"The op {self.NAME} has no native sources: it runs in PyTorch."
             )
-        # Contraction of a * b + c would let bits depend on the instruction set.
+        # Contraction of a * b + c would make the bits depend on the instruction set.
         flags = ["-std=c++20", "-O3", "-ffp-contract=off"]
         return Extension(
             self.absolute_name(), self.sources(), include_dirs=["csrc/include"], extra_compile_args=flags

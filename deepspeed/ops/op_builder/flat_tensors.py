@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in order, 1-D, in memory of its own."""
+    """All elements in order, 1-D, in new memory."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 

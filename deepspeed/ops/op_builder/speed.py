@@ -1,4 +1,4 @@
-"""How fast each op is here: short measurements for `ds_report --bench`, on the path that the op takes."""
+"""How fast each op is on this machine: short measurements for `ds_report --bench`, on the path that the op takes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ OPTIMIZERS: dict[str, Callable[..., MultiTensorOptimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What was moved in how many seconds; `what` names the work."""
+    """How much was moved in how many seconds; `what` names the work."""
 
     what: str
     nbytes: int
     seconds: float
-    numel: int = 0  # 0: elements mean nothing here
+    numel: int = 0  # 0: not meaningful for this op
 
     def __str__(self) -> str:
         text = f"{self.nbytes / self.seconds / 1e9:.1f} GB/s"
@@ -60,7 +60,7 @@ class Speed:
 
 
 def of_op(builder: OpBuilder, folder: str | None = None) -> list[Speed]:
-    """Speeds of one op; empty where it cannot be used or has nothing to time. `folder`: for the file of `async_io`."""
+    """Speeds of one op; empty if it cannot be used or has nothing to time. `folder`: for the file of `async_io`."""
     if not builder.path():
         return []
     if builder.NAME in OPTIMIZERS:
@@ -77,7 +77,7 @@ def of_op(builder: OpBuilder, folder: str | None = None) -> list[Speed]:
 
 
 def of_other_kernels() -> dict[str, Speed]:
-    """Speeds of the host kernels that belong to no documented op."""
+    """Speeds of the host kernels that are not part of a documented op."""
     values = torch.randn(NUMEL)
     others = [torch.randn(NUMEL) for _ in range(2)]
     low = torch.empty(NUMEL, dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def of_other_kernels() -> dict[str, Speed]:
 
 
 def _seconds(run: Callable[[], Any], synchronize: Callable[[], Any] = lambda: None) -> float:
-    """Of the fastest call; the first one, which makes state and touches memory, does not count."""
+    """Time of the fastest call; the first one, which creates state and touches memory, does not count."""
     run()
     synchronize()
     best, calls, begin = float("inf"), 0, time.perf_counter()
@@ -115,7 +115,7 @@ def _optimizer(make: Callable[..., MultiTensorOptimizer], device: torch.device) 
         lambda: optimizer.multi_tensor_step(group, [param], [grad], low_precision=[low]),
         get_accelerator().synchronize if device.type != "cpu" else lambda: None,
     )
-    moments = len(optimizer.state[param]) - 1  # beside the step
+    moments = len(optimizer.state[param]) - 1  # besides the step
     # the gradient is read, the parameter and its moments are read and written, the copy is written
     return Speed("fp32 with a bf16 copy", NUMEL * (4 + 8 * (1 + moments) + 2), seconds, NUMEL)
 
@@ -141,7 +141,7 @@ def _files(folder: str) -> list[Speed]:
 
 
 def _shared_memory() -> list[Speed]:
-    """An all-reduce of two ranks, both in this process."""
+    """An all-reduce between two ranks, both in this process."""
     segment = shared_memory.create_segment(2)
     if segment is None:
         return []

@@ -1,4 +1,4 @@
-"""All documented ops: their names, where each one lives, and what runs it."""
+"""All documented ops: their names, where each one is implemented, and what runs it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KERNELS = "deepspeed.inference.v2.kernels"
 class Op:
     """One op.
 
-    ``module`` is what ``load()`` returns, None while this release does not have the op; then ``instead`` says
-    what to use. ``sources`` are files of ``csrc/``. ``runs_on`` are the kinds of kernel that the op has;
-    without one of them it runs in PyTorch, except where ``fallback`` is False (then the module has
-    ``is_available``, and ``needs`` says on what that depends).
+    ``module`` is what ``load()`` returns, None if this release does not have the op; then ``instead`` says
+    what to use. ``sources`` are files in ``csrc/``. ``runs_on`` are the kinds of kernel that the op has;
+    if none of them is available it runs in PyTorch, unless ``fallback`` is False (then the module has
+    ``is_available``, and ``needs`` says what that depends on).
     """
 
     name: str
