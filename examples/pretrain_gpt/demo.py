@@ -5,7 +5,7 @@ loss curve, on a different number of ranks and at a different stage, with nothin
 exported, the model writes some text, and the loss must be below the unigram entropy, which no model without
 context can beat.
 
-    python demo.py               about four minutes: it ends by time as well as by steps
+    python demo.py               about four minutes: it is limited by time as well as by steps
     python demo.py --minutes 2   or as long as you like
     python demo.py --short       a smaller model and fewer steps
 """

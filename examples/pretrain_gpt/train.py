@@ -102,8 +102,8 @@ class Run:
         self.late = False  # whether the time of --seconds is up, as rank 0 told all ranks
 
     def train(self) -> None:
-        """Steps until ``--steps`` or ``--seconds``, measuring every step and validating at intervals, at the end, and right
-        after a resume."""
+        """Steps until ``--steps`` or ``--seconds``, measuring every step and validating at intervals, at the end, and
+        right after a resume."""
         engine, args = self.engine, self.args
         first = engine.global_steps
         if args.load is not None:
