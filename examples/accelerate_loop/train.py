@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop/train.py             # two ranks, or:
     deepspeed --num_gpus 2 examples/accelerate_loop/train.py
 
-A two-layer encoder learns to tell which of two symbols is the more frequent one in a sequence. Shows that the loop does
-not change with the ZeRO stage: the losses of stages 0 to 3 are printed side by side, and after `load_state` a stage
-goes on with exactly the numbers it had.
+A two-layer encoder learns to tell which of two symbols is more frequent in a sequence. Shows that the loop does not
+change with the ZeRO stage: the losses of stages 0 to 3 are printed side by side, and after `load_state` a stage
+continues with exactly the numbers it had.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def start() -> None:
 
 
 def train(stage: int, folder: Path) -> tuple[list[float], bool]:
-    """Losses of two passes, and whether repeating the second one from the saved state gives equal numbers."""
-    AcceleratorState._reset_state()  # another plugin than the one before, in the same process
+    """The losses of two passes, and whether repeating the second one from the saved state gives equal numbers."""
+    AcceleratorState._reset_state()  # a different plugin from the one before, in the same process
     torch.manual_seed(0)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0))
     model = Majority()

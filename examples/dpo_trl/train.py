@@ -3,8 +3,8 @@
     python examples/dpo_trl/train.py
     torchrun --nproc-per-node 2 examples/dpo_trl/train.py
 
-Made-up preferences: the continuation that goes on counting is chosen, the one that repeats is rejected. Shows that the
-loss starts at ln 2 (policy and reference are equal) and that the margin between chosen and rejected grows.
+The preferences are made up: the continuation that keeps counting is chosen, the one that repeats is rejected. Shows
+that the loss starts at ln 2 (policy and reference are equal) and that the margin between chosen and rejected grows.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Bytes(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
     def entropy(self) -> float:
-        """Nats per byte that a model without any context reaches at best."""
+        """The best loss, in nats per byte, that a model without any context can reach."""
         share = torch.bincount(self.rows.view(-1), minlength=256).double()
         share = share[share > 0] / share.sum()
         return float(-(share * share.log()).sum())

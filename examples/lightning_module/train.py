@@ -3,7 +3,7 @@
     python examples/lightning_module/train.py
 
 With a CUDA device, Lightning's Trainer runs it with `DeepSpeedStrategy`. That strategy refuses other devices, so on CPU
-the same module, unchanged, is driven by an engine: its `configure_optimizers` gives the optimizer and its
+the same module, unchanged, is driven by an engine: its `configure_optimizers` provides the optimizer and its
 `training_step` the loss. Shows the loss, and that Lightning's converter reads the checkpoint.
 """
 

@@ -1,4 +1,4 @@
-"""LoRA on a base model that ZeRO-3 shards across the ranks while it is loaded.
+"""LoRA on a base model that ZeRO-3 shards across ranks while it is being loaded.
 
     python examples/lora_zero3/train.py
     torchrun --nproc-per-node 2 examples/lora_zero3/train.py
@@ -61,7 +61,7 @@ def main() -> None:
     deepspeed.comm.barrier()
 
     settings = config(width=128)
-    keep = HfDeepSpeedConfig(settings)  # while it lives, from_pretrained partitions what it loads
+    keep = HfDeepSpeedConfig(settings)  # while it exists, from_pretrained partitions what it loads
     model = AutoModelForCausalLM.from_pretrained(options.output / "base")
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))

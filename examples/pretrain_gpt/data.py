@@ -1,8 +1,8 @@
 """Text for the demo: the source of Python's own standard library, as tokens of a byte-level BPE trained on
 it.
 
-Everything is made once, on this machine, and kept in a folder: ``tokenizer.json`` and ``tokens.npz``. Run
-this file to make it by hand.
+Everything is generated once, on this machine, and kept in a folder: ``tokenizer.json`` and ``tokens.npz``. Run
+this file to generate it by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 VOCABULARY = 4096
 END_OF_FILE = "<|endoftext|>"
-# Other people's packages, tests (half of the library, and generated in part), and tables rather than prose.
+# Other people's packages, tests (half of the library, partly generated), and tables rather than prose.
 LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -47,8 +47,8 @@ class Text:
     tokenizer: Tokenizer
 
     def unigram_entropy(self) -> float:
-        """Entropy of the validation tokens in nats per token: what the best model without any context
-        reaches."""
+        """Entropy of the validation tokens in nats per token: the best that a model without any context can
+        reach."""
         counts = np.bincount(self.validation, minlength=VOCABULARY).astype(np.float64)
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
@@ -78,7 +78,7 @@ def is_validation(name: str) -> bool:
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A byte-level BPE: any text can be written in it, and decoding gives back the very bytes."""
+    """A byte-level BPE: it can encode any text, and decoding returns exactly the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +91,7 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 
 def make(folder: Path) -> None:
-    """Writes tokenizer and tokens; the tokens last and in one step, so that a half-made folder is never
+    """Writes tokenizer and tokens; the tokens last and atomically, so that a half-written folder is never
     used."""
     texts = read_sources()
     tokenizer = train_tokenizer(text for name, text in texts.items() if not is_validation(name))
@@ -114,12 +114,12 @@ def load(folder: Path) -> Text:
 
 
 class Batches:
-    """Batches of windows in an order that depends on the seed alone, for any number of ranks and from any
+    """Batches of windows in an order that depends only on the seed, for any number of ranks and from any
     step.
 
     The windows of an epoch are shuffled once; global batch ``s`` is the ``s``-th run of them, and its
     micro-batches are dealt to the ranks in turn. So one rank that accumulates sees, step by step, the windows
-    that two ranks saw between them, and to resume is to start at another step.
+    that two ranks saw between them, and resuming means starting at a different step.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Batches:
         self.rank, self.ranks = rank, ranks
 
     def from_step(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches (ids, targets), int64 [micro_batch, context], from optimizer step ``step`` on, for
-        ever."""
+        """Endless micro-batches (ids, targets), int64 [micro_batch, context], starting at optimizer step
+        ``step``."""
         steps_per_epoch = self.windows // self.global_batch
         while True:
             epoch, position = divmod(step, steps_per_epoch)
@@ -144,7 +144,7 @@ class Batches:
             step += 1
 
     def read(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The windows of these numbers, and the same ones a token later."""
+        """The windows with these numbers, and the same ones shifted by one token."""
         starts = windows[:, None] * self.context + np.arange(self.context + 1)
         ids = torch.from_numpy(self.tokens[starts].astype(np.int64))
         return ids[:, :-1], ids[:, 1:]

@@ -1,11 +1,11 @@
-"""The main job, from text to a trained model, in a few minutes on two CPU cores.
+"""The main use, from text to a trained model, in a few minutes on two CPU cores.
 
-Two ranks train the GPT with ZeRO-2 and stop; one rank loads their checkpoint at stage 1 and goes on: the same
-loss curve, on another number of ranks and another stage, with nothing to convert. Then the weights are
+Two ranks train the GPT with ZeRO-2 and stop; one rank loads their checkpoint at stage 1 and continues: the same
+loss curve, on a different number of ranks and at a different stage, with nothing to convert. Then the weights are
 exported, the model writes some text, and the loss must be below the unigram entropy, which no model without
 context can beat.
 
-    python demo.py               about four minutes: it ends by time as well as by steps
+    python demo.py               about four minutes: it is limited by time as well as by steps
     python demo.py --minutes 2   or as long as you like
     python demo.py --short       a smaller model and fewer steps
 """
@@ -30,15 +30,15 @@ from model import GPT, GPTConfig
 
 HERE = Path(__file__).resolve().parent
 MINUTES = 4.0
-AROUND_S = 25.0  # around the steps of a run: its start, validation, checkpoint or export, and the sample
-LEAST_STEPS = 100  # of both runs together; fewer would prove nothing, so they are taken even if time is over
+AROUND_S = 25.0  # outside the steps of a run: start-up, validation, checkpoint or export, and the sample
+LEAST_STEPS = 100  # of both runs together; fewer would prove nothing, so they run even if the time is up
 MOST_STEPS = 600
 RESUME_TOLERANCE = 0.01  # nats per token between the validation losses on either side of the checkpoint
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What this machine is given to do."""
+    """The training that this machine is to do."""
 
     model: GPTConfig
     precision: str  # "fp32" or "bf16"
@@ -53,13 +53,13 @@ class Plan:
 
 
 class Clock:
-    """The time that the demo has, and what it does when."""
+    """The time budget of the demo, and when it does what."""
 
     def __init__(self, minutes: float) -> None:
         self.start, self.seconds = time.perf_counter(), 60 * minutes
 
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self.seconds - (time.perf_counter() - self.start)
 
     def say(self, text: str) -> None:
@@ -67,7 +67,7 @@ class Clock:
 
 
 def seconds_per_micro_batch(config: GPTConfig, dtype: torch.dtype, threads: int, sequences: int = 4) -> float:
-    """Forward and backward, the better of two after one to warm up."""
+    """Forward and backward, the better of two after one warm-up."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     model = GPT(config).to(dtype)
@@ -82,7 +82,7 @@ def seconds_per_micro_batch(config: GPTConfig, dtype: torch.dtype, threads: int,
 
 
 def make_plan(short: bool, clock: Clock) -> Plan:
-    """Chooses the faster precision of this machine, and the larger model for which there is time."""
+    """Chooses the faster precision on this machine, and the largest model for which there is time."""
     small = GPTConfig(layers=2, heads=4, width=128, context=128)
     if short:
         return Plan(small, "fp32", 72, 120, 2e-3)
@@ -110,22 +110,22 @@ def make_plan(short: bool, clock: Clock) -> Plan:
 
 
 def steps_within(clock: Clock, seconds: float) -> int:
-    """Steps that there is time for, a third on top of ``seconds`` for optimizer, exchange and validation."""
+    """Steps that there is time for, with a third on top of ``seconds`` for optimizer, communication and validation."""
     return int((clock.left() - 2 * AROUND_S) / (1.33 * seconds))
 
 
 def plan_the_rest(plan: Plan, rows: list[dict[str, float]], least: int, clock: Clock) -> Plan:
-    """After the first run: from which step the second goes on, and how far it will get at the first one's pace."""
+    """After the first run: at which step the second continues, and how far it will get at the first one's pace."""
     steps = [row for row in rows if "train_loss" in row]
     done = int(steps[-1]["step"])
     pace = (steps[-1]["seconds"] - steps[0]["seconds"]) / max(1, done - 1)
-    # one rank does the work of two, and half as fast at worst
+    # one rank does the work of two, at half the speed at worst
     possible = done + max(least, int((clock.left() - AROUND_S) / max(1e-3, 2 * pace)))
     return replace(plan, first_steps=done, all_steps=max(done + 1, min(plan.all_steps, possible)))
 
 
 def write_config(plan: Plan, stage: int, out: Path) -> Path:
-    """A copy of one of the configs beside this file, with the length and height of the learning-rate schedule
+    """A copy of one of the configs next to this file, with the length and height of the learning-rate schedule
     filled in."""
     config = json.loads((HERE / "configs" / f"zero{stage}_{plan.precision}.json").read_text())
     config["scheduler"]["params"] |= {
@@ -161,7 +161,7 @@ def launch(ranks: int, stage: int, plan: Plan, out: Path, *options: object) -> N
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.csv; what a line does not hold is left out of its dictionary."""
+    """The lines of metrics.csv; empty cells are left out of a line's dictionary."""
     numbers = ("step", "ranks", "zero_stage", "train_loss", "validation_loss", "tokens_per_s", "seconds")
     with open(path, newline="") as file:
         return [{name: float(row[name]) for name in numbers if row[name]} for row in csv.DictReader(file)]
@@ -199,7 +199,7 @@ def plot(rows: list[dict[str, float]], plan: Plan, entropy: float, path: Path) -
 
 
 def check(rows: list[dict[str, float]], plan: Plan, entropy: float) -> list[str]:
-    """What the run promised and did not keep."""
+    """The checks that the run failed."""
     held_out = [row for row in rows if "validation_loss" in row]
     saved, resumed = (row["validation_loss"] for row in held_out if row["step"] == plan.first_steps)
     last, end = held_out[-1]["validation_loss"], held_out[-1]["step"]
@@ -219,7 +219,7 @@ def check(rows: list[dict[str, float]], plan: Plan, entropy: float) -> list[str]
 
 
 def prepare_text(folder: Path, clock: Clock) -> data.Text:
-    """The tokens, made by the first demo on this machine."""
+    """The tokens, generated by the first demo on this machine."""
     if not (folder / "tokens.npz").exists():
         clock.say(
             "reading the source of Python's standard library; training a tokenizer on it (once; seconds)"
@@ -232,7 +232,7 @@ def prepare_text(folder: Path, clock: Clock) -> data.Text:
 
 
 def train(plan: Plan, entropy: float, out: Path, clock: Clock) -> Plan:
-    """Both runs, within the time; returns the plan as it turned out."""
+    """Both runs, within the time; returns the plan as it was carried out."""
     clock.say("run 1 of 2: two ranks at ZeRO stage 2")
     share = 0.55 * (clock.left() - 2 * AROUND_S)
     limits = ("--steps", plan.first_steps, "--seconds", max(0, round(share)), "--at_least", LEAST_STEPS // 2)

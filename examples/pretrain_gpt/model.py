@@ -1,5 +1,5 @@
-"""A GPT in plain PyTorch: pre-norm blocks, rotary positions, tied embeddings. It knows nothing of how it is
-trained.
+"""A GPT in plain PyTorch: pre-norm blocks, rotary positions, tied embeddings. It knows nothing about how it
+is trained.
 
 Letters in comments: B sequences, T tokens of each, H heads, D features per head, C = H * D, V tokens of the
 vocabulary.
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each on the normalised sum of all before it."""
+    """Attention, then a two-layer perceptron, each applied to the normalised residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids in; out comes the mean loss in nats per token if targets are given, else the logits."""
+    """Maps token ids to the mean loss in nats per token if targets are given, otherwise to the logits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class GPT(nn.Module):
     def _initialise(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, Block):  # what is added to the residual stream 2L times starts small
+        if isinstance(module, Block):  # whatever is added to the residual stream 2L times starts small
             for layer in (module.attention.out, module.down):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
@@ -94,7 +94,7 @@ def rotation_table(length: int, features: int, like: Tensor) -> tuple[Tensor, Te
     """Cosines and sines [T, D/2] of the rotary position embedding (Su et al., 2021), in the dtype of
     ``like``.
 
-    Computed anew each time, in fp32: as a buffer it would be rounded whenever the module is cast to 16 bits.
+    Recomputed each time, in fp32: as a buffer it would be rounded whenever the module is cast to 16 bits.
     """
     frequency = 10000.0 ** -torch.linspace(0, 1, features // 2, device=like.device, dtype=torch.float32)
     angle = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequency)

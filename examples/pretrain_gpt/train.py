@@ -4,7 +4,7 @@ number of ranks.
     deepspeed --num_gpus 2 train.py --deepspeed_config configs/zero2_bf16.json --steps 360 --save out/checkpoint
     deepspeed --num_gpus 1 train.py --deepspeed_config configs/zero1_bf16.json --steps 600 --load out/checkpoint
 
-What the ranks do is in the JSON file; nothing here asks for a stage or a dtype. It also runs under `torchrun`
+What the ranks do is in the JSON file; nothing here depends on a stage or a dtype. It also runs under `torchrun`
 and, as a single rank, under plain `python`.
 """
 
@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shared_text(folder: Path) -> Text:
-    """The tokens; if there are none yet, rank 0 makes them while the others wait."""
+    """The tokens; if there are none yet, rank 0 generates them while the others wait."""
     if dist.get_rank() == 0 and not (folder / "tokens.npz").exists():
         make(folder)
     dist.barrier()
@@ -99,11 +99,11 @@ class Run:
         self.held_out = Batches(text.validation, args.context, global_batch=micro_batch * self.ranks, **mine)
         self.tokens_per_step = engine.train_batch_size() * args.context
         self.started = time.perf_counter()
-        self.late = False  # whether the time of --seconds is over, as rank 0 told everybody
+        self.late = False  # whether the time of --seconds is up, as rank 0 told all ranks
 
     def train(self) -> None:
-        """Steps until ``--steps`` or ``--seconds``, measuring every step and validating now and then: at the end, and
-        first after a resume."""
+        """Steps until ``--steps`` or ``--seconds``, measuring every step and validating at intervals, at the end, and
+        right after a resume."""
         engine, args = self.engine, self.args
         first = engine.global_steps
         if args.load is not None:
@@ -146,7 +146,7 @@ class Run:
 
     def gather(self, loss: torch.Tensor) -> tuple[float, list[int]]:
         """Mean loss over the ranks, and the memory of each rank in MB, with a single all-reduce. It also tells them
-        whether rank 0's time is over, so that all stop at the same step."""
+        whether rank 0's time is up, so that all stop at the same step."""
         facts = torch.zeros(2 + self.ranks, device=self.engine.device)
         facts[0] = loss / self.ranks
         facts[1] = self.rank == 0 and time.perf_counter() - self.started >= self.args.seconds
@@ -174,7 +174,7 @@ class Run:
         speed: float | None = None,
         memory_mb: Iterable[int] = (),
     ) -> None:
-        """Adds a line to the table of measurements (rank 0); what was not measured stays empty."""
+        """Adds a row to the table of measurements (rank 0); what was not measured stays empty."""
         if self.rank != 0:
             return
         self.args.metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ class Run:
             writer.writerow((self.engine.global_steps, self.ranks, stage, *measured))
 
     def sample(self, prompt: str = "def ") -> str:
-        """Text that the model writes. Every rank runs the model: at stage 3 each holds a part of it only."""
+        """Text that the model writes. Every rank runs the model: at stage 3 each holds only a part of it."""
         self.engine.eval()
         ids = torch.tensor([self.text.tokenizer.encode(prompt).ids], device=self.engine.device)
         ids = generate(self.engine, ids, self.args.sample, self.args.context)
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     deepspeed.init_distributed()
     text = shared_text(args.text)
-    torch.manual_seed(0)  # the same first weights on every rank
+    torch.manual_seed(0)  # the same initial weights on every rank
     config = GPTConfig(context=args.context, layers=args.layers, heads=args.heads, width=args.width)
     model = GPT(config)
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
