@@ -35,7 +35,7 @@ class CheckpointDataParallel(str, Enum):
 
 
 class ParallelWriteConfig(LenientConfigModel):
-    """Sharing the writing of a checkpoint."""
+    """Splitting the writing of a checkpoint among ranks."""
 
     pipeline_stage: bool = Field(
         default=False, description="Spread the layer files of a pipeline stage over its data-parallel ranks."

@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 
 def _without_auto(value: Any) -> Any:
-    """Arguments that a client was to fill in and did not: as if they were not there."""
+    """Arguments left for a client to fill in that it did not: treated as absent."""
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if not is_auto(item)}
     return value
@@ -77,7 +77,7 @@ Arguments = Annotated[dict[str, Any] | None, BeforeValidator(_without_auto)]
 
 
 class OptimizerConfig(LenientConfigModel):
-    """The optimizer that the engine makes when none is passed to `initialize`."""
+    """The optimizer that the engine creates when none is passed to `initialize`."""
 
     type: str | None = Field(
         default=None,
@@ -92,7 +92,7 @@ class OptimizerConfig(LenientConfigModel):
 
 
 class SchedulerConfig(LenientConfigModel):
-    """The learning-rate schedule that the engine makes and steps when none is passed to `initialize`."""
+    """The learning-rate schedule that the engine creates and steps when none is passed to `initialize`."""
 
     type: str | None = Field(
         default=None,

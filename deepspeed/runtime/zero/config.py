@@ -22,7 +22,7 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroStageEnum(int, Enum):
-    """What is partitioned across the data-parallel ranks: each stage adds to the one before."""
+    """What is partitioned across the data-parallel ranks: each stage adds to the previous one."""
 
     disabled = 0
     optimizer_states = 1
@@ -32,7 +32,7 @@ class ZeroStageEnum(int, Enum):
 
 
 class ZeroPPLoCoConfig(DeepSpeedConfigModel):
-    """Error feedback of quantized gradients (LoCo)."""
+    """Error feedback for quantized gradients (LoCo)."""
 
     err_beta: Float = Field(default=0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
     reset_T: Int = Field(default=1024, ge=1, description="Steps after which the kept error is dropped.")
@@ -47,7 +47,7 @@ def _offload_optimizer(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """Cutting optimizer state, gradients and parameters over the ranks. Sizes count elements, not bytes."""
+    """Partitioning optimizer state, gradients and parameters across the ranks. Sizes count elements, not bytes."""
 
     stage: ZeroStageEnum = Field(
         default=ZeroStageEnum.disabled,
@@ -214,7 +214,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def resolve_overlap(self) -> DeepSpeedZeroConfig:
-        """null becomes the stage's default, and still does not count as given (`model_fields_set`)."""
+        """null becomes the stage's default, but still does not count as given (`model_fields_set`)."""
         if self.overlap_comm is None:
             object.__setattr__(self, "overlap_comm", self.stage == ZeroStageEnum.weights)
         return self

@@ -18,7 +18,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: tuple[str, ...] = ()
 
 
 def _as_list(value: Any) -> Any:
-    """One text where a list of texts is meant."""
+    """Accept a single string where a list of strings is expected."""
     return [value] if isinstance(value, str) else value
 
 
@@ -26,7 +26,7 @@ Texts = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
-    """Which modules are leaves: their parameters are fetched together, however few of them one forward
+    """Which modules are leaves: their parameters are fetched together, however few of them a forward
     uses.
     """
 
