@@ -95,7 +95,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:
-    """Apply the `comm` section where it says something; otherwise an earlier config's settings stay in effect."""
+    """Apply the `comm` section's settings; for those it does not set, an earlier config's stay in effect."""
     section: CommConfig | None = getattr(config, "comm_config", None)
     if section is not None and "shared_memory" in section.model_fields_set:
         use_shared_memory(section.shared_memory)

@@ -61,7 +61,7 @@ def paused_log() -> Iterator[None]:
 
 
 def recording(op_name: str) -> bool:
-    """Whether a call of this operation is to be recorded now."""
+    """Whether a call of this operation should be recorded now."""
     return comms_logger.enabled and not _paused and comms_logger.wants(op_name)
 
 

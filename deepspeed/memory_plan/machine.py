@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of each device, and of the host and the disks of one node; None where it is not known."""
+    """Bytes of each device, and of the host and the disks of one node; None if not known."""
 
     device: int | None = None
     host: int | None = None

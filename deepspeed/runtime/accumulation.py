@@ -50,7 +50,7 @@ class AccumulationClock:
         self.position = value % self.steps
 
     def tick(self) -> None:
-        """A micro-batch is over, and so is its update if it was a boundary."""
+        """A micro-batch has ended, and so has its update if it was a boundary."""
         self.position = 0 if self.at_boundary else self.position + 1
         self._micro_steps += 1
 

@@ -47,8 +47,8 @@ def resolve(
 ) -> Batch:
     """The full triangle for `dp_world` data-parallel ranks.
 
-    Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` tells
-    messages where the number of ranks was read. Raises BatchError naming all numbers, their origin, and
+    Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` says
+    in messages where the number of ranks was read. Raises BatchError naming all numbers, their origin, and
     the nearest values that fit.
     """
     for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation)):

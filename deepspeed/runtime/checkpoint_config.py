@@ -35,7 +35,7 @@ class CheckpointDataParallel(str, Enum):
 
 
 class ParallelWriteConfig(LenientConfigModel):
-    """Splitting the writing of a checkpoint among ranks."""
+    """Sharing the writing of a checkpoint."""
 
     pipeline_stage: bool = Field(
         default=False, description="Spread the layer files of a pipeline stage over its data-parallel ranks."

@@ -77,7 +77,7 @@ Arguments = Annotated[dict[str, Any] | None, BeforeValidator(_without_auto)]
 
 
 class OptimizerConfig(LenientConfigModel):
-    """The optimizer that the engine creates when none is passed to `initialize`."""
+    """The optimizer that the engine makes when none is passed to `initialize`."""
 
     type: str | None = Field(
         default=None,
@@ -92,7 +92,7 @@ class OptimizerConfig(LenientConfigModel):
 
 
 class SchedulerConfig(LenientConfigModel):
-    """The learning-rate schedule that the engine creates and steps when none is passed to `initialize`."""
+    """The learning-rate schedule that the engine makes and steps when none is passed to `initialize`."""
 
     type: str | None = Field(
         default=None,

@@ -267,7 +267,7 @@ def tokens_per_sample(inputs: list[Any]) -> int | None:
 
 
 def total_steps(scheduler: Any) -> int | None:
-    """Optimizer steps of the whole run, if the learning-rate schedule tells."""
+    """Optimizer steps of the whole run, if the learning-rate schedule says."""
     for name in ("total_num_steps", "total_steps"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int) and value > 0:

@@ -46,7 +46,7 @@ class LossScalePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
-    """The dtype of each kind of tensor. ``None`` for ``param`` leaves each parameter as the module made it."""
+    """The dtype of each kind of tensor. ``None`` for ``param`` leaves each parameter as the module created it."""
 
     name: str
     param: torch.dtype | None

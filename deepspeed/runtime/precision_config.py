@@ -106,7 +106,7 @@ class TorchAutocastConfig(LenientConfigModel):
 
 
 class AmpConfig(LenientConfigModel):
-    """The legacy `amp` section; here it means torch's own mixed precision."""
+    """The `amp` section of former times; here it means torch's own mixed precision."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""Named random states, so that ranks draw the same numbers where they must and different ones where they must.
+"""Named random states, so that ranks draw the same or different numbers, as each computation requires.
 
 Ranks of one tensor-parallel group hold pieces of the same layer. Replicated computation (a dropout on the
 layer's output) has to draw the same numbers on each rank; partitioned computation (a dropout inside the

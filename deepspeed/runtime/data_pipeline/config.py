@@ -154,7 +154,7 @@ class DataEfficiencyConfig(LenientConfigModel):
 
 
 class CurriculumLegacyConfig(LenientConfigModel):
-    """Growing sequence length (the older curriculum)."""
+    """Sequences that grow (the older curriculum)."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     curriculum_type: Literal["seqlen"] | None = required("What grows.")

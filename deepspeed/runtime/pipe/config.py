@@ -10,7 +10,7 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel
 
 
 class PipelineConfig(LenientConfigModel):
-    """Pipeline engine. Unlisted keys are passed to it as they are."""
+    """Pipeline engine. Keys that are not listed are handed to it as they are."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -35,7 +35,7 @@ class TPLayerSpec(LenientConfigModel):
 
 
 class TPPartitionConfig(LenientConfigModel):
-    """User-defined rules for what is partitioned, and how."""
+    """Your own rules for what is partitioned, and how."""
 
     use_default_specs: bool = Field(default=True, description="Use the rules of the preset too.")
     strict_mode: bool = Field(default=False, description="A parameter without a rule is an error.")

@@ -32,7 +32,7 @@ class ZeroStageEnum(int, Enum):
 
 
 class ZeroPPLoCoConfig(DeepSpeedConfigModel):
-    """Error feedback for quantized gradients (LoCo)."""
+    """Error feedback of quantized gradients (LoCo)."""
 
     err_beta: Float = Field(default=0.8, ge=0.0, le=1.0, description="Weight of the kept quantization error.")
     reset_T: Int = Field(default=1024, ge=1, description="Steps after which the kept error is dropped.")
@@ -47,7 +47,7 @@ def _offload_optimizer(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """Partitioning optimizer state, gradients and parameters across the ranks. Sizes count elements, not bytes."""
+    """Cutting optimizer state, gradients and parameters over the ranks. Sizes count elements, not bytes."""
 
     stage: ZeroStageEnum = Field(
         default=ZeroStageEnum.disabled,

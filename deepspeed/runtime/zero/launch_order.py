@@ -17,8 +17,8 @@ A rank waits only for entries that it has launched, and before launching entry n
 induction every entry completes, whatever each rank's control flow. What is not in the order (a branch that rank
 0 did not take) is fetched from the other ranks' servers, which requires no cooperation from their training loops.
 
-A *segment* lies between two backwards that reduce. All ranks have the same number of segments in a step, since
-all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
+A *segment* is the interval between two backwards that reduce. All ranks have the same number of segments in a step,
+since all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LaunchOrder:
         return 0
 
     def end_pass(self) -> int:
-        """A forward pass is over here; returns how many entries must be launched for the other ranks."""
+        """A forward pass has ended here; returns how many entries must be launched for the other ranks."""
         self.record[-1].append(END_OF_PASS)
         self._passes += 1
         if self._marks >= self._passes:

@@ -33,7 +33,7 @@ class LaunchTurns(Protocol):
         """Bucket ``b`` is complete on this rank; calls ``GradReducer.launch(b)``, now or later."""
 
     def end_segment(self) -> None:
-        """A backward that sums is over: launch everything that has a place before its end."""
+        """A backward that sums has ended: launch everything placed before its end."""
 
 
 class GradReducer:
@@ -125,7 +125,7 @@ class GradReducer:
     def before_backward(self, *, managed: bool = True) -> None:
         """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place.
 
-        ``managed``: the caller will ``flush`` when the backward is over.
+        ``managed``: the caller will ``flush`` when the backward ends.
         """
         self.managed = managed
         self._running = True

@@ -8,7 +8,7 @@ An evaluation, a generated token or ``GatheredParameters`` may concern a single 
 pass asks whether all ranks are about to make the same pass (``meeting.py``): the same module, the same buckets already
 gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0 made
 it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one position
-of the training order, the collectives of the pass have one place in it, too. Asking costs one small message to rank 0
+of the training order, the collectives of the pass have one place in it too. Asking costs one small message to rank 0
 and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others up to
 ``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
 evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.

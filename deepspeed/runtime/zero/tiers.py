@@ -288,7 +288,7 @@ class OffloadedTier(ResidentTier):
             self._part_of[id(owned)] = number
             if not sub_group.resident and self._stages(owned):
                 sub_group.staged.append(owned)
-        sub_group.views = {}  # the staged weights lie behind the records
+        sub_group.views = {}  # the staged weights follow the records
 
     def _stages(self, owned: OwnedFragment) -> bool:
         """Whether the refreshed weights pass through the slot on their way to where they belong."""
@@ -341,7 +341,7 @@ class OffloadedTier(ResidentTier):
         record.bind(resting)
         sub_group.records.append(record)
         sub_group.known.update(map(id, new))
-        sub_group.views = {}  # the staged weights lie behind the records
+        sub_group.views = {}  # the staged weights follow the records
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
         for number in range(len(self.sub_groups)):
