@@ -17,7 +17,7 @@ from deepspeed.version import __version__, git_branch, git_hash, version
 
 __all__ = ["__version__", "git_branch", "git_hash", "version"]  # the lazy names are added below
 
-# torch then asks NVML, not the CUDA runtime, how many devices there are: no context before a fork.
+# torch then asks NVML, not the CUDA runtime, for the number of devices: no context before a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 _finder.install()
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _load(path: str) -> Any:
-    """Import with the cycle collector paused: it would walk all of torch (80 ms) and find nothing to free."""
+    """Import with the cycle collector paused: it would traverse all of torch (80 ms) and find nothing to free."""
     running = gc.isenabled()
     gc.disable()
     try:

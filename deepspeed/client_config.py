@@ -1,8 +1,8 @@
 """Config files of Accelerate and of Transformers' Trainer: the DeepSpeed config that they amount to.
 
-Accelerate's (``accelerate config``) is YAML or JSON with a section ``deepspeed_config``: either the plugin's fields or
-``deepspeed_config_file``. The Trainer's is TrainingArguments as JSON or YAML with a key ``deepspeed``: a path or the
-config itself. Values "auto" get what the file says they get; those that wait for the model or the data stay.
+Accelerate's (``accelerate config``) is YAML or JSON with a ``deepspeed_config`` section: either the plugin's fields or
+``deepspeed_config_file``. The Trainer's is TrainingArguments as JSON or YAML with a ``deepspeed`` key: a path or the
+config itself. "auto" values are filled in as the file says; those that depend on the model or the data stay "auto".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, copy
 ACCELERATE, TRAINER = "Accelerate", "Trainer"
 AUTO = "auto"
 
-# Field of Accelerate's plugin -> key of the config that it makes, when no file is given.
+# Field of Accelerate's plugin -> key of the config that it builds when no file is given.
 PLUGIN_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -30,7 +30,7 @@ PLUGIN_KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-# Its fields for the launcher and for the model, which are no keys of ours.
+# Its fields for the launcher and for the model, which are not keys of ours.
 OTHER_FIELDS = (
     "deepspeed_config_file",
     "deepspeed_exclusion_filter",
@@ -54,13 +54,13 @@ TRAINER_KEYS = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-# What TrainingArguments mean when they do not say it; the rest differs between TRL's trainers and stays open.
+# Defaults of TrainingArguments; the rest differs between TRL's trainers and stays open.
 BATCH_DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
 @dataclass
 class ClientConfig:
-    """A config as a client hands it to ``initialize``."""
+    """A config as a client passes it to ``initialize``."""
 
     client: str
     source: ConfigSource
@@ -75,7 +75,7 @@ class ClientConfig:
     """Key of the config -> the field of the client's file that it comes from."""
 
     def renamed(self, problem: Problem) -> Problem:
-        """The same problem under the name that stands in the client's file."""
+        """The same problem under the name used in the client's file."""
         origin = self.origins.get(problem.key)
         return replace(problem, key=origin, line=None) if origin else problem
 
@@ -88,14 +88,14 @@ def client_of(data: Mapping[str, Any]) -> str | None:
 
 
 def read_any(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """``read_config``, and YAML files by their ending. Raises UnreadableConfig."""
+    """``read_config``, plus YAML files, recognised by extension. Raises UnreadableConfig."""
     if isinstance(config, (str, os.PathLike)) and Path(config).suffix in (".yaml", ".yml"):
         return _read_yaml(Path(config))
     return read_config(config)
 
 
 def read_client(source: ConfigSource, ranks: int) -> ClientConfig | None:
-    """The config inside a client's file, for ``ranks`` ranks; None when it is a DeepSpeed config already."""
+    """The config inside a client's file, for ``ranks`` ranks; None if it is already a DeepSpeed config."""
     client = client_of(source.data)
     if client is None:
         return None
@@ -119,7 +119,7 @@ def _read_yaml(path: Path) -> ConfigSource:
 
 
 def _read_referred(name: Any, source: ConfigSource, key: str, result: ClientConfig) -> bool:
-    """Read the DeepSpeed config that a client's file names (relative to the working folder, else to the file)."""
+    """Read the DeepSpeed config that a client's file names (relative to the working directory, else to the file)."""
     if isinstance(name, str) and not os.path.exists(name):
         beside = Path(source.name).parent / name
         name = os.fspath(beside) if beside.is_file() else name
@@ -223,7 +223,7 @@ def _trainer_values(arguments: Mapping[str, Any], ranks: int) -> Iterator[tuple[
     known = BATCH_DEFAULTS | dict(arguments)
     for key, name in TRAINER_KEYS.items():
         waits = key.startswith("scheduler.") and name.endswith("_steps") and not _is_count(known.get(name))
-        if name in known and not waits:  # a share of the steps, or as many as there is data
+        if name in known and not waits:  # a fraction of the steps, or as many as the data allows
             yield key, name, known[name]
     if "adam_beta1" in known and "adam_beta2" in known:
         yield "optimizer.params.betas", "adam_beta1, adam_beta2", [known["adam_beta1"], known["adam_beta2"]]

@@ -1,6 +1,6 @@
 """Checking a config without a model, a process group or a device: `deepspeed.check_config` and `ds_check`.
 
-Config files of Accelerate and of the Trainer are read, too (`client_config.py`).
+Config files of Accelerate and of the Trainer are read too (`client_config.py`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def check_config(
     """Everything that is wrong or noteworthy about a config, for a job of `world_size` ranks.
 
     `config` is what `initialize` takes, or a file of Accelerate or TrainingArguments that holds or names such a
-    config. Without `world_size` Accelerate's file tells it, then the launcher's environment, else it is 1. Values
-    "auto" are no errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
+    config. Without `world_size` it is taken from Accelerate's file, else from the launcher's environment, else it is
+    1. "auto" values are not errors. Nothing is raised: see `errors` and `raise_for_errors()` of the result.
     """
     ranks, origin = 1, "not known"
     try:
@@ -93,7 +93,7 @@ def check_config(
 
 
 def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
-    """What the client refuses, then what we do, under the names that stand in the client's file."""
+    """What the client refuses, then what we refuse, under the names used in the client's file."""
     if not client.source.data:
         return ConfigReport(source.name, ranks, origin, client.errors, client.warnings, client=client.client)
     report = _checked(client.source, ranks, origin)
@@ -131,7 +131,7 @@ def _ranks(count: int | None) -> tuple[int, str]:
 
 
 def _argument_problems(analysis: Analysis, source: ConfigSource) -> Iterator[Problem]:
-    """Arguments that the constructor of the optimizer or schedule would refuse, besides those already reported."""
+    """Arguments that the optimizer's or schedule's constructor would refuse, besides those already reported."""
     config = analysis.config
     told = {problem.key for problem in analysis.errors}
     if config is None:
@@ -176,7 +176,7 @@ def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[
 
 
 class Style:
-    """Bold and coloured text where the terminal shows it."""
+    """Bold and coloured text if the terminal supports it."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -271,9 +271,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
-    """Correct a config file as far as its meaning is plain, print the changes, and report what is left.
+    """Correct a config file where its meaning is clear, print the changes, and report what is left.
 
-    Without `output` the file itself is written, with a copy of the original next to it (`.bak`). Raises CannotFix.
+    Without `output` the file itself is overwritten, with a copy of the original next to it (`.bak`). Raises CannotFix.
     """
     if not os.path.isfile(path):
         raise CannotFix(f"{path[:200]} is not a file")

@@ -1,4 +1,4 @@
-"""Changing single keys and values in the text of a JSON file; all else stays as its author laid it out."""
+"""Changing single keys and values in the text of a JSON file; everything else keeps its author's layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Edit:
-    """One change at a path: another name for the key, another value, or the key taken out."""
+    """One change at a path: another name for the key, another value, or removal of the key."""
 
     path: Path
     rename: str | None = None
@@ -27,7 +27,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Span:
-    """Where a key of an object stands, and its value: [begin, end) in the text."""
+    """Where a key of an object and its value are: [begin, end) in the text."""
 
     key: tuple[int, int]
     value: tuple[int, int]
@@ -41,7 +41,7 @@ def spans(text: str) -> dict[Path, Span]:
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """The text with all changes. Their paths are those of `text`; none may lie inside a value that another replaces."""
+    """The text with all changes. Paths refer to `text`; none may be inside a value that another edit replaces."""
     where = spans(text)
     pieces: list[tuple[int, int, str]] = []
     for edit in edits:
@@ -64,7 +64,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_value(text: str, at: int, path: Path, found: dict[Path, Span]) -> int:
-    """Reads the value that begins at `at`; returns where it ends."""
+    """Reads the value starting at `at`; returns where it ends."""
     if text[at] == "{":
         return _read_object(text, at, path, found)
     if text[at] == "[":

@@ -1,7 +1,7 @@
-"""`ds_check --fix`: what is plainly meant by a config is written into it; what would be a guess is left to its author.
+"""`ds_check --fix`: corrects a config where its meaning is clear; what would be a guess is left to its author.
 
-Plain are: a misspelt key, the only name near it not being there already; a deprecated spelling whose successor is not
-there already; a value of another type that says the same (`"fp16": true`, `"lr": "1e-3"`, a misspelt choice).
+Clear cases are: a misspelt key whose only near name is not already present; a deprecated spelling whose successor is
+not already present; a value of another type that says the same (`"fp16": true`, `"lr": "1e-3"`, a misspelt choice).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R", bound="Report")
 
 
 class CannotFix(ValueError):
-    """A file that is not corrected at all, and why."""
+    """A file that cannot be corrected at all, and why."""
 
 
 class Report(Protocol):
@@ -41,7 +41,7 @@ class Report(Protocol):
 
 
 def start_text(source: ConfigSource, *, in_place: bool) -> str:
-    """The text to begin with: the file's own, or plain JSON where that is HJSON and goes to another file."""
+    """The text to start from: the file's own, or plain JSON if that is HJSON and is written to another file."""
     text = source.text or ""
     try:
         json.loads(text)
@@ -56,7 +56,7 @@ def start_text(source: ConfigSource, *, in_place: bool) -> str:
 
 
 def corrected(text: str, name: str, check: Callable[[ConfigSource], R]) -> tuple[str, R]:
-    """The text with all that is plain put right, and what `check` says of it then."""
+    """The text with all clear cases corrected, and what `check` then says about it."""
     for _ in range(ROUNDS):
         source = ConfigSource(json.loads(text), name, text)
         report = check(source)
@@ -75,7 +75,7 @@ def unified(before: str, after: str, path: str) -> Iterator[str]:
 
 
 def write_fixed(path: str, text: str, output: str | None) -> None:
-    """Write the corrected text to `output`; without it to `path`, which is kept under another name first."""
+    """Write the corrected text to `output`, or without it to `path`, after keeping the original under another name."""
     target = os.path.realpath(path if output is None else output)
     if output is None:
         backup = _free_name(f"{target}.bak")
@@ -104,7 +104,7 @@ def _free_name(name: str) -> str:
 
 
 def _edits(data: Mapping[str, Any], errors: list[Problem]) -> Iterator[Edit]:
-    """The changes of one round. Deprecated spellings wait until no error is left that can be corrected."""
+    """The changes of one round. Deprecated spellings wait until no correctable error is left."""
     taken: set[Path] = set()
     for problem in errors:
         if problem.remedy is None or not _leads_to_key(data, problem.path):
@@ -130,7 +130,7 @@ def _renames_to(problem: Problem, new: Path) -> bool:
 
 
 def _leads_to_key(data: Any, path: Path) -> bool:
-    """Whether the path ends at a key of an object that is written there."""
+    """Whether the path ends at a key that is present in the config."""
     for part in path[:-1]:
         if not (isinstance(data, Mapping) and part in data):
             return False
@@ -156,7 +156,7 @@ def _deprecated(data: Mapping[str, Any], model: type[BaseModel], path: Path) -> 
 
 
 def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[BaseModel]) -> Iterator[Edit]:
-    """A deprecated key under its new name; one that has no effect, or is switched off, goes."""
+    """A deprecated key under its new name; one that has no effect, or is switched off, is removed."""
     table = keys_of(model)
     facts = extra_facts(table[str(path[-1])].field)
     target = facts.get("new_param")
@@ -164,7 +164,7 @@ def _successor(path: Path, value: Any, siblings: Mapping[str, Any], model: type[
         yield Edit(path, removes=True)
         return
     if "." in target or any(key in siblings and table[key].name == target for key in table):
-        return  # it belongs into another section, or is there already
+        return  # it belongs in another section, or is already present
     new = documented_name(target, model.model_fields[target])
     if keeps_value(facts) or is_auto(value):
         yield Edit(path, rename=new)

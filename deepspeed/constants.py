@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-# Port of the rendezvous on rank 0's host when nothing else names one.
+# Port of the rendezvous on rank 0's host if nothing else specifies one.
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 # Environment variables that MPI-like launchers and AzureML set: rank and size across nodes.
 CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
 
-# Words of a collective's error by which the launcher knows a rank that lost another one. They are here because the
-# launcher imports nothing of deepspeed.comm, which would read the environment of the ranks.
+# Words in a collective's error by which the launcher recognises a rank that lost another one. They are here because
+# the launcher imports nothing from deepspeed.comm, which would read the environment of the ranks.
 RANK_ENDED = "Either a rank ended"
 
 INFERENCE_GENERIC_MODE = "generic"
@@ -21,9 +21,9 @@ INFERENCE_SPECIALIZED_MODE = "specialized"
 
 
 def __getattr__(name: str) -> timedelta:
-    """`default_pg_timeout`: longest that a collective may take before its process group gives up.
+    """`default_pg_timeout`: the longest a collective may take before its process group gives up.
 
-    It is read from the environment when asked for, so that a wrong value stops what would wait, and not the launcher.
+    It is read from the environment on access, so a wrong value stops the processes that would wait, not the launcher.
     """
     if name == "default_pg_timeout":
         return _timeout(os.environ.get("DEEPSPEED_TIMEOUT", "10"))
@@ -33,9 +33,9 @@ def __getattr__(name: str) -> timedelta:
 def _timeout(minutes: str) -> timedelta:
     try:
         timeout = timedelta(minutes=float(minutes))
-    except (ValueError, OverflowError):  # no number; infinity, or more than a timedelta holds
+    except (ValueError, OverflowError):  # not a number; infinity, or more than a timedelta holds
         timeout = timedelta(0)
-    if timeout < timedelta(milliseconds=1):  # what process groups count in
+    if timeout < timedelta(milliseconds=1):  # the resolution of process groups
         raise ValueError(
             f"DEEPSPEED_TIMEOUT={minutes!r}: set it to a positive number of minutes, such as 30 or 0.5, or unset it "
             "for 10"

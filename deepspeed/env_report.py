@@ -1,8 +1,8 @@
 """``ds_report``: what this machine and this installation offer.
 
-Two parts: the ops with the path each of them takes here, and the environment (versions, devices, cores,
-memory, communication backends). ``[WARNING]`` lines say what to install or change for a faster or a
-working path. ``--bench`` times every op on the path that it takes.
+Two parts: the ops with the path each takes here, and the environment (versions, devices, cores, memory,
+communication backends). ``[WARNING]`` lines say what to install or change for a faster or a working path.
+``--bench`` times every op on the path it takes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
 RULE = "-" * 70
 NAME_WIDTH = 26
 TITLE_WIDTH = 34
-BUILD_PREFIX = "DS_BUILD_"  # of the variables that choose ops to compile, where ops are compiled
+BUILD_PREFIX = "DS_BUILD_"  # of the variables that select ops to compile, where ops are compiled
 PACKAGE = Path(__file__).parent
 SHARED_MEMORY = "/dev/shm"
-ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange through it
+ENOUGH_SHARED_MEMORY = 512 * 1024**2  # bytes; NCCL and data loader workers exchange data through it
 
-# Packages whose version explains most questions, in the order they are shown.
+# Packages whose versions answer most questions, in display order.
 PACKAGES = (
     "numpy", "pydantic", "safetensors", "triton", "transformers", "accelerate", "lightning", "trl", "peft",
 )  # fmt: skip
@@ -119,7 +119,7 @@ def _path_hints() -> Iterator[str]:
 
 
 def get_shm_size() -> int | None:
-    """Bytes of the shared memory file system, None where there is none."""
+    """Bytes of the shared memory file system, None if there is none."""
     try:
         return shutil.disk_usage(SHARED_MEMORY).total
     except OSError:
@@ -147,7 +147,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> str:
-    """Commit and branch: those the package was built from, else those of the source tree it lies in."""
+    """Commit and branch the package was built from, else those of the source tree it is in."""
     if git_hash != "unknown":
         return f"{git_hash} {git_branch}"
     root = PACKAGE.parent

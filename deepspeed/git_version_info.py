@@ -1,6 +1,6 @@
 """What this installation was built from and for: version, commit, torch, accelerator, native ops.
 
-Nothing is compiled for one release of torch here, so `torch_info` tells of the torch that is installed.
+Nothing here is compiled for a particular torch release, so `torch_info` describes the installed torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def _two_parts(text: str | None) -> str:
-    """`2.6.1+cpu` as `2.6`; "0.0" for what is not there."""
+    """`2.6.1+cpu` as `2.6`; "0.0" for what is not installed."""
     return ".".join(text.split("+")[0].split(".")[:2]) if text else "0.0"
 
 

@@ -1,4 +1,4 @@
-"""What the command-line tools share. Nothing here imports torch: `deepspeed` itself does without."""
+"""What the command-line tools share. Nothing here imports torch: `deepspeed` itself does without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, which answers an option that it does not know with those that look like it."""
+    """argparse's parser, but an unknown option is answered with similar ones."""
 
     def error(self, message: str) -> NoReturn:
         unknown = _UNKNOWN.match(message)
@@ -25,7 +25,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """The type of an option that counts something."""
+    """The type of an option that is a count."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)

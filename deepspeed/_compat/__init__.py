@@ -1,1 +1,1 @@
-"""Compatibility has one address: documented paths and names that are not simply where our code lives."""
+"""The one place for compatibility: documented paths and names that are not simply where our code is."""

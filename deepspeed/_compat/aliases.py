@@ -1,11 +1,11 @@
-"""Documented paths and names, and where they are here. Nothing but `finder.py` reads these tables.
+"""Documented paths and names, and where they are here. Only `finder.py` reads these tables.
 
-Most documented module paths are simply where our code lives; only the others have a row.
+Most documented module paths are simply where our code is; only the others have a row.
 """
 
 from __future__ import annotations
 
-# Documented module -> ours: the import gives the very same module object, so that a client that replaces a
+# Documented module -> ours: the import returns the same module object, so that a client that replaces a
 # name inside it replaces the one we look up. Submodules follow: `deepspeed.zero.config` is
 # `deepspeed.runtime.zero.config`.
 MODULES = {
@@ -188,7 +188,7 @@ get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu
 """.split()
 NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.runtime.config_getters")
 
-# Modules of `deepspeed.ops.op_builder` -> the builders that are to be found there.
+# Modules of `deepspeed.ops.op_builder` -> the builders found there.
 _BUILDERS = {
     "async_io": "AsyncIOBuilder",
     "cpu.async_io": "AsyncIOBuilder",
@@ -226,7 +226,7 @@ NAMES.update(
     }
 )
 
-# Packages of ours whose documented submodules clients reach by dotted access after `import deepspeed` alone.
+# Packages of ours whose documented submodules clients reach by dotted access after only `import deepspeed`.
 SUBMODULES = {
     "deepspeed.moe": ("layer", "utils"),
     "deepspeed.launcher": ("multinode_runner", "runner"),

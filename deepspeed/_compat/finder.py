@@ -1,10 +1,10 @@
 """The import hook behind `aliases.py` and `later.py`.
 
-It answers for the module paths in their tables and for nothing else:
+It handles the module paths in their tables and nothing else:
 
-- a row of `MODULES`: the import gives our module object itself;
-- a module of ours for which the tables know further names: loaded as always, it asks them for what it lacks;
-- a path that only the tables know: an empty module that asks them for everything.
+- a row of `MODULES`: the import returns our module object itself;
+- a module of ours for which the tables have further names: loaded as usual, it asks them for names it lacks;
+- a path that is only in the tables: an empty module that asks them for everything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PACKAGES = {path.rsplit(".", depth)[0] for path in _TABLED for depth in range(1
 
 
 def install() -> None:
-    """Put the finder first in line, once."""
+    """Put the finder first in `sys.meta_path`, once."""
     if not any(isinstance(finder, DocumentedPaths) for finder in sys.meta_path):
         sys.meta_path.insert(0, DocumentedPaths())
 
@@ -45,7 +45,7 @@ def our_path(documented: str) -> str | None:
 
 
 def lookup(module: str, name: str) -> Any:
-    """A documented name that `module` does not define itself. AttributeError where the tables know none."""
+    """A documented name that `module` does not define itself. AttributeError if it is not in the tables."""
     if target := NAMES.get(module, {}).get(name):
         path, _, renamed = target.partition(":")
         return getattr(importlib.import_module(path), renamed or name)
@@ -99,7 +99,7 @@ class _SameModule(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.own_spec  # the import system has just put the documented path's there
+        module.__spec__ = self.own_spec  # the import system has just set the documented path's
 
 
 class _OnlyTabled(Loader):
@@ -112,7 +112,7 @@ class _OnlyTabled(Loader):
 
 
 class _WithTabledNames(Loader):
-    """Wraps the loader of a module of ours; everything else about that loader stays reachable."""
+    """Wraps the loader of one of our modules; everything else about that loader stays accessible."""
 
     def __init__(self, real: Any) -> None:
         self.real = real

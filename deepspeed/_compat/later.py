@@ -1,13 +1,13 @@
-"""Documented names whose feature is yet to come: they import, have their signature, are refused when called.
+"""Documented names whose feature is yet to come: they import, have their signature, and are refused when called.
 
 `later_table.py` and `later_names.txt` list them by module, one line each:
 
     def name(a, b=1)                      a function
     class Name(a, b=1): method method     a class; its methods are refused as well
     enum Name(int) A=1 B=2                an enum, which is complete as it is; in parentheses its base, if any
-    error Name(ValueError)                an exception, likewise; the base may be one of the same module
+    error Name(ValueError)                an exception, likewise; the base may be in the same module
 
-A line goes away when the name becomes real; `tests/test_architecture.py` finds the ones that were forgotten.
+A line is removed when the name becomes real; `tests/test_architecture.py` finds any that were forgotten.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def names(module: str) -> list[str]:
 
 @functools.cache
 def make(module: str, name: str) -> Any:
-    """The stand-in for `module.name`, always the same. AttributeError where the tables know no such name."""
+    """The stand-in for `module.name`, always the same object. AttributeError if the tables have no such name."""
     for line in LATER.get(module, ()):
         kind, found, rest, methods = _parse(line)
         if found != name:
@@ -59,7 +59,7 @@ def refuse(path: str) -> NoReturn:
 
 
 def signature(text: str) -> inspect.Signature:
-    """`(a, *, b=1)` as a Signature. A default that is not a literal is kept by its spelling."""
+    """`(a, *, b=1)` as a Signature. A default that is not a literal is kept as its source text."""
     arguments = ast.parse(f"def f{text}: ...").body[0].args  # type: ignore[attr-defined]
     kinds = inspect.Parameter
     positional = [
@@ -135,7 +135,7 @@ def _function(module: str, name: str, text: str, path: str | None = None) -> Cal
 
 
 class _Later(type):
-    """Metaclass of classes that come later: they can be named, subclassed, asked by isinstance."""
+    """Metaclass of classes that come later: they can be named, subclassed and used with isinstance."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         documented = next(base for base in cls.__mro__ if "_later_path" in vars(base))

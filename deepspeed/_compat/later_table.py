@@ -1,13 +1,13 @@
 """Signatures of documented names that come later, by module; `later.py` explains the lines.
 
-What clients are known to import stands here, all the rest of the documented interface in `later_names.txt`.
+What clients are known to import is listed here, the rest of the documented interface in `later_names.txt`.
 """
 
 from __future__ import annotations
 
 import os
 
-# Path prefix -> what to do until then. The longest that fits is quoted in the refusal.
+# Path prefix -> what to do until then. The longest match is quoted in the refusal.
 INSTEAD = {
     "deepspeed.accelerator": "Until then run on the CPU or on a CUDA device: DS_ACCELERATOR=cpu or cuda.",
     "deepspeed.autotuning": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
@@ -585,7 +585,7 @@ LATER: dict[str, tuple[str, ...]] = {
 
 
 def _read_rows(path: str) -> dict[str, list[str]]:
-    """`[module]`, then one row per line; an indented line goes on with the row above."""
+    """`[module]`, then one row per line; an indented line continues the row above."""
     rows: dict[str, list[str]] = {}
     current: list[str] = []
     with open(path, encoding="utf-8") as file:

@@ -146,7 +146,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "cdb":  # the backend object, None before the process group exists
+    if name == "cdb":  # the backend object, None until the process group exists
         return set_backend()
     if name == "timer":
         return importlib.import_module("deepspeed.utils.timer")

@@ -1,4 +1,4 @@
-"""What a communication backend is, for those who bring their own."""
+"""The base class of communication backends, for those who bring their own."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from typing import Any
 def tell_accelerate(backend: str) -> None:
     """Complete the state that Accelerate is building while it asks us for a process group.
 
-    Where Accelerate finds no accelerator it chooses no backend, has us choose one, and then takes the missing choice
-    for "no distributed training": each of several ranks believes that it is the only one, reads all of the data, and
-    Transformers computes the batch size for a job of one rank. Its `PartialState` keeps what it knows in one dict per
-    process; while it is being made, that holds `backend` and not yet `num_processes`.
+    If Accelerate finds no accelerator it chooses no backend, lets us choose one, and then takes the missing choice to
+    mean "no distributed training": each of several ranks believes that it is the only one and reads all of the data,
+    and Transformers computes the batch size for a job of one rank. Accelerate's `PartialState` keeps what it knows in
+    one dict per process; while that is being built, it holds `backend` but not yet `num_processes`.
     """
     module = sys.modules.get("accelerate.state")
     state: Any = getattr(getattr(module, "PartialState", None), "_shared_state", None)

@@ -45,8 +45,8 @@ class Communicator:
 
     Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
     and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
-    tensor is split into calls. (Where a group spans hosts: in rank order on each host, then over hosts.) All
-    ranks issue the same collectives in the same order; handles may be waited in any order. A group of one
+    tensor is split into calls. (If a group spans hosts: in rank order on each host, then over hosts.) All
+    ranks issue the same collectives in the same order; handles may be waited on in any order. A group of one
     rank never touches the network.
     """
 
@@ -58,7 +58,7 @@ class Communicator:
         self.bytes_sent = 0  # payload this rank put on the wire
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
-        self._cpu_transport: Transport | None = None  # the same one, found faster
+        self._cpu_transport: Transport | None = None  # the same one, for faster access
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
@@ -78,7 +78,7 @@ class Communicator:
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """`output [n]` = slice `rank` of the sum of all `input [size * n]`, times `scale`. `output` may have
-        a wider dtype, or be input's own slice; `input` is left as it is otherwise."""
+        a wider dtype, or be input's own slice; otherwise `input` is left unchanged."""
         if self.size == 1 or output.numel() == 0:
             return _single(output, input, scale)
         if input.numel() != output.numel() * self.size:
@@ -93,7 +93,7 @@ class Communicator:
         return operation(output, input, scale=scale)
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        """In place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
+        """In-place sum over ranks times `scale`; the same bits as reduce_scatter followed by all_gather."""
         size = self.size
         if size == 1 or tensor.numel() == 0:
             return _single(tensor, tensor, scale)
@@ -105,7 +105,7 @@ class Communicator:
         return operation(flat, scale=scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """In place elementwise maximum over ranks."""
+        """In-place elementwise maximum over ranks."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).all_reduce_max, _flat(tensor)
@@ -115,7 +115,7 @@ class Communicator:
         return operation(flat)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        """In place copy from rank `src` of this group (counted inside the group)."""
+        """In-place copy from rank `src` of this group (a rank within the group)."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         operation, flat = self._transport(tensor).broadcast, _flat(tensor)
@@ -141,8 +141,8 @@ class Communicator:
         output_counts: Sequence[int] | None = None,
         input_counts: Sequence[int] | None = None,
     ) -> Pending:
-        """Rank r's run for rank s becomes rank s's run from r. Runs follow each other in rank order and have
-        these numbers of elements (None: all equal)."""
+        """Rank r's run for rank s becomes rank s's run from r. Runs are stored in rank order and have these
+        numbers of elements (None: all equal)."""
         output, input = _flat(output), _flat(input)
         if self.size == 1:
             output.copy_(input)
@@ -162,7 +162,7 @@ class Communicator:
         return operation(output, input, received, sent)
 
     def barrier(self) -> Pending:
-        """Wait until every rank has come here."""
+        """Wait until every rank has arrived here."""
         if self.size == 1:
             return DONE
         self._count("barrier", 0)
@@ -173,7 +173,7 @@ class Communicator:
         return "cpu" if is_gloo(self.group) else get_accelerator().device_name()
 
     def close(self) -> None:
-        """Let go of what the transports hold."""
+        """Release what the transports hold."""
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
@@ -192,19 +192,19 @@ class Communicator:
         return self._transport_for(device_type).name
 
     def is_faster_than_its_group(self) -> bool:
-        """Whether CPU tensors are moved by something else than the process group's own operations."""
+        """Whether CPU tensors are moved by something other than the process group's own operations."""
         return (self._cpu_transport or self._transport_for("cpu")).name != "native"
 
     def prepare(self) -> Communicator:
-        """Choose the transport now. Otherwise the first collective does, also an asynchronous one, and waits
+        """Choose the transport now. Otherwise the first collective does so, even an asynchronous one, and waits
         for the other ranks to reach it."""
         if self.size > 1:
             self._transport_for(self._device_type())
         return self
 
     def works_in_background(self, device_type: str) -> bool:
-        """Whether an asynchronous operation can be issued without waiting for others, and then finishes
-        whatever this rank does next."""
+        """Whether an asynchronous operation can be issued without waiting for others, and finishes
+        regardless of what this rank does next."""
         transport = self._transports.get(device_type)
         return self.size == 1 or (transport is not None and transport.background)
 
@@ -239,7 +239,7 @@ class Communicator:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same memory in one dimension, outside autograd. (The short cut saves a microsecond.)"""
+    """The same memory in one dimension, outside autograd. (The shortcut saves a microsecond.)"""
     if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
         return tensor
     return tensor.detach().view(-1)
@@ -257,9 +257,9 @@ _shared_memory_wanted = True
 
 
 def use_shared_memory(wanted: bool) -> None:
-    """Config `comm.shared_memory`: whether groups may communicate through shared memory where their ranks share
-    hosts. All ranks call this at the same point, with nothing in flight: groups choose again if it changes.
-    The environment's DS_SHM=0 always forbids it."""
+    """Config `comm.shared_memory`: whether groups may communicate through shared memory between ranks on the same
+    host. All ranks call this at the same point, with nothing in flight: groups choose again if it changes.
+    DS_SHM=0 in the environment always forbids it."""
     global _shared_memory_wanted
     if wanted != _shared_memory_wanted:
         for known in _communicators.values():
@@ -276,7 +276,7 @@ _communicators: dict[ProcessGroup, Communicator] = {}
 
 def communicator(group: ProcessGroup | None = None) -> Communicator:
     """The communicator of `group` (None: the default group, or one rank alone before torch.distributed is
-    initialised). One per group: its counters are shared by all users."""
+    initialised). One per group: all users share its counters."""
     if group is None:
         group = dist.group.WORLD
         if group is None:
@@ -311,11 +311,11 @@ _LET_GO_S = 0.01
 
 @atexit.register
 def _end() -> None:
-    """Native threads end before the tensors they work on, and gloo's workers let go of theirs.
+    """End native threads before the tensors they work on are freed, and let gloo's workers release theirs.
 
-    A worker of gloo that is done with an operation drops its references to tensors, for which it may need the lock of
-    the interpreter. If the interpreter's end comes first, that ends the thread inside a destructor, and C++ then the
-    whole process: "terminate called without an active exception", exit code 134, after a run in which all went well.
+    When a gloo worker is done with an operation it drops its references to tensors, for which it may need the
+    interpreter lock. If the interpreter shuts down first, that ends the thread inside a destructor, and C++ then ends
+    the whole process: "terminate called without an active exception", exit code 134, after an otherwise successful run.
     """
     forget_communicators()
     if dist.is_available() and dist.is_initialized() and "gloo" in dist.get_backend():

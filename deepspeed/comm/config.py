@@ -30,7 +30,7 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedCommsConfig:
-    """What `deepspeed.comm.configure` takes: the `comms_logger` section of a config dict."""
+    """The argument of `deepspeed.comm.configure`: the `comms_logger` section of a config dict."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         section = ds_config.get("comms_logger")

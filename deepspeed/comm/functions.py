@@ -16,9 +16,9 @@ from .logging import comms_logger, paused_log, timed_op
 from .reduce_op import ReduceOp
 from .torch import TorchBackend
 
-backend = TorchBackend(None, None, None)  # holds nothing: the process groups are torch.distributed's
+backend = TorchBackend(None, None, None)  # holds no state: the process groups are torch.distributed's
 
-# ---- recorded operations; the argument that is the message
+# ---- recorded operations, with the argument that is the message
 
 broadcast = timed_op(backend.broadcast)
 all_gather = timed_op(backend.all_gather)
@@ -44,7 +44,7 @@ irecv = timed_op(backend.irecv)
 barrier = timed_op(backend.barrier, "")
 monitored_barrier = timed_op(backend.monitored_barrier, "")
 
-# ---- without a record of their own
+# ---- not recorded separately
 
 broadcast_object_list = backend.broadcast_object_list
 all_gather_coalesced = backend.all_gather_coalesced
@@ -102,7 +102,7 @@ def is_initialized() -> bool:
     """Whether the default process group exists, no matter who created it."""
     exists = dist.is_available() and dist.is_initialized()
     if exists:
-        tell_accelerate(dist.get_backend())  # it asks here, and makes no group where there is one
+        tell_accelerate(dist.get_backend())  # it asks here, and creates no group if one exists
     return exists
 
 
@@ -133,7 +133,7 @@ def get_rank(group: ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Rank among the processes of this host (LOCAL_RANK, 0 where it is not set)."""
+    """Rank among the processes of this host (LOCAL_RANK, 0 if unset)."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -160,7 +160,7 @@ def set_backend() -> TorchBackend | None:
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: Any = None, init_method: str | None = None) -> None:
-    """Ask for another backend than torch.distributed: there is none."""
+    """Request a backend other than torch.distributed: there is none."""
     if ds_backend not in ("torch", "nccl", "gloo", "mpi", "ccl", "hccl"):
         raise ValueError(f"ds_backend={ds_backend!r}: torch.distributed is the only backend")
 
@@ -178,7 +178,7 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print on rank 0, per operation and message size: count, latency, algorithm and bus bandwidth.
 
-    With `show_straggler` (all ranks call it) also how long ranks waited for the slowest.
+    With `show_straggler` (all ranks must call it) also how long ranks waited for the slowest.
     `return_dict`: return the numbers.
     """
     first = not is_initialized() or dist.get_rank() == 0

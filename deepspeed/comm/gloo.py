@@ -4,8 +4,8 @@ gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending ea
 here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
 hop, in an order that depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
 
-Every exchange is tagged with its sequence number: messages of different collectives, and those that a user
-sends on the same group, never mix.
+Every exchange is tagged with its sequence number: messages of different collectives, and a user's own messages
+on the same group, never mix.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .pending import CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_blocks
 
 # Bytes of received pieces that one reduction holds at a time, all peers together. Two pieces per peer are
-# in flight: one is summed while the next arrives. Smaller pieces cost latency, larger ones miss the cache.
+# in flight: one is summed while the next arrives. Smaller pieces add latency, larger ones miss the cache.
 SCRATCH_BYTES = 8 << 20
 _PIECES_IN_FLIGHT = 2
 
-# Up to this many bytes an all_reduce sends the whole tensor to everyone: one latency instead of two.
+# Up to this many bytes an all_reduce sends the whole tensor to every rank: one latency instead of two.
 SMALL_ALL_REDUCE_BYTES = 8 << 10
 
 _TAG_BASE = 0x2D50_0000  # far from the tags that users choose
@@ -33,7 +33,7 @@ _TAG_RANGE = 1 << 20
 
 
 class GlooChannel:
-    """Tagged messages between this rank and its peers on one gloo group; ranks count inside the group."""
+    """Tagged messages between this rank and its peers on one gloo group; ranks are those within the group."""
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -45,12 +45,12 @@ class GlooChannel:
         self.ranks = ranks
         # Start with the next rank, so that not every rank talks to rank 0 first.
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
-        # Sums are formed within each block of ranks (those of one host), then over the blocks.
+        # Sums are computed within each block of ranks (those of one host), then over the blocks.
         self.blocks: tuple[tuple[int, ...], ...] = (tuple(range(self.size)),)
         self._sequence = 0
 
     def next_tag(self) -> int:
-        """Two consecutive tags are reserved: all ranks call this once per collective, in the same order."""
+        """Reserve two consecutive tags: all ranks call this once per collective, in the same order."""
         self._sequence = (self._sequence + 2) % _TAG_RANGE
         return _TAG_BASE + self._sequence
 
@@ -63,7 +63,7 @@ class GlooChannel:
     def _start(self, start: Callable[..., Work], tensor: Tensor, peer: int, tag: int) -> Work:
         try:
             return start([_bytes(tensor)], peer, tag)
-        except RuntimeError as error:  # the connection is made at the first message, or was lost since
+        except RuntimeError as error:  # the connection is made at the first message, or has been lost since
             raise CommunicationError.of("a message", self.ranks, error, silent=self.ranks[peer]) from error
 
     def wait(self, work: Work, operation: str, peer: int | None = None) -> None:
@@ -75,7 +75,7 @@ class GlooChannel:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as uint8 where gloo does not know the dtype (fp8, complex)."""
+    """The same memory as uint8 if gloo does not support the dtype (fp8, complex)."""
     return tensor if tensor.dtype in _GLOO_DTYPES else tensor.view(torch.uint8)
 
 
@@ -138,7 +138,7 @@ def _waiting(channel: GlooChannel, operation: str, works: list[tuple[int, Work]]
 class _SlicedSum:
     """This rank's slice of a sum over ranks, received piece by piece into bounded scratch.
 
-    Sends are posted at once (gloo moves them when the peer has posted its receive), so are the receives of
+    Sends are posted immediately (gloo moves them once the peer has posted its receive), as are the receives of
     the first pieces; `run()` sums a piece, then posts the receive that reuses its scratch.
     """
 
@@ -198,10 +198,10 @@ class GlooReduceScatter:
 
 
 class GlooAllReduce:
-    """reduce_scatter into the own slice and all_gather of the slices, piece by piece in one go.
+    """reduce_scatter into this rank's slice and all_gather of the slices, piece by piece in one pass.
 
-    The receives of the gathered pieces are posted at once although their memory is still being sent: a peer
-    sends a summed piece only after it has received that piece from here.
+    The receives of the gathered pieces are posted immediately although their memory is still being sent: a peer
+    sends a summed piece only after it has received that piece from this rank.
     """
 
     def __init__(self, channel: GlooChannel) -> None:
@@ -295,7 +295,7 @@ class GlooBarrier:
 
 
 class GlooAllReduceMax:
-    """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce serves."""
+    """Elementwise maximum: any order gives the same bits, so gloo's own all_reduce is used."""
 
     def __init__(self, channel: GlooChannel) -> None:
         self.channel = channel

@@ -13,25 +13,25 @@ from deepspeed.constants import default_pg_timeout
 
 
 def default_timeout() -> timedelta:
-    """The timeout that every group gets: that of the default group, which `init_distributed(timeout=...)` or
-    DEEPSPEED_TIMEOUT set."""
+    """The timeout that every group gets: that of the default group, as set by `init_distributed(timeout=...)` or
+    DEEPSPEED_TIMEOUT."""
     world = dist.group.WORLD
     return default_pg_timeout if world is None else timeout_of(world)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """The timeout that a group was made with."""
+    """The timeout that a group was created with."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):  # no backend for the device, or one without a timeout
+        except (RuntimeError, AttributeError):  # no backend for the device, or a backend without a timeout
             continue
     return default_pg_timeout
 
 
 def new_group(ranks: Sequence[int], *, timeout: timedelta | None = None) -> ProcessGroup:
-    """A group of these ranks with the job's timeout. Only its members call this, in the same order where
-    groups overlap. All ranks of the job: the default group itself."""
+    """A group of these ranks with the job's timeout. Only its members call this, in the same order if groups
+    overlap. For all ranks of the job it is the default group itself."""
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     if list(ranks) == list(range(dist.get_world_size())):

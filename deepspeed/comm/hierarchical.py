@@ -1,7 +1,7 @@
-"""Collectives among several hosts with equally many ranks each: shared memory inside, gloo between.
+"""Collectives among several hosts with equally many ranks each: shared memory within hosts, gloo between them.
 
 Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk across hosts, so the network carries
-1/L of what a direct exchange among all ranks sends. Sums are formed per host in rank order, in fp32, and then over
+1/L of what a direct exchange among all ranks sends. Sums are computed per host in rank order, in fp32, and then over
 hosts: the order that `sum_in_blocks` gives on gloo, so the bits are the same.
 
 All work is done while a caller waits, in order of issue (OrderedPending): the ranks of a host then use their shared
@@ -32,7 +32,7 @@ from .shared_memory import (
 
 
 class TwoLevels:
-    """The ranks of this host (shared memory) and this rank's counterparts on the others (gloo)."""
+    """The ranks of this host (shared memory) and this rank's counterparts on the other hosts (gloo)."""
 
     def __init__(self, channel: SharedMemoryChannel, gloo: GlooChannel) -> None:
         self.gloo = gloo
@@ -49,7 +49,7 @@ class TwoLevels:
         self.barrier = SharedMemoryBarrier(channel)
 
     def counterpart(self, host: int, local_rank: int | None = None) -> int:
-        """Rank inside the group."""
+        """The counterpart's rank in the group."""
         return host * self.local_size + (self.local_rank if local_rank is None else local_rank)
 
     @property
@@ -59,7 +59,7 @@ class TwoLevels:
     def exchange(
         self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
     ) -> None:
-        """With the counterparts on these hosts."""
+        """Exchange with the counterparts on these hosts."""
         works = [
             *(
                 (host, self.gloo.receive(tensor, self.counterpart(host), tag))
@@ -131,7 +131,7 @@ class HierarchicalReduceScatter:
 
 
 class HierarchicalAllReduce:
-    """reduce_scatter and all_gather, on a padded copy where the ranks do not divide the tensor."""
+    """reduce_scatter and all_gather, on a padded copy if the tensor is not divisible by the ranks."""
 
     def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
         self.levels = levels
@@ -180,7 +180,7 @@ class HierarchicalAllReduceMax:
 
 
 class HierarchicalReduce:
-    """To the destination's neighbour number on each host, and from there to the destination."""
+    """Reduce to the rank with the destination's position on each host, and from there to the destination."""
 
     def __init__(self, levels: TwoLevels, fallback: Callable[..., Pending]) -> None:
         self.levels = levels
@@ -241,7 +241,7 @@ class HierarchicalAllToAll:
 
 
 class HierarchicalBarrier:
-    """Once all ranks of this host are here, tell the counterparts and hear from them."""
+    """Once all ranks of this host have arrived, notify the counterparts and wait for theirs."""
 
     def __init__(self, levels: TwoLevels) -> None:
         self.levels = levels
@@ -259,7 +259,7 @@ class HierarchicalBarrier:
 
 
 class HierarchicalBroadcast:
-    """From the source to its counterparts, and on each host from there."""
+    """From the source to its counterparts, and from there within each host."""
 
     def __init__(self, levels: TwoLevels) -> None:
         self.levels = levels

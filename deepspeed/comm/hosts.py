@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host, and the shared memory between those that do."""
+"""Which ranks of a group share a host, and the shared memory between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .shared_memory import SharedMemoryChannel
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """`blocks`: the ranks (inside the group) of each host, hosts ordered by their first rank. `channel`: among the
+    """`blocks`: the ranks (within the group) of each host, hosts ordered by their first rank. `channel`: connects the
     ranks of this host, if the group communicates through shared memory."""
 
     blocks: tuple[tuple[int, ...], ...]
@@ -31,8 +31,8 @@ class Hosts:
 
 
 def meet(gloo: GlooChannel, may_share_memory: bool) -> Hosts:
-    """Find out who is where, and connect the ranks of each host if all of the group are able and willing. A collective
-    call: all ranks get the same blocks, and all of them a channel or none."""
+    """Find out which rank is where, and connect the ranks of each host if the whole group can and may share memory.
+    A collective call: all ranks get the same blocks, and either all get a channel or none does."""
     willing = may_share_memory and shared_memory.is_available()
     records = _gather(gloo, _Record.of_this_process(willing))
     blocks = blocks_of([one.host for one in records])
@@ -60,7 +60,7 @@ def blocks_of(hosts: Sequence[bytes]) -> tuple[tuple[int, ...], ...]:
 
 
 def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
-    """One host; or several with equally many neighbouring ranks, more than one each."""
+    """One host, or several with equally many consecutive ranks, more than one each."""
     length = len(blocks[0])
     regular = all(
         block == tuple(range(length * index, length * (index + 1))) for index, block in enumerate(blocks)
@@ -71,8 +71,8 @@ def are_regular(blocks: tuple[tuple[int, ...], ...]) -> bool:
 def _connect(
     gloo: GlooChannel, block: tuple[int, ...], pid: int
 ) -> tuple[SharedMemoryChannel | None, list[_Record]]:
-    """The first rank of a host (process `pid`) makes the segment, all ranks of the block map it. Returns this rank's
-    channel, and who has one."""
+    """The first rank of a host (process `pid`) creates the segment, all ranks of the block map it. Returns this rank's
+    channel, and which ranks have one."""
     rank = block.index(gloo.rank)
     descriptor, token = shared_memory.create_segment(len(block)) if rank == 0 else (0, 0)
     try:
@@ -84,7 +84,7 @@ def _connect(
         return channel, _gather(gloo, _Record.of_this_process(channel is not None, offer.descriptor))
     finally:
         if rank == 0 and descriptor >= 0:
-            os.close(descriptor)  # by now everyone has opened it, or failed to
+            os.close(descriptor)  # by now every rank has opened it, or failed to
 
 
 def _say_why_not(attached: list[_Record]) -> None:

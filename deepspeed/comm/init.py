@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from .config import CommConfig
 
-_PATIENCE_S = 5.0  # after so long, torch's pauses between two attempts are short in comparison
+_PATIENCE_S = 5.0  # after this long, torch's pauses between two attempts are short in comparison
 
 
 class NotInitializedError(ValueError, AssertionError):
-    """torch.distributed has to be initialised first."""
+    """torch.distributed must be initialised first."""
 
 
 def init_distributed(
@@ -49,12 +49,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make torch.distributed's default process group; nothing but `config` is looked at if it exists.
+    """Create torch.distributed's default process group; if it exists, only `config` is considered.
 
     The rank comes from the arguments, from RANK/WORLD_SIZE (torchrun, the `deepspeed` command), or with
-    `auto_mpi_discovery` from an MPI launcher or Slurm. Where nothing speaks of a job, this process is rank 0
-    of 1 and no network is used. `timeout` holds for this and every later group. With
-    `dist_init_required=False` the group must exist already.
+    `auto_mpi_discovery` from an MPI launcher or Slurm. If nothing indicates a job, this process is rank 0
+    of 1 and no network is used. `timeout` applies to this and every later group. With
+    `dist_init_required=False` the group must already exist.
     """
     if config is not None:
         configure(config)
@@ -82,7 +82,7 @@ def init_distributed(
 
 
 def _check_backend(backend: str) -> None:
-    """ValueError where the first collective would fail, or wait, because a device or the library is missing."""
+    """ValueError if the first collective would fail, or hang, because a device or the library is missing."""
     if "nccl" not in backend:
         return
     remedy = "leave dist_backend out to have a working one chosen, or pass 'gloo', which moves CPU tensors"
@@ -95,14 +95,14 @@ def _check_backend(backend: str) -> None:
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:
-    """Follow the section `comm` where it says something; what an earlier config said holds otherwise."""
+    """Apply the `comm` section's settings; for those it does not set, an earlier config's stay in effect."""
     section: CommConfig | None = getattr(config, "comm_config", None)
     if section is not None and "shared_memory" in section.model_fields_set:
         use_shared_memory(section.shared_memory)
 
 
 def _identify(schedulers: bool, port: int) -> Identity:
-    """Who this process is; written to the environment where a launcher other than torchrun told it."""
+    """This process's identity; written to the environment if it came from a launcher other than torchrun."""
     identity = environment.discover(os.environ, port, schedulers=schedulers)
     if identity is None:
         if schedulers and (tasks := environment.is_alone_in_an_allocation(os.environ)):
@@ -139,7 +139,7 @@ def _ask_mpi(identity: Identity) -> Identity:
 
 
 def _own_address() -> str:
-    """The address of this host that others reach; a UDP socket names it without sending anything."""
+    """The address at which others reach this host; a UDP socket reveals it without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -149,7 +149,7 @@ def _own_address() -> str:
 
 
 def _explicit(rank: int, world_size: int, port: int) -> tuple[int, int]:
-    """Arguments first, the environment for what they leave out."""
+    """Arguments first, the environment for what they omit."""
     known = environment.discover(os.environ, port, schedulers=False) if rank < 0 or world_size < 0 else None
     if known is not None:
         rank, world_size = (
@@ -189,7 +189,7 @@ def _make_default_group(
 
 def _await_rank_zero(address: str | None, port: str | None) -> None:
     """Return as soon as rank 0 listens. torch's own client, once refused, sleeps for a third of a second or more
-    before its next attempt, and every rank waits for it. Whatever is wrong here is left for torch to find."""
+    before its next attempt, and every rank waits for it. Errors here are left for torch to report."""
     pause_s, deadline = 0.002, time.monotonic() + _PATIENCE_S
     while address and port and port.isdecimal() and time.monotonic() < deadline:
         try:
@@ -197,9 +197,9 @@ def _await_rank_zero(address: str | None, port: str | None) -> None:
                 probe.settimeout(_PATIENCE_S)
                 probe.setsockopt(
                     socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-                )  # its port does not rest afterwards
+                )  # its port is free at once afterwards
                 probe.bind(("", 0))
-                if probe.getsockname()[1] != int(port):  # or, where no one listens yet, it would reach itself
+                if probe.getsockname()[1] != int(port):  # or, with no listener yet, it would reach itself
                     probe.connect((address, int(port)))
                     return
         except ConnectionRefusedError:
@@ -261,13 +261,13 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """AzureML starts jobs with Open MPI: the environment as torch wants it."""
+    """AzureML starts jobs with Open MPI: set the environment as torch expects it."""
     mpi_discovery(master_port, verbose)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "^docker0,lo")
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """SageMaker starts jobs with Open MPI: the environment as torch wants it."""
+    """SageMaker starts jobs with Open MPI: set the environment as torch expects it."""
     mpi_discovery(verbose=verbose)
 
 

@@ -31,8 +31,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set the communication log up from a config (a DeepSpeedConfig, or its `comms_logger` section), then
-    from the single values that are given. A section that is not enabled changes nothing."""
+    """Set up the communication log from a config (a DeepSpeedConfig, or its `comms_logger` section), then
+    from the individual values given. A section that is not enabled changes nothing."""
     section = getattr(deepspeed_config, "comms_config", deepspeed_config)
     section = getattr(section, "comms_logger", section)
     if section is not None and section.enabled:
@@ -51,7 +51,7 @@ def configure(
 
 @contextlib.contextmanager
 def paused_log() -> Iterator[None]:
-    """Nothing is recorded inside."""
+    """Nothing is recorded inside the block."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -61,12 +61,12 @@ def paused_log() -> Iterator[None]:
 
 
 def recording(op_name: str) -> bool:
-    """Whether a call of this operation is to be recorded now."""
+    """Whether a call of this operation should be recorded now."""
     return comms_logger.enabled and not _paused and comms_logger.wants(op_name)
 
 
 class Measurement:
-    """One call being timed: from before it is issued until it has finished (`wait()` for an asynchronous one:
+    """One call being timed, from before it is issued until it has finished (for an asynchronous one until `wait()`:
     what the caller computes in between is included)."""
 
     __slots__ = ("group_size", "message_bytes", "on_device", "op_name", "record_name", "start")
@@ -108,7 +108,7 @@ class MeasuredWork:
 
 
 def measured(op_name: str, message: Tensor, group_size: int, issue: Callable[[], Pending]) -> Pending:
-    """Issue a collective of a communicator as a recorded one."""
+    """Issue a communicator's collective and record it."""
     record_name = op_name
     if comms_logger.debug:
         record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=3)}]"
@@ -127,10 +127,10 @@ def timed_op(
 ) -> Callable[..., Any]:
     """Give a communication function the arguments `prof`, `log_name` and `debug`, and record its calls.
 
-    `message` names the argument whose bytes count as the message, `renamed` those arguments that are called
-    otherwise in public. `prof=True` records this call also where the logger's configuration would not;
-    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures that
-    stem from another rank are raised as CommunicationError.
+    `message` names the argument whose bytes count as the message, `renamed` the arguments with a different
+    public name. `prof=True` records this call even if the logger's configuration would not;
+    `log_name` is the row in the log; with the logger's `debug`, the caller's name is added. Failures
+    caused by another rank are raised as CommunicationError.
     """
     op_name = func.__name__
     signature = inspect.signature(func)

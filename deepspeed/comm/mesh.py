@@ -75,7 +75,7 @@ class MeshLayout:
         return result
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of a rank along each base axis."""
+        """A rank's position along each base axis."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks")
         result: dict[str, int] = {}
@@ -84,14 +84,14 @@ class MeshLayout:
         return {axis: result[axis] for axis in BASE_AXES}
 
     def rank_at(self, **position: int) -> int:
-        """The rank at a position along the base axes (what is not named is 0)."""
+        """The rank at a position along the base axes (0 along axes not named)."""
         rank = 0
         for axis in BASE_AXES:
             rank = rank * self._size(axis) + position.get(axis, 0)
         return rank
 
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group of `rank` over these axes: all ranks that differ from it along them only, ascending."""
+        """The group of `rank` over these axes: all ranks that differ from it only along them, ascending."""
         if len(axes) == 1 and axes[0] in _DERIVED_AXES:
             return self._derived_ranks(rank, axes[0])
         for axis in axes:
@@ -126,8 +126,8 @@ class MeshLayout:
 
 
 def split_ranks(ranks: tuple[int, ...], rank: int, block: int, *, inner: bool) -> tuple[int, ...]:
-    """Split `ranks` into runs of `block`; the run that holds `rank` (inner), or the ranks with the same place
-    in every run (not inner)."""
+    """Split `ranks` into runs of `block`; returns the run that holds `rank` (inner), or the ranks with the same
+    position in every run (not inner)."""
     place = ranks.index(rank)
     if inner:
         start = place - place % block
@@ -142,8 +142,8 @@ def _divisors(number: int) -> list[int]:
 class ProcessMesh:
     """The mesh of a running job, seen from one rank: sizes, positions, process groups, communicators.
 
-    Groups are made on first use and only by their members, so all ranks ask for the same axes in the same
-    order. Axes whose groups have the same ranks share one group.
+    Groups are created on first use and only by their members, so all ranks must request the same axes in the
+    same order. Axes whose groups have the same ranks share one group.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ProcessMesh:
         timeout: timedelta | None = None,
     ) -> None:
         """`ranks_of`: this rank's group over single axes and combinations of axes; what is missing is
-        computed from `layout`, or from the axes of size 1. `groups`: those that exist already."""
+        computed from `layout`, or from the axes of size 1. `groups`: those that already exist."""
         self.global_rank = rank
         self.layout = layout
         self._ranks_of = {_key(axes): ranks for axes, ranks in ranks_of.items()}
@@ -177,7 +177,7 @@ class ProcessMesh:
         rank: int | None = None,
         timeout: timedelta | None = None,
     ) -> ProcessMesh:
-        """Mesh over all ranks. `dp=None`: what the others leave. `node=None`: all replicas on one host."""
+        """Mesh over all ranks. `dp=None`: what the other axes leave. `node=None`: all replicas on one host."""
         if world_size is None:
             world_size = dist.get_world_size() if dist.is_initialized() else 1
         if rank is None:
@@ -195,7 +195,7 @@ class ProcessMesh:
 
     @classmethod
     def from_mpu(cls, mpu: Any, *, ep: int = 1, timeout: timedelta | None = None) -> ProcessMesh:
-        """Mesh with the groups of a Megatron-style model-parallel unit; an axis that it does not know has
+        """Mesh with the groups of a Megatron-style model-parallel unit; an axis that it does not have gets
         size 1."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         ranks_of: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -208,7 +208,7 @@ class ProcessMesh:
                 groups.setdefault(ranks, group)
         if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
             ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
-        if list(ranks_of) == [("sp",)]:  # a unit for sequence parallelism alone: all else is data-parallel
+        if list(ranks_of) == [("sp",)]:  # a unit for sequence parallelism only: all else is data-parallel
             ranks_of |= _around_sequences(rank, ranks_of[("sp",)])
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
@@ -237,7 +237,7 @@ class ProcessMesh:
         return self.ranks(*axes).index(self.global_rank)
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The process group over these axes (made on first use: a collective call of its members)."""
+        """The process group over these axes (created on first use: collective among its members)."""
         ranks = self.ranks(*axes)
         found = self._groups.get(ranks)
         if found is None:
@@ -254,7 +254,7 @@ class ProcessMesh:
         if self.layout is not None:
             return self.layout.ranks(self.global_rank, *key)
         if len(key) == 1 and key[0] in _DERIVED_AXES:
-            # Without a cut all replicas hold other experts' places alone: ep and cross_node have size 1.
+            # Undivided: ep and cross_node have size 1, expert_dp and node span all replicas.
             _, inner = _DERIVED_AXES[key[0]]
             whole = inner == (_DERIVED_AXES[key[0]][0] == "node")
             return self.ranks("dp", "sp") if whole else (self.global_rank,)
@@ -282,7 +282,7 @@ def _key(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set(axes), key=AXES.index))
 
 
-# Which methods of a model-parallel unit name the group over which axes; the first that exists counts.
+# Which methods of a model-parallel unit name the group over which axes; the first that exists is used.
 _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dp",): ("get_data_parallel_group",),
     ("tp",): ("get_tensor_model_parallel_group", "get_slice_parallel_group"),
@@ -296,7 +296,7 @@ _MPU_GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
 
 
 def _around_sequences(rank: int, sequence: tuple[int, ...]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The groups over dp and over dp x sp, given that of the ranks that share a sequence."""
+    """The groups over dp and over dp x sp, given the group of ranks that share a sequence."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     size = len(sequence)
     if world % size or sequence != tuple(range(rank - rank % size, rank - rank % size + size)):

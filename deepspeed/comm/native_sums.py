@@ -1,12 +1,13 @@
-"""Sums of 16-bit tensors by the process group's own exchanges: 16 bits on the wire, fp32 in the sum, rounded once.
+"""Sums of 16-bit tensors with the process group's own exchanges: 16 bits on the wire, summed in fp32, rounded once.
 
 A backend's own reduction (NCCL's) rounds 16-bit partial sums at each hop. So ranks exchange their inputs and sum them
-locally, in rank order. Where a group spans hosts, the ranks of each host do so first, and then the ranks with the
-same place on every host exchange the fp32 sums of their hosts: with L ranks on each of H hosts, a tensor of n elements
-sends 4 n (H - 1) / H bytes out of each host, however many ranks it has; a direct exchange sends L / 2 times that.
+locally, in rank order. If a group spans hosts, the ranks of each host do so first, and then the ranks with the
+same position on every host exchange the fp32 sums of their hosts: with L ranks on each of H hosts, a tensor of n
+elements sends 4 n (H - 1) / H bytes out of each host, however many ranks it has; a direct exchange sends L / 2 times
+that.
 
 Scratch memory is bounded: the tensor is processed in pieces, one after another. On a device all of this runs on a
-separate stream, behind what the caller has queued; the host waits for nothing, and all pieces share one scratch.
+separate stream, after what the caller has queued; the host never waits, and all pieces share one scratch buffer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ SCRATCH_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """``inside``: the group of this host's ranks; ``across``: of those with this rank's place on every host. Without
-    groups all ranks are at one level."""
+    """``inside``: the group of this host's ranks; ``across``: the group of those with this rank's position on every
+    host. Without groups all ranks are at one level."""
 
     num_hosts: int
     inside: ProcessGroup
@@ -90,7 +91,7 @@ class ExchangedSum:
         sum_in_order(output, list(received), scale)
 
     def _sums_of_host(self, strips: Tensor, levels: Levels) -> Tensor:
-        """[H, L, n] of this rank -> [H, n] summed over this host's ranks, unrounded: one row for each host."""
+        """This rank's [H, L, n] -> [H, n] summed over this host's ranks, unrounded: one row for each host."""
         num_hosts, local_size, count = strips.shape
         received = self._exchange(strips.transpose(0, 1), levels.inside).view(local_size, -1)
         sums = strips.new_empty((num_hosts, count), dtype=accumulation_dtype(strips.dtype))
@@ -106,7 +107,7 @@ class ExchangedSum:
         return received
 
     def _wait(self, work: Any, operation: str) -> None:
-        """On a device this makes the current stream wait, not the host."""
+        """On a device this makes the current stream wait rather than the host."""
         try:
             if work is not None:
                 work.wait()
@@ -130,11 +131,11 @@ class ExchangedSum:
         with accelerator.stream(stream):
             run(levels)
             done = stream.record_event()
-        # The closure keeps what `run` works on (input, output) alive until the caller's stream is behind the sum.
+        # The closure keeps what `run` works on (input, output) alive until the caller's stream has waited for the sum.
         return Pending(lambda run=run: accelerator.current_stream().wait_event(done))
 
     def _find_levels(self, device: torch.device) -> Levels:
-        """Collective, at the first sum: who shares a host."""
+        """Find out which ranks share a host. Collective, at the first sum."""
         identity = hashlib.sha256(hosts.host_identity()).digest()
         mine = torch.tensor(list(identity), dtype=torch.uint8, device=device)
         everyone = [torch.empty_like(mine) for _ in self.ranks]

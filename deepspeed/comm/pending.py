@@ -24,7 +24,7 @@ class CommunicationError(RuntimeError):
     def of(
         cls, operation: str, ranks: Sequence[int], error: Exception, *, silent: int | None = None
     ) -> CommunicationError:
-        """The error of `operation` among these global ranks; `silent` is the one that was waited for."""
+        """The error of `operation` among these global ranks; `silent` is the rank that was waited for."""
         reason = _SOURCE_LINE.sub("", str(error))
         waiting = "" if silent is None else f" while waiting for rank {silent}"
         return cls(
@@ -35,13 +35,13 @@ class CommunicationError(RuntimeError):
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Whether an error of torch.distributed says that another rank ended or did not answer."""
+    """Whether an error of torch.distributed says that another rank exited or did not answer."""
     return isinstance(error, RuntimeError) and _PEER_FAILURE.search(str(error)) is not None
 
 
 class Pending:
     """A collective in flight. `wait()` may be called any number of times; after it the output may be read
-    and the input written. One that failed raises the same error each time."""
+    and the input overwritten. A failed one raises the same error each time."""
 
     __slots__ = ("_error", "_finish")
 
@@ -50,7 +50,7 @@ class Pending:
         self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish. `timeout` is there for those who expect a torch `Work`: the group's timeout holds."""
+        """Finish. `timeout` exists for callers that expect a torch `Work`: the group's timeout applies."""
         if self._finish is not None:
             self._run()
         if self._error is not None:
@@ -69,7 +69,7 @@ class Pending:
             raise
 
     def is_completed(self) -> bool:
-        """True once nothing is left to wait for (never blocks; may say False for finished traffic)."""
+        """True once nothing is left to wait for (never blocks; may return False for finished traffic)."""
         return self._finish is None
 
 
@@ -79,14 +79,14 @@ DONE = Pending()  # what a collective without any traffic returns
 class OrderedPending(Pending):
     """A collective whose `finish` also moves data that other ranks wait for.
 
-    Were two of these finished in different order on two ranks, each rank could wait for data that the other
-    one sends only later. So all of them are finished in the order in which they were issued, whichever is
-    waited for first: `wait()` finishes the older ones before its own.
+    If two of these were finished in different orders on two ranks, each rank could wait for data that the other
+    sends only later. So all of them are finished in the order of issue, whichever is waited for first: `wait()`
+    finishes the older ones before its own.
     """
 
     __slots__ = ()
 
-    _queue: deque[OrderedPending] = deque()  # process-wide: the order holds across groups
+    _queue: deque[OrderedPending] = deque()  # process-wide: the order applies across groups
     _lock = threading.RLock()
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class OrderedPending(Pending):
 
     @classmethod
     def forget_all(cls) -> None:
-        """Drop what was never waited for (the process groups are being destroyed)."""
+        """Drop operations that were never waited for (the process groups are being destroyed)."""
         with cls._lock:
             while cls._queue:
                 dropped = cls._queue.popleft()

@@ -11,14 +11,14 @@ from deepspeed.ops.native import reduce_chunks
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 and integers are summed as they are, every other dtype in fp32."""
+    """fp64 and integers are summed in their own dtype, all others in fp32."""
     return dtype if dtype == torch.float64 or not dtype.is_floating_point else torch.float32
 
 
 def sum_in_order(output: Tensor, inputs: Sequence[Tensor], scale: float = 1.0) -> None:
     """`output = round((inputs[0] + inputs[1] + ...) * scale)` elementwise, summed from left to right.
 
-    All are 1-D, contiguous and of one length; `output` may be one of the inputs. No bit depends on how a
+    All are 1-D, contiguous and of equal length; `output` may be one of the inputs. No bit depends on how a
     tensor is split into calls.
     """
     if scale != 1.0 and not accumulation_dtype(inputs[0].dtype).is_floating_point:

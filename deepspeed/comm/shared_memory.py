@@ -2,9 +2,9 @@
 
 One segment per process group: anonymous memory (memfd), which the other ranks open through /proc/<pid>/fd. So
 it has no name that could clash with another job's or remain after a kill, and needs no space in /dev/shm.
-Data moves through it in small slots: two ranks share 4 MiB, any number 64 MiB at most.
+Data moves through it in small slots: two ranks share 4 MiB, any number at most 64 MiB.
 
-Operations run natively, in the order of issue, in a thread of the channel or in the thread that waits.
+Operations run natively, in order of issue, in a thread of the channel or in the thread that waits.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ _DTYPES: dict[torch.dtype, int] = {
     torch.int64: 8,
 }
 
-# How long a waiting thread looks before it sleeps: longer than a slot takes to fill, less than a time slice.
-# Not at all where ranks share cores: the one that is waited for may need this very core.
+# How long a waiting thread spins before it sleeps: longer than a slot takes to fill, less than a time slice.
+# Not at all if ranks share cores: the one being waited for may need this very core.
 _SPIN_US = 50
 
 
 # struct ds_shm_operation with its ds_shm_call spread out: output, input, output_bytes, input_bytes, scale, count, kind,
-# input_dtype, output_dtype, root. As bytes, which are made twice as fast as a ctypes.Structure.
+# input_dtype, output_dtype, root. As bytes, which are built twice as fast as a ctypes.Structure.
 _OPERATION = struct.Struct("@PPPPdqiiii")
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What an operation says about itself (struct ds_shm_call)."""
+    """How an operation describes itself (struct ds_shm_call)."""
 
     count: int
     kind: int
@@ -106,7 +106,7 @@ class _Failure(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The native library with the functions of csrc/comm, or None where it (or Linux) is missing."""
+    """The native library with the functions of csrc/comm, or None if it (or Linux) is missing."""
     lib = native.library()
     if lib is None or not sys.platform.startswith("linux"):
         return None
@@ -163,7 +163,7 @@ class SharedMemoryChannel:
         self._unwatched: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def start(self, timeout: timedelta, *, cores: int) -> None:
-        """Called once every rank has attached; `cores`: how many they have together."""
+        """Called once every rank has attached; `cores`: how many they have in total."""
         spin_us = _SPIN_US if cores >= self.size else 0
         self.lib.ds_shm_start(self.handle, spin_us, int(timeout.total_seconds() * 1000))
 
@@ -173,8 +173,8 @@ class SharedMemoryChannel:
         return _SharedMemoryPending(self, self.lib.ds_shm_issue(self.handle, operation), operation, tensors)
 
     def keep(self, ticket: int, tensors: tuple[Tensor, ...]) -> None:
-        """The native side works on raw addresses: tensors of an operation that is not waited for live here until it
-        is done."""
+        """The native side works on raw addresses: tensors of an operation that nobody waits for are kept here until
+        it is done."""
         if self.handle is not None:
             self._unwatched.append((ticket, tensors))
 
@@ -198,7 +198,7 @@ class SharedMemoryChannel:
         )
 
     def close(self) -> None:
-        """Abandon what is in flight and unmap the segment. A forked child leaves the parent's alone."""
+        """Abandon what is in flight and unmap the segment. A forked child leaves the parent's untouched."""
         handle, self.handle = self.handle, None
         if handle is not None and os.getpid() == self._pid:
             self.lib.ds_shm_close(handle)
@@ -242,7 +242,7 @@ class _SharedMemoryPending(Pending):
 
 def create_segment(size: int) -> tuple[int, int]:
     """Shared memory for `size` ranks: (file descriptor, token). The others open it as /proc/<pid>/fd/<descriptor>;
-    it is to be closed when they have. If none can be made, the negative errno instead of a descriptor."""
+    close it once they have. If none can be created, the negative errno instead of a descriptor."""
     lib = _library()
     token = secrets.randbits(63)
     descriptor: int = -errno.ENOSYS if lib is None else lib.ds_shm_create(size, token)
@@ -252,7 +252,7 @@ def create_segment(size: int) -> tuple[int, int]:
 def attach(
     pid: int, descriptor: int, token: int, rank: int, ranks: tuple[int, ...]
 ) -> SharedMemoryChannel | None:
-    """Map that process' segment as `rank` of these global ranks; None if this is not possible."""
+    """Map that process's segment as `rank` of these global ranks; None if this is not possible."""
     lib = _library()
     if lib is None:
         return None
@@ -331,7 +331,7 @@ class SharedMemoryAllToAll:
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
         item = input.element_size()
-        # A tensor, so that it lives as long as the others.
+        # A tensor, so that it lives as long as the other tensors.
         counts = torch.tensor([output_counts, input_counts], dtype=torch.int64) * item
         operation = _OPERATION.pack(
             *(tensor.data_ptr() for tensor in (output, input, *counts)), 1.0, 0, _ALL_TO_ALL, 0, 0, 0
@@ -348,7 +348,7 @@ class SharedMemoryBarrier:
 
 
 def can_reduce(input: torch.dtype, output: torch.dtype) -> bool:
-    """Whether the native code sums these; only between fp32, bf16 and fp16 does it change the dtype."""
+    """Whether the native code sums these; it converts dtypes only between fp32, bf16 and fp16."""
     return input in _DTYPES and (input == output or {input, output} <= native.DTYPE_CODES.keys())
 
 
@@ -361,7 +361,7 @@ def _reduction(kind: int, output: Tensor, input: Tensor, scale: float, root: int
     if scale != 1.0 and not input.dtype.is_floating_point:
         raise ValueError(f"scale={scale} with dtype {input.dtype}: integers can only be summed (scale=1)")
     given = input.data_ptr()
-    if output is input:  # in place; this function and its likes are a good part of what a small call costs
+    if output is input:  # in place; functions like this are a good part of a small call's cost
         return _OPERATION.pack(given, given, 0, 0, scale, input.numel(), kind, dtype, dtype, root)
     target, wide = output.data_ptr(), _DTYPES[output.dtype]
     return _OPERATION.pack(target, given, 0, 0, scale, output.numel(), kind, dtype, wide, root)

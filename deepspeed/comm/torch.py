@@ -1,6 +1,6 @@
 """`TorchBackend`: the operations of `deepspeed.comm` on torch.distributed.
 
-Where a `Communicator` is faster than the process group (flat CPU tensors over gloo), the operation goes through it.
+If a `Communicator` is faster than the process group (flat CPU tensors over gloo), the operation goes through it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchBackend(Backend):
         world_size: int = -1,
         name: str = "torch",
     ) -> None:
-        """Makes the default process group, unless it exists or `backend` is None."""
+        """Creates the default process group, unless it exists or `backend` is None."""
         super().__init__(name=name)
         if backend is not None and not dist.is_initialized():
             self.init_process_group(backend, timeout, init_method, rank, world_size)
@@ -81,7 +81,7 @@ class TorchBackend(Backend):
         dist.destroy_process_group(group)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
-        """Called by all ranks; those outside get GroupMember.NON_GROUP_MEMBER. Has the job's timeout."""
+        """Called by all ranks; ranks outside the group get GroupMember.NON_GROUP_MEMBER. Has the job's timeout."""
         return dist.new_group(list(ranks), timeout=default_timeout())
 
     def get_rank(self, group: ProcessGroup | None = None) -> int:
@@ -254,7 +254,7 @@ class TorchBackend(Backend):
         group: ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        """All are in flight before the first is waited for."""
+        """All gathers are in flight before the first is waited for."""
         handles = [
             self.all_gather_into_tensor(output, input, group, async_op=True)
             for output, input in zip(output_tensors, input_tensors, strict=True)
@@ -323,7 +323,7 @@ class TorchBackend(Backend):
     def recv(
         self, tensor: Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0
     ) -> int:
-        """The global rank that sent it (`src=None`: the first to arrive)."""
+        """Returns the global rank of the sender (`src=None`: the first to arrive)."""
         return dist.recv(tensor, src, group, tag)
 
     def isend(self, tensor: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
@@ -349,13 +349,13 @@ class TorchBackend(Backend):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,
     ) -> None:
-        """Names the ranks that did not come (gloo groups only)."""
+        """Names the ranks that did not arrive (gloo groups only)."""
         dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tensor) -> Communicator | None:
     """The communicator that moves these tensors faster than the process group itself, if one does. All ranks
-    get the same answer: it depends on nothing that may differ between them, such as strides."""
+    get the same answer: it does not depend on anything that may differ between them, such as strides."""
     for tensor in tensors:
         if not tensor.is_cpu:
             return None
@@ -371,7 +371,7 @@ def _communicator_for(group: ProcessGroup | None, async_op: bool, *tensors: Tens
 
 
 def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
-    """The factor that makes a sum out of this reduction (ours or torch's); None if it is another kind."""
+    """The factor that turns a sum into this reduction (ours or torch's); None for any other kind."""
     if op is _SUM or op == dist.ReduceOp.SUM:
         return 1.0 if tensor.dtype not in _UNSUMMED else None
     if to_torch(op) == dist.ReduceOp.AVG and tensor.is_floating_point():
@@ -380,7 +380,7 @@ def _scale(op: Any, tensor: Tensor, ours: Communicator) -> float | None:
 
 
 def _element_counts(tensor: Tensor, split_sizes: list[int] | None) -> list[int] | None:
-    """Rows per rank as elements per rank."""
+    """Convert rows per rank to elements per rank."""
     if not split_sizes:
         return None
     row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
@@ -388,7 +388,7 @@ def _element_counts(tensor: Tensor, split_sizes: list[int] | None) -> list[int] 
 
 
 def _in_place(tensor: Tensor, issue: Callable[[Tensor], Pending], async_op: bool = False) -> Pending | None:
-    """Issue an operation that writes to `tensor`, through a contiguous copy where it has other strides."""
+    """Issue an operation that writes to `tensor`, through a contiguous copy if it is not contiguous."""
     if tensor.is_contiguous():
         return _result(issue(tensor), async_op)
     copy = tensor.detach().contiguous()

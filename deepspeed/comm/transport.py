@@ -57,7 +57,7 @@ class Transport:
     """One way to move bytes, as one object per operation. Tensors are 1-D and contiguous."""
 
     name: str
-    background: bool  # asynchronous operations finish without anybody waiting for them
+    background: bool  # asynchronous operations finish without being waited for
     all_gather: AllGather
     reduce_scatter: ReduceScatter
     all_reduce: AllReduce
@@ -121,7 +121,7 @@ def _hierarchical_transport(
 
 
 def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallback: Transport) -> Transport:
-    """`fallback` reduces the dtypes that the native code does not."""
+    """`fallback` reduces the dtypes that the native code cannot."""
     return Transport(
         name="shared_memory",
         background=True,

@@ -1,7 +1,7 @@
 """Names the ranks that have not reached a common point after ten seconds, long before a timeout.
 
-A rank that arrives records this in the store of the process group; a rank that has waited for a while looks there. So
-nothing is sent as long as all ranks arrive, and the message names the missing ranks instead of a broken connection.
+An arriving rank records this in the process group's store; a rank that has waited for a while looks there.
+So nothing is sent if all ranks arrive, and the message names the missing ranks instead of a broken connection.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from deepspeed.utils.logging import logger
 
 from .pending import CommunicationError, is_peer_failure
 
-POST_S = 1.0  # of waiting at the start, before a rank tells the others that it is there
+POST_S = 1.0  # of waiting at the start, before a rank tells the others that it has arrived
 JOIN_S = 2.0
 WAIT_S = 10.0  # of waiting before the missing ranks are named
 
 _visits: tuple[Any, Counter[str]] = (
     None,
     Counter(),
-)  # the default group, and how often each point was reached
+)  # the default group, and how often each point has been reached
 
 
 @contextlib.contextmanager
 def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
-    """Around a call that every rank has to make: after ``WAIT_S`` the first rank that waits in it names those that have
-    not made it. A rank that is lost meanwhile is a CommunicationError of this call."""
+    """Around a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names those that have
+    not made it. Losing a rank meanwhile raises a CommunicationError from this call."""
     store = _store()
     if store is None:
         yield
@@ -68,7 +68,7 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def start_of_all(rank: int, world_size: int, address: str | None, port: str | None) -> Iterator[None]:
-    """Around the making of the default group through a store at ``address``: says which ranks have not been started."""
+    """Around creating the default group through a store at ``address``: says which ranks have not been started."""
     if world_size <= 1 or not address or not port or not port.isdecimal():
         yield
         return
@@ -82,7 +82,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
     def post() -> None:
         store = client()
         store.set(f"{key}/{rank}", "here")
-        store.check([f"{key}/{rank}"])  # an answer: before it the connection must not be closed
+        store.check([f"{key}/{rank}"])  # wait for an answer: until then the connection must not be closed
 
     seen: list[int] = []
 
@@ -106,21 +106,21 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
 
     with _after_a_while(post, wait_s=POST_S), _after_a_while(look, again=True):
         yield
-    if rank != 0:  # rank 0 may wait on for others: over the connection that there is now
+    if rank != 0:  # rank 0 may still wait for others, over the existing connection
         _quietly(lambda: _store()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
 
 
 def _store() -> Any:
-    """The store of the default group; None where there is no other rank to wait for, or no store."""
+    """The store of the default group; None if there is no other rank to wait for, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    with contextlib.suppress(Exception):  # a group that was made without one
+    with contextlib.suppress(Exception):  # a group created without one
         return dist.distributed_c10d._get_default_store()
     return None
 
 
 def _count(call: str) -> int:
-    """How often this rank has reached ``call`` in this group: its n-th visit meets the n-th of the others."""
+    """How often this rank has reached ``call`` in this group: its n-th visit matches the others' n-th."""
     global _visits
     if _visits[0] is not dist.group.WORLD:
         _visits = (dist.group.WORLD, Counter())
@@ -129,7 +129,7 @@ def _count(call: str) -> int:
 
 
 def _clone(store: Any) -> Any:
-    """A connection of its own: the first one may be waiting for something on behalf of a collective."""
+    """A separate connection: the first one may be waiting for something on behalf of a collective."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -148,7 +148,7 @@ def _first_but(missing: Sequence[int], size: int) -> int:
 
 
 def _quietly(action: Callable[[], None]) -> None:
-    """What is done here is a courtesy, and may fail."""
+    """Run a best-effort action, which may fail."""
     with contextlib.suppress(Exception):
         action()
 
@@ -172,4 +172,4 @@ def _after_a_while(
         yield
     finally:
         over.set()
-        thread.join(JOIN_S)  # the interpreter must not end while a thread is inside the store
+        thread.join(JOIN_S)  # the interpreter must not exit while a thread is inside the store

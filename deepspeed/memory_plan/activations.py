@@ -1,5 +1,5 @@
 """Activations of a transformer, estimated from its shape (after V. Korthikanti et al.: Reducing activation
-recomputation in large transformer models, 2022). The truth depends on the model's code; so the result is marked.
+recomputation in large transformer models, 2022). The true size depends on the model's code, so the result is marked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TransformerShape:
 
 
 def shape_of(config: Any) -> TransformerShape | None:
-    """The shape in a Hugging Face config, or None where it does not say."""
+    """The shape in a Hugging Face config, or None if it does not say."""
     text = getattr(config, "text_config", None) or config
     layers = _first(text, "num_hidden_layers", "n_layer", "num_layers")
     hidden = _first(text, "hidden_size", "n_embd", "d_model")
@@ -49,8 +49,8 @@ def shape_of(config: Any) -> TransformerShape | None:
 
 
 def _mlp_tensors(activation: str) -> int:
-    """A gate, its activation, the other half and their product; a GELU that is written out in Python keeps every step
-    of it; a fused one its input and its output."""
+    """A gate, its activation, the other half and their product; a GELU written out in Python keeps every intermediate;
+    a fused one its input and output."""
     if "silu" in activation or "swi" in activation or "glu" in activation:
         return 4
     return 8 if activation in ("gelu_new", "gelu_fast", "quick_gelu") else 2
@@ -67,11 +67,11 @@ def _first(config: Any, *names: str) -> Any:
 def activation_bytes(
     shape: TransformerShape, *, micro_batch: int, sequence: int, itemsize: int, checkpointing: bool
 ) -> int:
-    """Estimated bytes at the end of forward, when most is alive.
+    """Estimated bytes at the end of forward, the peak of live activations.
 
     Per token and layer: normalized inputs and their fp32 copies, queries, keys, values and their rotated copies, the
     output of attention, and what the MLP keeps; per token the logits three times, two of them in fp32 (the loss and its
-    gradient). With checkpointing: the input of each layer, and one layer in full. Dropout and its masks are left out.
+    gradient). With checkpointing: the input of each layer, and one layer in full. Dropout and its masks are ignored.
     """
     tokens = micro_batch * sequence
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

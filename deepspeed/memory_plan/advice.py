@@ -1,4 +1,4 @@
-"""What to change when a plan does not fit: the cheapest of the known remedies, each checked by another plan."""
+"""What to change if a plan does not fit: the cheapest of the known remedies, each checked by planning again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORTH_IT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``text`` says what to do; ``apply`` makes the request that results, or None where there is nothing to change."""
+    """``text`` says what to do; ``apply`` returns the changed request, or None if there is nothing to change."""
 
     text: str
     apply: Callable[[Request], Request | None]
@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The changes that are needed together (none: nothing known helps) and the plan that they lead to."""
+    """The changes that are needed together (none: nothing known helps) and the resulting plan."""
 
     changes: list[str]
     result: Answer | None
@@ -39,7 +39,7 @@ class Advice:
 
 
 def advise(current: Answer) -> Advice:
-    """The first single change that makes it fit, else the first changes in order until they do together."""
+    """The first single change that makes it fit, else changes accumulated in order until it fits."""
     changes = list(_changes(current))
     for change in changes:
         found = _tried(change, current.request)
@@ -60,9 +60,9 @@ def advise(current: Answer) -> Advice:
 
 
 def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
-    """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the peak it leads to; None if none does.
+    """The first change that lowers the peak at ``place`` by ``WORTH_IT``, and the resulting peak; None if none does.
 
-    For a run that has failed although its plan fits: then activations, fragmentation or other programs took the rest.
+    For a run that failed although its plan fits: then activations, fragmentation or other programs took the rest.
     """
     peak, _ = current.ledger.peak(place)
     for change in _changes(current):
@@ -73,7 +73,7 @@ def cheapest_saving(current: Answer, place: Place) -> tuple[str, int] | None:
 
 
 def _without_needless(taken: list[Change], current: Answer, best: Answer) -> tuple[list[Change], Answer]:
-    """The dearest change was needed; earlier ones may not be any more."""
+    """The most expensive change was needed; earlier ones may no longer be."""
     for change in taken[:-1]:
         rest = [other for other in taken if other is not change]
         found: Answer | None = current
@@ -90,13 +90,13 @@ def _tried(change: Change, request: Request) -> Answer | None:
         return None
     try:
         return answer(changed)
-    except (DeepSpeedConfigError, NotImplementedError):  # what this release does not do is no advice
+    except (DeepSpeedConfigError, NotImplementedError):  # do not advise what this release cannot do
         return None
 
 
 def _missing(found: Answer) -> int:
-    """Bytes by which phases exceed what there is, over all of them: less is better, also where it is not enough. A byte
-    on a disk is the least of worries."""
+    """Bytes by which phases exceed the available memory, summed over phases: less is better, even if not enough. Disk
+    bytes matter least."""
     total = 0
     for place in Place:
         have = found.capacity.of(place)
@@ -108,7 +108,7 @@ def _missing(found: Answer) -> int:
 
 
 def _changes(current: Answer) -> Iterator[Change]:
-    """Cheapest first: what costs no time, what costs communication, what costs host work, what costs compute."""
+    """Cheapest first: no cost in time, then communication, then host work, then compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
     yield Change("build the model under deepspeed.zero.Init", _zero_init)
@@ -171,7 +171,7 @@ def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Req
         if key == "offload_param":
             target.setdefault("max_in_cpu", 0)
         changed = _with_section(request, {**section, key: target})
-        return changed if path else replace(changed, follow_disk=False)  # which disk is not known yet
+        return changed if path else replace(changed, follow_disk=False)  # the disk is not known yet
 
     return apply
 

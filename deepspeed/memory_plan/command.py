@@ -1,4 +1,4 @@
-"""`ds plan`: what a config takes on device, host and disk, before anything is allocated."""
+"""`ds plan`: what a config needs on device, host and disk, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class ModelError(ValueError):
-    """What --model names cannot be built."""
+    """The model that --model names cannot be built."""
 
 
 def make_request(args: argparse.Namespace) -> Request:
@@ -151,7 +151,7 @@ def make_request(args: argparse.Namespace) -> Request:
 
 
 def read_config(given: str, ranks: int) -> dict[str, Any]:
-    """The config in a file of its own, or in one of Accelerate or TrainingArguments."""
+    """The config in a DeepSpeed config file, or in one of Accelerate or TrainingArguments."""
     try:
         source = read_any(given)
     except UnreadableConfig as error:
@@ -205,7 +205,7 @@ def _check_callable(name: str, found: Any) -> None:
         raise ModelError(f"--model {name} is an object of {type(found).__name__}; {remedy}")
     try:
         parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # some written in C have no signature
         return
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
@@ -235,7 +235,7 @@ def _from_hugging_face(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _class_for(transformers: Any, config: Any) -> Any:
-    """What builds the model that ``config`` describes: its own class, else a causal one, else the bare one."""
+    """The class that builds the model described by ``config``: its own, else a causal one, else the bare one."""
     own = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
     if own is not None and hasattr(own, "_from_config"):
         return lambda config, dtype: own._from_config(config, dtype=dtype)

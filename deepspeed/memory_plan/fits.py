@@ -45,15 +45,15 @@ def check_fits(
 ) -> None:
     """Raise MemoryPlanError if the model states cannot fit, whatever else the run does. Local; allocates nothing.
 
-    Only what must exist is compared (weights, masters, gradients, optimizer state; no activations, buffers or
-    temporaries), and with all there is: whole devices, and all memory and swap space of the host. Only of a disk it is
-    the free part. Call it before the first collective of ``initialize``, so that no rank has taken disk space before
-    the others have looked.
+    Only what must exist is counted (weights, masters, gradients, optimizer state; no activations, buffers or
+    temporaries), and it is compared to total capacity: whole devices, and all memory and swap space of the host. Only
+    for disks is it the free space. Call it before the first collective of ``initialize``, so that no rank has taken
+    disk space before the others have checked.
 
     Args:
-        optimizer: the client's optimizer, or None for what the config names. What a callable will make, and with
-            neither, what is trained, is not known: then only weights count.
-        model_parameters: what the config's optimizer is to train; default: whatever requires a gradient.
+        optimizer: the client's optimizer, or None for the one the config names. What a callable will return, or
+            without either what is trained, is not known: then only weights count.
+        model_parameters: what the config's optimizer will train; default: whatever requires a gradient.
     """
     device_type = get_accelerator().device_name().partition(":")[0]
     near = _neighbours()
@@ -81,7 +81,7 @@ def check_fits(
     try:
         planned = answer(request)
         message = _message(planned) if _lacking(planned, near) else None
-    except Exception as error:  # a plan that cannot be made is no reason to stop a run
+    except Exception as error:  # failing to plan is no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return
     if message is not None and not os.environ.get(SKIP):
@@ -95,7 +95,7 @@ def _lacking(planned: Answer, near: int) -> bool:
         limit = have.of(place)
         if (
             limit is None or place is Place.DISK and in_use
-        ):  # a model built on storage has taken its part already
+        ):  # a model built on storage has already taken its share
             continue
         if planned.ledger.states(place) * (1 if place is Place.DEVICE else near) > limit:
             return True
@@ -103,7 +103,7 @@ def _lacking(planned: Answer, near: int) -> bool:
 
 
 def _neighbours() -> int:
-    """Ranks on this host, as far as a launcher tells; with too few, less is refused."""
+    """Ranks on this host, as far as a launcher tells; if too low, fewer runs are refused."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:

@@ -15,7 +15,7 @@ class Place(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Moments of a run at which memory is counted. The first update makes what later ones find."""
+    """Moments of a run at which memory is counted. The first update creates what later ones reuse."""
 
     BUILD = "building the model"
     INITIALIZE = "inside initialize"
@@ -32,7 +32,7 @@ FROM_READY = (Phase.READY, *TRAINING)
 
 
 class Kind(enum.Enum):
-    """What memory is for. Those in ``ESTIMATED`` depend on the model's code; all others are exact."""
+    """What memory is used for. Kinds in ``ESTIMATED`` depend on the model's code; all others are exact."""
 
     PARAMETERS = "parameters"
     BUFFERS = "module buffers"
@@ -86,7 +86,7 @@ class Ledger:
         return max(totals, key=lambda entry: entry[0])
 
     def states(self, place: Place) -> int:
-        """Bytes that must exist whatever the model does, at rest or once trained."""
+        """Bytes that must exist whatever the model does, initially or once trained."""
         return max(
             sum(self.entries[phase, place, kind] for kind in MODEL_STATES)
             for phase in (Phase.READY, Phase.STEP)

@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of each device, and of the host and the disks of one node; None where it is not known."""
+    """Bytes of each device, and of the host and the disks of one node; None if not known."""
 
     device: int | None = None
     host: int | None = None
@@ -32,7 +32,7 @@ class Capacity:
 
 
 def free_now(plan: Plan, device_type: str) -> Capacity:
-    """What could be allocated at this moment."""
+    """What could be allocated right now."""
     limit = _container_limit()
     host = machine_available_bytes()
     if limit is not None:
@@ -41,7 +41,7 @@ def free_now(plan: Plan, device_type: str) -> Capacity:
 
 
 def all_there_is(plan: Plan, device_type: str) -> Capacity:
-    """What no run can exceed: whole devices, memory and swap space of the machine; of disks what is free."""
+    """What no run can exceed: whole devices, the machine's memory and swap space; for disks the free space."""
     return Capacity(_device(device_type, total=True), _host_total(), free_disk(swap_folders(plan)))
 
 
@@ -61,7 +61,7 @@ def _container_use() -> int:
 
 
 def _cgroup_number(*names: str) -> int | None:
-    """A figure of this container (cgroup v2, then v1); None where there is none."""
+    """A figure for this container (cgroup v2, then v1); None if there is none."""
     for name in names:
         try:
             text = (_CGROUP / name).read_text().strip()
@@ -73,7 +73,7 @@ def _cgroup_number(*names: str) -> int | None:
 
 
 def _device(device_type: str, *, total: bool) -> int | None:
-    """Memory of the device that this process would use; None if it is host memory or not here."""
+    """Memory of the device that this process would use; None if it is host memory or there is no device."""
     accelerator = get_accelerator()
     if device_type == "cpu" or accelerator.device_name() != device_type or not accelerator.is_available():
         return None
@@ -90,7 +90,7 @@ def swap_folders(plan: Plan) -> list[Path]:
 
 
 def free_disk(folders: Iterable[Path]) -> int | None:
-    """Bytes free on the file systems of ``folders``, which need not exist yet; None without folders."""
+    """Free bytes on the file systems of ``folders``, which need not exist yet; None without folders."""
     free: dict[int, int] = {}
     for folder in folders:
         there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())

@@ -1,4 +1,4 @@
-"""What the planner has to know of a model: its parameters in order, and which of them come together in forward."""
+"""What the planner has to know about a model: its parameters in order, and which are gathered together in forward."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 class ModelFacts:
     """``specs[i]`` is parameter i: the ``trained`` ones first, then the frozen ones.
 
-    ``calls``: for each call of a forward, in order, the parameters that stage 3 brings together for it. The order of
-    registration stands for the order of execution. ``group_of[i]``: optimizer group of trained parameter i.
+    ``calls``: for each call of a forward, in order, the parameters that stage 3 gathers for it. Registration order
+    stands in for execution order. ``group_of[i]``: optimizer group of trained parameter i.
     """
 
     specs: list[ParamSpec]
@@ -48,7 +48,7 @@ def facts_of(
 ) -> ModelFacts:
     """Facts about ``module``, which may be on the meta device, partitioned, or in use. Nothing is changed.
 
-    ``param_groups``: those of the optimizer; default: everything that requires a gradient, in one group.
+    ``param_groups``: the optimizer's; default: everything that requires a gradient, in one group.
     """
     groups = param_groups
     if groups is None:
@@ -83,8 +83,8 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
 
 
 def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
-    """The hooked modules of stage 3 in order of registration (``parameter_offload.py``): blocks and leaves as a whole,
-    of other modules what they own."""
+    """The hooked modules of stage 3 in registration order (``parameter_offload.py``): blocks and leaves as a whole,
+    other modules with the parameters they own."""
     whole = set(blocks_of(module))
     calls: list[list[int]] = []
     seen: set[nn.Module] = set()
@@ -109,7 +109,7 @@ def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamRow:
-    """One parameter of a model that is described instead of built."""
+    """One parameter of a model that is described rather than built."""
 
     name: str
     numel: int

@@ -1,4 +1,4 @@
-"""Where masters and optimizer state rest, and the host memory and files that this takes (``zero/tiers.py``)."""
+"""Where masters and optimizer state are stored, and the host memory and files this takes (``zero/tiers.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.tiers import _ALIGN, OffloadedTier, ResidentTier, _s
 
 @dataclass(slots=True)
 class BucketUse:
-    """A bucket and where its slice of this rank rests. ``flat``: its parameters are views of one buffer."""
+    """A bucket and where this rank's slice of it is stored. ``flat``: its parameters are views of one buffer."""
 
     layout: BucketLayout
     place: Place
@@ -28,17 +28,17 @@ class BucketUse:
 
     @property
     def resting_bytes(self) -> int:
-        """Of the slice that stage 3 keeps."""
+        """Bytes of the slice that stage 3 keeps."""
         return self.layout.shard_numel * self.layout.dtype.itemsize
 
     @property
     def state_place(self) -> Place:
-        """Where masters and state are that rest with the weights: a file holds only what was put there."""
+        """Where masters and state stored with the weights are: a file holds only what was put there."""
         return Place.HOST if self.place is Place.DISK else self.place
 
 
 class Paper:
-    """Memory and files that are counted, not taken."""
+    """Memory and files that are counted, not allocated."""
 
     def __init__(self, device_type: str) -> None:
         self.pins = device_type == "cuda"
@@ -46,20 +46,20 @@ class Paper:
         self._grown: Counter[str] = Counter()
 
     def host(self, ledger: Ledger, phases: Iterable[Phase], kind: Kind, nbytes: int, *, pin: bool) -> None:
-        """One allocation. torch takes pinned memory in powers of two."""
+        """One allocation. torch allocates pinned memory in powers of two."""
         phases = tuple(phases)
         ledger.add(phases, Place.HOST, kind, nbytes)
         if pin and self.pins and nbytes:
             ledger.add(phases, Place.HOST, Kind.PINNING, (1 << (nbytes - 1).bit_length()) - nbytes)
 
     def file(self, name: str, nbytes: int) -> None:
-        """One tensor at rest (``SwapFile.new``)."""
+        """One tensor stored in a file (``SwapFile.new``)."""
         self._used[name] += round_up(max(1, nbytes), swap_file.PAGE)
         if self._used[name] > self._grown[name]:
             self._grown[name] += max(self._used[name] - self._grown[name], swap_file.GROW_BYTES)
 
     def grown(self, name: str) -> int:
-        """Bytes of disk that the file has taken."""
+        """Disk bytes that the file takes."""
         return self._grown[name]
 
 
@@ -80,12 +80,12 @@ class Offload:
         return self.tier.takes(layout)
 
     def files_gradients(self, layout: BucketLayout) -> bool:
-        """Whether its summed slice rests in the file (``OffloadedTier.new_gradients``); at stage 1 it is a part of the
-        whole gradient."""
+        """Whether its summed slice is stored in the file (``OffloadedTier.new_gradients``); at stage 1 it is part of
+        the whole gradient."""
         return self._swaps and not self.apart and self.plan.zero.shard_grads and self.takes(layout)
 
     def gradient_bytes(self, layout: BucketLayout) -> int:
-        """Of the summed slice."""
+        """Bytes of the summed slice."""
         return layout.shard_numel * (self.plan.precision.accumulate or layout.dtype).itemsize
 
     def place_states(self, buckets: Sequence[BucketUse], group_of: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class Offload:
         return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
 
     def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
-        """As ``make_tier``, without opening a file."""
+        """Like ``make_tier``, without opening a file."""
         offload = self.plan.state_offload
         if offload is None or not (self._swaps or self.apart):
             return ResidentTier()
@@ -110,7 +110,7 @@ class Offload:
         return OffloadedTier(offload, swap, cuts=self.optimizer.elementwise, resident=resident)
 
     def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[Any]:
-        """Masters of one bucket, and state where it stays with them; returns what goes through slots."""
+        """Count masters of one bucket, and state that stays with them; returns what goes through slots."""
         layout, tier = bucket.layout, self.tier.of(bucket.layout)
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
         taken = tier.takes(layout)
@@ -157,7 +157,7 @@ class Offload:
 
     def _pass_through_slots(self, owned: list[Any], gradients: Sequence[int]) -> None:
         """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
-        the slices that rest in the file as well."""
+        the slices that are also stored in the file."""
         if not owned or not isinstance(self.tier, OffloadedTier):
             return
         groups: list[list[Any]] = [group.groups[0] for group in _sub_groups([owned], self.tier.group_numel)]
@@ -185,7 +185,7 @@ class Offload:
         self.ledger.add(TRAINING, Place.DISK, Kind.SWAP, self.paper.grown("optimizer"))
         self._slots([Phase.FIRST_UPDATE], first)
         self._slots(STEADY, later)
-        # The first update makes state in ordinary memory and copies it into the file, one sub-group at a time.
+        # The first update creates state in ordinary memory and copies it to the file, one sub-group at a time.
         self.ledger.add([Phase.FIRST_UPDATE], Place.HOST, Kind.STAGING, 2 * max(states))
 
     def _slots(self, phases: Sequence[Phase], sub_groups: Sequence[int]) -> None:
@@ -197,8 +197,8 @@ class Offload:
 
 
 def _master_records(group: Sequence[Any]) -> list[tuple[int, int]]:
-    """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket lie together, with the
-    gaps between them."""
+    """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous, including
+    the gaps between them."""
     spans: dict[Any, tuple[int, int]] = {}
     for one in group:
         if one.separate:
@@ -217,5 +217,5 @@ def _in_slot(records: Iterable[tuple[int, int]]) -> int:
 
 
 def _together(sizes: Iterable[int]) -> int:
-    """Bytes of tensors that lie behind each other in a slot."""
+    """Bytes of tensors stored consecutively in a slot."""
     return sum(round_up(nbytes, _ALIGN) for nbytes in sizes)

@@ -1,4 +1,4 @@
-"""After an out-of-memory error: what the plan says of the run, and the cheapest change that lowers its peak."""
+"""After an out-of-memory error: what the plan says about the run, and the cheapest change that lowers its peak."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def request_of(engine: DeepSpeedEngine) -> Request:
-    """The question to the planner that this run answers."""
+    """The planner request that corresponds to this run."""
     return Request(
         module=engine.module,
         config=engine._config._param_dict,
@@ -42,7 +42,7 @@ def request_of(engine: DeepSpeedEngine) -> Request:
 
 
 def remedy(engine: DeepSpeedEngine) -> str:
-    """What to change, in a sentence or two. Takes a plan for each change that is tried, and no memory to speak of."""
+    """What to change, in a sentence or two. Computes a plan for each change tried; uses hardly any memory."""
     planned = answer(request_of(engine))
     place = planned.setting.near
     need, phase = planned.ledger.peak(place)

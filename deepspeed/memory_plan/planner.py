@@ -1,7 +1,7 @@
 """The memory plan of one rank: what is kept where, counted with the functions that build the engine.
 
-``plan_memory`` is arithmetic: it reads no file, asks no device and talks to no rank. What rests is counted here, what
-comes and goes within a step in ``rehearsal.py``, what passes through host memory to storage in ``offload.py``.
+``plan_memory`` is arithmetic: it reads no file, queries no device and contacts no rank. Persistent memory is counted
+here, temporaries of a step in ``rehearsal.py``, and what passes through host memory to storage in ``offload.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BROADCAST_NUMEL = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model, a plan, and the ranks they meet.
+    """A model, a plan, and the ranks they run on.
 
     ``ranks``: all data-parallel ranks. ``device_type``: with "cpu" device memory is host memory. ``zero_init``: the
     model is built under ``zero.Init`` (stage 3) and never exists whole.
@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def apart(self) -> bool:
-        """Whether the device has memory of its own."""
+        """Whether the device has its own memory."""
         return self.device_type != "cpu"
 
     @property
@@ -58,12 +58,12 @@ class Setting:
 
     @property
     def near(self) -> Place:
-        """Where the model computes."""
+        """The place where the model computes."""
         return Place.DEVICE if self.apart else Place.HOST
 
 
 def plan_memory(setting: Setting) -> Ledger:
-    """Bytes of rank 0, which has the most: the padding of every bucket is on the last ranks."""
+    """Bytes of rank 0, which has the most: every bucket's padding is on the last ranks."""
     ledger = Ledger()
     buckets = cut_buckets(setting)
     _building(ledger, setting, buckets)
@@ -103,7 +103,7 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
 
 
 class _Resting:
-    """Where slices of stage 3 rest, in order of placement (``ParamStorage.keep``)."""
+    """Where slices of stage 3 are stored, in order of placement (``ParamStorage.keep``)."""
 
     def __init__(self, plan: ParamOffload | None, setting: Setting) -> None:
         self.plan = plan
@@ -124,7 +124,7 @@ class _Resting:
 
 
 def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
-    """The module as its author builds it, and the peak while ``initialize`` cuts it."""
+    """The module as its author builds it, and the peak while ``initialize`` partitions it."""
     facts, near = setting.facts, setting.near
     sizes = list(zip(facts.specs, facts.built_itemsizes, strict=True))
     whole = [spec.numel * size for spec, size in sizes]
@@ -148,7 +148,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
         own = sum(parts[slot.param] for slot in bucket.layout.slots) if place is near else 0
         kept = bucket.resting_bytes if setting.plan.zero.shard_params else flat
         kept = kept if bucket.place is near else 0
-        # Parameters give their memory back as they are copied, slices of zero.Init when the whole bucket is sharded.
+        # Parameters are freed as they are copied, slices of zero.Init once the whole bucket is sharded.
         left = remaining if setting.zero_init else remaining - own
         peak = max(peak, remaining + rested + flat, left + rested + flat + kept)
         remaining -= own
@@ -157,7 +157,7 @@ def _building(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) ->
 
 
 def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
-    """The most while parameters of ``whole`` bytes become such of ``parts`` bytes one after the other."""
+    """The peak while parameters of ``whole`` bytes are converted to ``parts`` bytes, one after another."""
     now = peak = sum(whole)
     for before, after in zip(whole, parts, strict=True):
         if before != after:
@@ -167,7 +167,7 @@ def _casting(whole: Sequence[int], parts: Sequence[int]) -> int:
 
 
 def _init_place(setting: Setting) -> Place:
-    """Where ``zero.Init`` leaves the slices of a parameter: where the config offloads them to."""
+    """Where ``zero.Init`` leaves a parameter's slices: where the config offloads them to."""
     offload = setting.plan.param_offload
     if offload is None:
         return setting.near
@@ -177,7 +177,7 @@ def _init_place(setting: Setting) -> Place:
 def _built_in_slices(
     ledger: Ledger, setting: Setting, parts: Sequence[int], whole: Sequence[int], place: Place
 ) -> None:
-    """Under ``zero.Init`` parameters are whole one after the other, on the host if slices do not stay on the device.
+    """Under ``zero.Init`` parameters are whole one at a time, on the host if slices do not stay on the device.
     Each is cast, then sharded: two copies of it at a time."""
     building = setting.near if place is setting.near else Place.HOST
     held = 0
@@ -214,7 +214,7 @@ def _broadcast(setting: Setting) -> int:
 
 
 def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
-    """The end of ``initialize`` may be its worst moment: masters are there, and what brings them to storage."""
+    """``initialize`` may peak at its end: masters exist, and so do the buffers that bring them to storage."""
     for place in Place:
         storing = offload.storing if place is Place.HOST else 0
         if ledger.total(Phase.READY, place) + storing > ledger.total(Phase.INITIALIZE, place):
@@ -223,7 +223,7 @@ def _masters_come_last(ledger: Ledger, offload: Offload) -> None:
             ledger.add([Phase.INITIALIZE], place, Kind.STAGING, storing)
 
 
-# What rests --------------------------------------------------------------------------------------------------
+# What persists -----------------------------------------------------------------------------------------------
 
 
 def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
@@ -252,7 +252,7 @@ def _weights(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> 
 
 
 def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:
-    """Buffers that a bucket keeps for good once they exist: from the first backward on."""
+    """Buffers that a bucket keeps permanently once they exist: from the first backward on."""
     plan, near = setting.plan, setting.near
     late = 0
     for bucket in buckets:
@@ -267,11 +267,11 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
         if leaves and plan.state_offload is not None:
             offload.paper.host(ledger, TRAINING, Kind.GRADIENTS, nbytes, pin=plan.state_offload.pin)
             late = max(late, nbytes)
-    if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added up through a copy
+    if setting.micro_batches > 1 and plan.zero.shard_grads:  # the second round is added through a copy
         ledger.add([Phase.BACKWARD], Place.HOST, Kind.STAGING, late)
 
 
-# What comes and goes -----------------------------------------------------------------------------------------
+# Temporaries -------------------------------------------------------------------------------------------------
 
 
 def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
@@ -318,13 +318,13 @@ def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offl
         if master != (plan.precision.accumulate or bucket.layout.dtype):
             numel = sum(f.numel for f in bucket.layout.owned(0))
             ledger.add(phases, bucket.state_place, Kind.UPDATE, numel * master.itemsize)
-    # torch.optim: two temporaries of one tensor, or of all of them where it works on lists (devices)
+    # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, Kind.UPDATE, size)
 
 
 def steady_peak(ledger: Ledger, place: Place) -> int:
-    """Bytes at the worst moment of training, without what is estimated."""
+    """Bytes at the peak of training, without estimated kinds."""
     return ledger.peak(place, (Phase.READY, *TRAINING), estimates=False)[0]
 
 

@@ -1,8 +1,8 @@
-"""A step on paper: the engine's own code for gathers and gradient buckets runs over buckets without memory.
+"""A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
 ``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones. What they
-would allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer at once. Their
-order is that of a real backward pass, through a chain of scalars.
+would allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer immediately.
+The order is that of a real backward pass, through a chain of scalars.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STEPS = 3
 
 
 class Meter:
-    """Bytes in use by kind, and for each phase what they were when their sum was largest.
+    """Bytes in use by kind, and for each phase their values when their sum was largest.
 
-    Gradients that have not reached their bucket depend on autograd: ``most`` is the largest sum with them.
+    Gradients that have not reached their bucket depend on autograd: ``most`` is the largest sum including them.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Meter:
             self._look()
 
     def by_phase(self) -> dict[Phase, Counter[Kind]]:
-        """The peaks, with what arriving gradients add to them."""
+        """The peaks, including what arriving gradients add to them."""
         return {
             phase: kinds + Counter({Kind.ARRIVING: self.most[phase] - kinds.total()})
             for phase, kinds in self.peaks.items()
@@ -106,7 +106,7 @@ class PaperPool(BufferPool):
 
 
 class PaperCommunicator:
-    """Other ranks that answer at once. ``native``: collectives of a device need buffers of their own."""
+    """Other ranks that answer immediately. ``native``: a device's collectives need their own buffers."""
 
     def __init__(self, size: int, meter: Meter, *, native: bool) -> None:
         self.size, self.rank, self.ranks = size, 0, tuple(range(size))
@@ -116,7 +116,7 @@ class PaperCommunicator:
         self.collectives: Counter[str] = Counter()
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """16-bit sums are exchanged and added up in fp32, piece by piece (``comm/native_sums.py``)."""
+        """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/native_sums.py``)."""
         if not self.native or input.element_size() >= 4:
             return Pending()
         whole = input.numel() * input.element_size()
@@ -138,7 +138,7 @@ class PaperCommunicator:
 
 
 class _Reducer(GradReducer):
-    """The real reducer; its messages to other ranks have to be readable."""
+    """The real reducer; its messages to other ranks must be readable."""
 
     @property
     def device(self) -> torch.device:
@@ -176,7 +176,7 @@ class PaperBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRules:
-    """Stage 3: how slices come together (``make_gatherer`` in ``zero/sharded_model.py``)."""
+    """Stage 3: how slices are gathered (``make_gatherer`` in ``zero/sharded_model.py``)."""
 
     budget: LiveBudget
     prefetch_numel: int
@@ -186,13 +186,13 @@ class GatherRules:
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """A few optimizer steps; ``run`` returns by phase what was in use, beyond what rests, when it was most.
+    """A few optimizer steps; ``run`` returns by phase the peak of memory in use beyond what persists.
 
     Args:
-        layouts: all buckets, ``persistent`` and ``trained`` say which are what.
-        calls: parameters (numbers of slots) by call of forward.
-        ranks: that share one copy; ``everyone``: those with its replicas.
-        apart: whether the device has memory of its own.
+        layouts: all buckets; ``persistent`` and ``trained`` say which are which.
+        calls: parameters (slot numbers) by call of forward.
+        ranks: those that share one copy; ``everyone``: those with its replicas.
+        apart: whether the device has its own memory.
     """
 
     layouts: Sequence[BucketLayout]
@@ -223,7 +223,7 @@ class Rehearsal:
         needs = self._needs(buckets)
         known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
         arrive = Arrivals(reducer, params, self.calls, known, self.meter)
-        micro_batches = min(self.micro_batches, 2)  # one before the boundary shows what further ones do
+        micro_batches = min(self.micro_batches, 2)  # one before the boundary is representative of the others
         with torch.inference_mode(False), torch.enable_grad():
             for step in range(STEPS):
                 for micro in range(micro_batches):
@@ -311,7 +311,7 @@ class Rehearsal:
 
     @staticmethod
     def _forward(coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any) -> Tensor:
-        """A chain of scalars, one link per call; backward through it does what hooks do in a model."""
+        """A chain of scalars, one link per call; backward through it acts like the hooks in a model."""
         link = torch.zeros((), requires_grad=True)
         for call, buckets in enumerate(needs):
             frame: Frame | None = None
@@ -333,8 +333,8 @@ def _reached(
 
 
 class Arrivals:
-    """Gradients as backward goes through the calls. That of a parameter with several uses waits inside autograd until
-    the first of them; where two come together there are three for a moment: one from each use, and their sum."""
+    """Gradients as backward traverses the calls. That of a parameter with several uses waits inside autograd until the
+    first of them; where two meet there are briefly three: one from each use, and their sum."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class Arrivals:
 
 
 def _first_uses(calls: Sequence[Sequence[int]], known: set[int]) -> list[list[int]]:
-    """By call: the parameters of ``known`` that it is the first to use."""
+    """By call: the parameters in ``known`` that it is the first to use."""
     seen: set[int] = set()
     result: list[list[int]] = []
     for call in calls:

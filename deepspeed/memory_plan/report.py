@@ -1,4 +1,4 @@
-"""A memory plan as text for people."""
+"""A memory plan as human-readable text."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _place_name(answer: Answer, place: Place) -> str:
 
 
 def verdict(answer: Answer) -> Iterator[str]:
-    """Need compared to what is available, place by place."""
+    """Need compared to what is available, for each place."""
     for place in Place:
         need, phase = answer.need(place)
         if not need:

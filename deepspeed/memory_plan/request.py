@@ -1,4 +1,4 @@
-"""A question to the planner: this model with this config on this many ranks, and the memory there is."""
+"""A request to the planner: this model with this config on this many ranks, and the available memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_MEMORY = ("gradient_clipping", "optimizer.params", "scheduler")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """``config`` as written. ``optimizer``: the client's, where there is one already; else the config's is made, on
+    """``config`` as written. ``optimizer``: the client's, if it already exists; else the config's is created on
     ``trained`` (parameters and group dicts; default: whatever requires a gradient; they may be on the meta device)."""
 
     module: nn.Module
@@ -55,7 +55,7 @@ class Request:
         return -(-self.ranks // self.nodes)
 
     def neighbours(self, place: Place) -> int:
-        """Ranks that share one memory of that place."""
+        """Ranks that share the same memory at that place."""
         return 1 if place is Place.DEVICE else self.ranks_per_node
 
 
@@ -75,12 +75,12 @@ class Answer:
         return Capacity(known.device, known.host, free_disk(swap_folders(self.plan)))
 
     def need(self, place: Place) -> tuple[int, Phase]:
-        """Bytes that ranks with one memory need together at the worst moment, and when that is."""
+        """Bytes that ranks sharing a memory need together at the peak, and the phase of that peak."""
         nbytes, phase = self.ledger.peak(place)
         return nbytes * self.request.neighbours(place), phase
 
     def lacking(self) -> dict[Place, int]:
-        """Bytes that are missing, where any are."""
+        """Bytes that are missing, for each place that lacks any."""
         found = {place: self.need(place)[0] - (self.capacity.of(place) or 0) for place in Place}
         return {p: n for p, n in found.items() if n > 0 and self.capacity.of(p) is not None}
 
@@ -96,7 +96,7 @@ class _Ranks:
 
 
 def answer(request: Request) -> Answer:
-    """Plan it. Raises DeepSpeedConfigError as ``initialize`` would."""
+    """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
         config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=_Ranks(request.ranks))
     plan = make_plan(config)
@@ -133,7 +133,7 @@ def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def with_batch(config: Mapping[str, Any], micro_batch: int | None) -> dict[str, Any]:
-    """The config with the asked micro-batch, and batch sizes that are "auto" left to their defaults."""
+    """The config with the requested micro-batch size, and with "auto" batch sizes left to their defaults."""
     result = copy.deepcopy(dict(config))
     for key in BATCH:
         if result.get(key) == "auto":
@@ -188,7 +188,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings about a config are issued once, by the code that uses it, not for every variant that is tried."""
+    """Suppress warnings about a config: the code that uses it issues them once, not for every variant tried."""
     before, logger.disabled = logger.disabled, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each element, found by letting a stand-in of it make one step on a tiny matrix."""
+"""What an optimizer keeps for each element, found by letting a stand-in take one step on a tiny matrix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPE = (4, 4)
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Bytes of optimizer state: of each tensor that has one value per element, and of all others together."""
+    """Bytes of optimizer state: of each tensor with one value per element, and of all others together."""
 
     per_element: tuple[int, ...] = (4, 4)
     per_tensor: int = 4
@@ -42,7 +42,7 @@ ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwis
 def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None) -> OptimizerFacts:
     """Facts about ``optimizer``, whose parameters may be on the meta device. It is not touched.
 
-    ``master``: dtype of what it updates; None: that of its parameters.
+    ``master``: dtype of what it updates; None: the dtype of its parameters.
     """
     groups: list[StateSize] = []
     for group in optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""What runs a training job: config, engine and the mechanisms behind it."""
+"""What runs a training job: the config, the engine and the mechanisms behind them."""

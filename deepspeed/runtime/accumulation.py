@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class AccumulationClock:
-    """Counts micro-batches; one owner of the answer to "is this the boundary?".
+    """Counts micro-batches; the single owner of the answer to "is this the boundary?".
 
-    Managed: the ``steps``-th micro-batch after the last boundary is the next, unless the caller forces the answer
-    (Accelerate does, before every backward). ``steps`` may change at any time: what counts is how many there have been
-    since that boundary, so a smaller number that is reached already makes the coming one a boundary.
+    Managed: the ``steps``-th micro-batch after the last boundary is the next boundary, unless the caller forces the
+    answer (Accelerate does, before every backward). ``steps`` may change at any time: what counts is the number of
+    micro-batches since that boundary, so if a smaller value has already been reached, the next one is a boundary.
 
-    Unmanaged: each ``step()`` of the engine is a boundary and nothing before it is.
+    Unmanaged: each ``step()`` of the engine is a boundary and nothing else is.
     """
 
     def __init__(self, steps: int, *, managed: bool = True) -> None:
@@ -40,22 +40,22 @@ class AccumulationClock:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches in all."""
+        """Total number of micro-batches."""
         return self._micro_steps
 
     @micro_steps.setter
     def micro_steps(self, value: int) -> None:
-        """As if ``steps`` had always been what it is; set ``position`` afterwards where it is known better."""
+        """Set as if ``steps`` had always had its present value; set ``position`` afterwards if it is known exactly."""
         self._micro_steps = value
         self.position = value % self.steps
 
     def tick(self) -> None:
-        """A micro-batch is over, and so is its update if it was a boundary."""
+        """A micro-batch has ended, and so has its update if it was a boundary."""
         self.position = 0 if self.at_boundary else self.position + 1
         self._micro_steps += 1
 
     def rewind(self) -> None:
-        """Back to the beginning of the batch: its micro-batches do not count."""
+        """Return to the beginning of the batch: its micro-batches do not count."""
         if self.managed:
             self._micro_steps -= self.position
             self.position = 0

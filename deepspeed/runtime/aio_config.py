@@ -38,5 +38,5 @@ def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def storage_options(settings: Mapping[str, Any]) -> Options:
-    """How an engine for files works, from the values of the section."""
+    """Options of a file I/O engine, from the values of the section."""
     return Options(**{name: settings[name] for name in Options.__dataclass_fields__})

@@ -1,4 +1,4 @@
-"""The composition root of training: makes every part of an engine in order, as straight-line code."""
+"""The composition root of training: builds every part of an engine in order, as straight-line code."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def resolve_optimizer(
     model_parameters: Iterable[Any] | None,
     module: nn.Module,
 ) -> torch.optim.Optimizer | None:
-    """The client's optimizer, what his callable makes, the one the config names, or None."""
+    """The client's optimizer, the one its callable returns, the one the config names, or None."""
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
         return client  # type: ignore[return-value]
     groups = _groups(model_parameters, module)
@@ -101,7 +101,7 @@ def resolve_optimizer(
 
 
 def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:
-    """Parameters or group dicts as a list; frozen parameters given bare are left out, as nothing updates them."""
+    """Parameters or group dicts as a list; bare frozen parameters are left out, as nothing updates them."""
     given = list(model_parameters) if model_parameters is not None else list(module.parameters())
     return [entry for entry in given if isinstance(entry, dict) or entry.requires_grad]
 
@@ -109,7 +109,7 @@ def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[A
 def left_out(
     model_parameters: Iterable[Any] | None, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[nn.Parameter]:
-    """Frozen parameters that would be in the only group of a configured optimizer were they trainable."""
+    """Frozen parameters that would be in a configured optimizer's only group if they were trainable."""
     given = list(model_parameters) if model_parameters is not None else list(module.parameters())
     if len(optimizer.param_groups) > 1 or any(isinstance(entry, dict) for entry in given):
         return []
@@ -151,8 +151,8 @@ def build_core(
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
 ) -> TrainingCore:
-    """Wire the gradient path and the step. ``sharded``: the module's parameters, where stage 3 has partitioned them.
-    ``spare``: frozen ones that join the optimizer's group when they are unfrozen."""
+    """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
+    ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     communicator = mesh.communicator("dp", "sp")
@@ -309,7 +309,7 @@ def _late_buckets(
     *,
     sharded: bool,
 ) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
-    """Buckets for parameters that begin to train later, which get the numbers from ``first`` on."""
+    """Buckets for parameters that start training later, numbered from ``first``."""
     store, reducer = executor.store, executor.reducer
     if sharded:
         weights = _renumber_homes(store, reducer, added, first)
@@ -337,7 +337,7 @@ def _late_buckets(
 def _renumber_homes(
     store: StateStore, reducer: GradReducer, added: TrainedParams, first: int
 ) -> list[ParamBucket]:
-    """Stage 3: the buckets are there, but have other numbers, or none, for the parameters."""
+    """Stage 3: the buckets exist, but number the parameters differently or not at all."""
     number = {id(param): index for index, param in enumerate(added.params, first)}
     homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
     for home in homes.values():
@@ -378,7 +378,7 @@ def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:
     """Every rank starts from the weights and buffers of rank 0: one flat broadcast per dtype."""
     if communicator.size == 1:
         return
-    # Parameters that zero.Init has sharded came from rank 0 already.
+    # Parameters sharded by zero.Init already came from rank 0.
     tensors = [p.data for p in module.parameters() if not is_zero_param(p)] + list(module.buffers())
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -408,7 +408,7 @@ def _batches(tensors: Sequence[torch.Tensor], numel: int) -> Iterable[list[torch
 
 
 def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
-    """All ranks must have built the same model with the same frozen parameters; says which rank differs and how."""
+    """Require that all ranks built the same model with the same frozen parameters; says which rank differs and how."""
     if communicator.size == 1:
         return
     params = list(module.parameters())

@@ -1,8 +1,8 @@
-"""What the schema knows and this release does not do yet. One row per feature; a feature that comes deletes
-its row.
+"""Features that are in the schema but not in this release yet. One row per feature, deleted when the feature
+arrives.
 
-A feature that could change the numbers of a training run is refused by name; one that cannot (monitors,
-profilers, other ways of writing checkpoints) is one warning.
+A feature that could change a training run's numerics is refused by name; one that cannot (monitors,
+profilers, other ways of writing checkpoints) only gets one warning.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ MISSING: tuple[Missing, ...] = (
     # Compiler and tuner
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
-    # What cannot change the numbers
+    # What cannot change the numerics
     Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing(

@@ -1,4 +1,4 @@
-"""Recognising a plain ``loss.backward()``: hooks on the outputs of the engine's forward."""
+"""Detecting a plain ``loss.backward()``: hooks on the outputs of the engine's forward."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def output_tensors(value: Any) -> Iterator[Tensor]:
-    """Those of them that have a graph."""
+    """Those of ``tensors_in`` that have a graph."""
     return (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
 
 class GraphTask:
-    """One running backward of autograd; made inside one of its hooks.
+    """One backward of autograd in progress; created inside one of its hooks.
 
-    [Note: a backward that fails] Autograd calls what was queued for the end of a graph task only if it succeeds. But
-    it drops the queued callables in either case: a callable that is gone without having been called belongs to a
-    backward that failed. This holds on whichever thread the backward ran, and without waiting for anything.
+    [Note: a backward that fails] Autograd runs the callbacks queued for the end of a graph task only if it succeeds,
+    but drops them in either case: a callback that was dropped without having been called belongs to a backward that
+    failed. This holds whichever thread the backward ran on, and nothing has to wait.
     """
 
     def __init__(self, at_end: Callable[[], None]) -> None:
@@ -56,11 +56,11 @@ class GraphTask:
 
 
 class PlainBackward:
-    """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task is over.
+    """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task finishes.
 
     Registered on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only
-    the outermost one reaches the outputs. ``active()`` says that the engine runs the backward itself. After a backward
-    that raised, ``failed`` is True until ``forget`` is called or the next one begins.
+    the outermost one reaches the outputs. ``active()`` tells whether the engine itself runs the backward. After a
+    backward that raised, ``failed`` is True until ``forget`` is called or the next backward begins.
     """
 
     def __init__(

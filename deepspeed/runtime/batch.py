@@ -1,7 +1,7 @@
 """The batch triangle: `train_batch_size = micro_batch_per_rank * gradient_accumulation_steps *
 data_parallel_ranks`.
 
-Pure arithmetic on the three numbers a user may give, where any two (or one) determine the rest.
+Pure arithmetic on the three numbers a user may give; any two (or one) determine the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DEFAULT = "default"
 
 
 class BatchError(ValueError):
-    """The three numbers do not fit; `key` is the config key to change first."""
+    """The three numbers are inconsistent; `key` is the config key to change first."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Three numbers that fit, and where each came from ("given", "derived" or "default")."""
+    """Three consistent numbers, and where each came from ("given", "derived" or "default")."""
 
     train: int
     micro: int
@@ -47,9 +47,9 @@ def resolve(
 ) -> Batch:
     """The full triangle for `dp_world` data-parallel ranks.
 
-    Missing numbers are derived; `accumulation` is 1 where one batch size alone is given. `world_from` says
+    Missing numbers are derived; `accumulation` is 1 if only one batch size is given. `world_from` says
     in messages where the number of ranks was read. Raises BatchError naming all numbers, their origin, and
-    the nearest that fit.
+    the nearest values that fit.
     """
     for key, value in ((TRAIN, train), (MICRO, micro), (GAS, accumulation)):
         if value is not None and value < 1:
@@ -130,7 +130,7 @@ def _either(values: list[int]) -> str:
 
 
 def _neighbours(value: int, unit: int) -> list[int]:
-    """The multiples of `unit` around `value`, zero left out."""
+    """The multiples of `unit` around `value`, except zero."""
     below = value // unit * unit
     return [multiple for multiple in (below, below + unit) if multiple > 0]
 

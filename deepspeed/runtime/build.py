@@ -36,19 +36,19 @@ def initialize(
     Args:
         args: namespace that may hold ``deepspeed_config`` (a path) and ``local_rank``.
         model: the module to train.
-        optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; otherwise the
+        optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
             config's ``optimizer`` section is used.
-        model_parameters: parameters or group dicts for an optimizer made here; default: all of the module's.
-        training_data: a dataset, for which a distributed loader is made with ``collate_fn``.
+        model_parameters: parameters or group dicts for an optimizer created here; default: all of the module's.
+        training_data: a dataset, for which a distributed loader is created with ``collate_fn``.
         lr_scheduler: a scheduler, or a callable that takes the optimizer and returns one.
         distributed_port: rendezvous port when this call has to start torch.distributed without a launcher.
         mpu: a Megatron-style model-parallel unit.
-        dist_init_required: False asserts that torch.distributed is initialised already.
+        dist_init_required: False asserts that torch.distributed is already initialised.
         config: dict, path to JSON or HJSON, or base64 text; ``config_params`` is its old name.
         mesh_param: sizes of the (data, sequence) parallel mesh.
 
     Raises:
-        DeepSpeedConfigError: for every problem of the config at once, before anything is allocated.
+        DeepSpeedConfigError: lists every problem of the config at once, before anything is allocated.
         AssertionError: when model or config is missing, or the config is given twice.
     """
     given = _one_config(args, config if config is not None else config_params)
@@ -65,7 +65,7 @@ def initialize(
             raise DeepSpeedConfigError("; ".join(problems))
     with (
         suspended_init_context()
-    ):  # what the engine builds is not to be partitioned by a surrounding zero.Init
+    ):  # what the engine builds must not be partitioned by a surrounding zero.Init
         dist.init_distributed(
             distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed
         )
@@ -86,7 +86,7 @@ def initialize(
 
 
 def _one_config(args: Any, config: Any) -> Any:
-    """The config from exactly one of the two places it may come from."""
+    """The config, which must be given in exactly one of its two places."""
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None:
         raise AssertionError(

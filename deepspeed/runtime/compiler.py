@@ -1,4 +1,4 @@
-"""What of `torch.compile` client code asks us about (`deepspeed.runtime.compiler`)."""
+"""What client code asks about `torch.compile` (`deepspeed.runtime.compiler`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_compile_supported() -> bool:
-    """Whether this torch can compile at all; whether a backend works here shows when it is used."""
+    """Whether this torch can compile at all; whether a backend works here shows only in use."""
     return hasattr(torch, "compile")
 
 

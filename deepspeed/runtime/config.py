@@ -71,7 +71,7 @@ class DeepSpeedConfig:
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
     parallel ranks comes from `mpu`, else `mesh_device`, else `torch.distributed`, else the launcher's
     environment, else it is 1. Raises DeepSpeedConfigError listing everything that is wrong. No process
-    group is made and nothing is allocated.
+    group is created and nothing is allocated.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class DeepSpeedConfig:
         self.datastates_config = c.datastates_ckpt
 
     def _read_logging(self, c: TrainingConfig) -> None:
-        """What a run says about itself, and what it measures."""
+        """What a run logs about itself, and what it measures."""
         self.steps_per_print = c.steps_per_print
         self.wall_clock_breakdown = c.wall_clock_breakdown
         self.memory_breakdown = c.memory_breakdown
@@ -198,7 +198,7 @@ class DeepSpeedConfig:
         self.weight_quantization_config = c.weight_quantization
         self.eigenvalue_config = c.quantize_training.eigenvalue if c.quantize_training else None
 
-    # Older attribute names, each one word for a field of a section.
+    # Older attribute names, each a shorthand for a field of a section.
 
     @property
     def fp16_enabled(self) -> bool:
@@ -268,7 +268,7 @@ class DeepSpeedConfig:
         logger.info(f"  json = {text}")
 
     def print(self, name: str) -> None:
-        """Log every attribute and then the config as written, under the heading `name`."""
+        """Log every attribute, then the config as written, under the heading `name`."""
         logger.info(f"{name}:")
         for attribute in sorted(vars(self)):
             if not attribute.startswith("_"):
@@ -309,7 +309,7 @@ def global_rank() -> int:
 
 
 def world_size() -> tuple[int, str]:
-    """(ranks of the job, where the number is from), also before torch.distributed is initialised."""
+    """(ranks of the job, where the number comes from); works before torch.distributed is initialised too."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size(), "from torch.distributed"
     identity = _identity()
@@ -319,7 +319,7 @@ def world_size() -> tuple[int, str]:
 
 
 def _identity() -> Identity:
-    """What `init_distributed` will find, by the same reading."""
+    """What `init_distributed` will find, read in the same way."""
     try:
         return this_process(os.environ)
     except ValueError as error:
@@ -328,7 +328,7 @@ def _identity() -> Identity:
 
 
 def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> tuple[int, str]:
-    """(data-parallel ranks, where the number is from), given the config as written."""
+    """(data-parallel ranks, where the number comes from), given the config as written."""
     if mpu is not None:
         if hasattr(mpu, "get_data_parallel_world_size"):
             return int(mpu.get_data_parallel_world_size()), "from mpu"
@@ -341,7 +341,7 @@ def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: A
 
 
 def data_parallel_share(data: Mapping[str, Any], ranks: int) -> int:
-    """Data-parallel ranks among `ranks` when tensor- and sequence-parallel sizes are read from the config."""
+    """Data-parallel ranks among `ranks`, with tensor- and sequence-parallel sizes read from the config."""
     tensor = data.get("tensor_parallel")
     sizes = (
         data.get("sequence_parallel_size"),

@@ -1,7 +1,7 @@
-"""From a config as written to a validated one: every error and every remark, found in one go.
+"""From a config as written to a validated one: every error and every remark, found in one pass.
 
 The order is: unknown keys, old spellings, types and bounds, rules between sections, features that do not
-exist yet, the batch triangle. What is invalid is taken out before the next step, so that one mistake never
+exist yet, the batch triangle. Whatever is invalid is removed before the next step, so that one mistake never
 hides another.
 """
 
@@ -35,13 +35,13 @@ FOREIGN_KEYS = frozenset(
 )
 OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
-# The first form of MoQ had keys of its own here; nothing reads them any more.
+# The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
 
 @dataclass
 class Analysis:
-    """What was found. `config` and `batch` are None when too little of the config was valid to make them."""
+    """What was found. `config` and `batch` are None when too little of the config was valid to build them."""
 
     source: ConfigSource
     config: TrainingConfig | None = None
@@ -62,10 +62,10 @@ class Analysis:
 def analyse(
     source: ConfigSource, dp_world: int | None, *, world_from: str = "", auto_is_open: bool = False
 ) -> Analysis:
-    """Validate a config for `dp_world` data-parallel ranks (None: the batch triangle is left out).
+    """Validate a config for `dp_world` data-parallel ranks (None: the batch triangle is skipped).
 
-    With `auto_is_open` batch keys that are "auto" are somebody else's to fill in, so their absence is no
-    error.
+    With `auto_is_open`, batch keys that are "auto" are left for someone else to fill in, so their absence is
+    not an error.
     """
     result = Analysis(source)
     with collect_notes() as notes:
@@ -87,7 +87,7 @@ def analyse(
 def _known_part(
     data: Mapping[str, Any], model: type[BaseModel], path: Path, result: Analysis
 ) -> dict[str, Any]:
-    """A copy of a section without the keys that it does not know; each of those is an error or a note."""
+    """A copy of a section without its unknown keys; each of those is an error or a note."""
     table = keys_of(model)
     known: dict[str, Any] = {}
     for key, value in data.items():
@@ -151,7 +151,7 @@ def _unknown_key(
 
 
 def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list[str]:
-    """Spellings that a misspelt key can mean: those of keys that the section does not hold already."""
+    """Spellings that a misspelt key can mean: those of keys not already in the section."""
     table = keys_of(model)
     taken = {table[key].name for key in siblings if key in table}
     return [spelling for spelling, key in table.items() if key.name not in taken]
@@ -163,7 +163,7 @@ def _spellings_left(model: type[BaseModel], siblings: Mapping[str, Any]) -> list
 def _old_section(
     key: str, value: Any, data: Mapping[str, Any], known: dict[str, Any], result: Analysis
 ) -> None:
-    """A section under its old name: read unless the new name is there too."""
+    """A section under its old name: read unless the new name is present too."""
     new = OLD_TOP_LEVEL[key]
     note(f"config key '{key}' is deprecated, use '{new}'")
     if new not in data:
@@ -171,13 +171,13 @@ def _old_section(
 
 
 def _old_forms(data: dict[str, Any], raw: Mapping[str, Any]) -> None:
-    """Old forms of whole sections, in place; old keys inside sections are the models' business."""
+    """Convert old forms of whole sections, in place; the models handle old keys inside sections."""
     if isinstance(data.get(ZERO_OPTIMIZATION), bool):
         data[ZERO_OPTIMIZATION] = read_zero_config_deprecated(raw)
 
 
 def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
-    """Paths of the values "auto" that wait for somebody to fill them in (not of keys that have "auto" as a
+    """Paths of the "auto" values that are still to be filled in (not of keys for which "auto" is a valid
     choice).
     """
     if is_auto(value):
@@ -193,7 +193,7 @@ def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
 
 
 def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
-    """The model of what is valid in `data`; what is not is reported, removed, and remembered as doubtful."""
+    """The model of the valid part of `data`; the rest is reported, removed and remembered as doubtful."""
     refused: set[str] = set()
     while True:
         try:
@@ -218,7 +218,7 @@ def _validate(data: dict[str, Any], result: Analysis) -> TrainingConfig | None:
 def _told(
     error: ValidationError, data: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> list[tuple[Path, str, str]]:
-    """(path, message, missing key) for each value that an error is about; `raw` has the values as written."""
+    """(path, message, missing key) for each value that an error concerns; `raw` has the values as written."""
     told: dict[Path, tuple[Path, str, str]] = {}
     for entry in error.errors():
         path, missing = _path_in(entry["loc"], data)
@@ -228,9 +228,9 @@ def _told(
 
 
 def _path_in(loc: tuple[str | int, ...], data: Any) -> tuple[Path, str]:
-    """The part of a pydantic location that exists in the config (without its tags for alternatives).
+    """The part of a pydantic location that exists in the config (without the tags for alternatives).
 
-    Also the name of a missing key when the location ends at one.
+    Also the name of the missing key if the location ends at one.
     """
     path: list[str | int] = []
     missing = ""

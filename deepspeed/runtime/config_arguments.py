@@ -1,6 +1,6 @@
-"""What the arguments of optimizers and schedules may be: `optimizer.params` and `scheduler.params` of a config.
+"""Valid arguments of optimizers and schedules: `optimizer.params` and `scheduler.params` of a config.
 
-A constructor would notice some of it, late and in words of its own; a weight decay of null or an epsilon of 1e30
+A constructor would catch some mistakes, late and in its own words; a weight decay of null or an epsilon of 1e30
 would train, to nonsense. Names mean the same in all optimizers, so one table serves all of them.
 """
 
@@ -20,7 +20,7 @@ LARGEST = 1e6
 
 @dataclass(frozen=True)
 class Allowed:
-    """A test of one value, and what it wants in words."""
+    """A test of one value, and what it requires in words."""
 
     test: Callable[[Any], bool]
     text: str
@@ -29,7 +29,7 @@ class Allowed:
         return Allowed(lambda value: value is None or self.test(value), f"{self.text}, or null")
 
     def or_list(self) -> Allowed:
-        """The value, or a list of such values with one per parameter group."""
+        """The value, or a list with one such value per parameter group."""
         return Allowed(
             lambda value: (
                 all(map(self.test, value)) if isinstance(value, (list, tuple)) else self.test(value)
@@ -39,7 +39,7 @@ class Allowed:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number (Python counts True as 1; here it is none)."""
+    """Whether it is a finite number (Python counts True as 1; here it is not a number)."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -89,7 +89,7 @@ def _all_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-FINITE = Allowed(_all_finite, "finite numbers")  # what holds for arguments that no table knows
+FINITE = Allowed(_all_finite, "finite numbers")  # applies to arguments in none of the tables
 
 _EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
     lambda value: (
@@ -206,7 +206,7 @@ def wrong_schedule_arguments(name: str, params: Mapping[str, Any] | None) -> Ite
 def _wrong(params: Mapping[str, Any] | None, table: Mapping[str, Allowed]) -> Iterator[WrongArgument]:
     for key, value in (params or {}).items():
         if not _from_json(value):
-            continue  # a tensor, a function: from a script, for a constructor that knows it
+            continue  # a tensor or function from a script, for a constructor that expects it
         allowed = table.get(key, FINITE)
         if not allowed.test(value):
             yield WrongArgument(key, value, allowed.text, allowed.test)
@@ -219,7 +219,7 @@ def _from_json(value: Any) -> bool:
 
 
 def without_quotes(value: Any) -> Any:
-    """The boolean or finite number that a text spells; None for any other."""
+    """The boolean or finite number that a string spells; None for any other string."""
     if not isinstance(value, str):
         return None
     word = value.strip().lower()
@@ -235,12 +235,12 @@ def without_quotes(value: Any) -> Any:
 
 
 def meant(value: Any, fits: Callable[[Any], bool]) -> Remedy | None:
-    """The same value without quotes, where that fits."""
+    """The same value without quotes, if that is valid."""
     spelled = without_quotes(value)
     return Remedy(value=spelled, replaces_value=True) if spelled is not None and fits(spelled) else None
 
 
 def remedy(value: Any) -> str:
-    """What to write instead of a text that is meant as something else."""
+    """What to write instead of a string that is meant as something else."""
     spelled = without_quotes(value)
     return "" if spelled is None else f"; write {json.dumps(spelled)} without quotes"

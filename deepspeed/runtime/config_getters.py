@@ -1,7 +1,7 @@
 """Documented functions that read one setting from a config dict as written: `get_gradient_clipping(param_dict)`.
 
-A key that is missing has its documented default, which is the schema's. Nothing is validated here:
-`DeepSpeedConfig` does that.
+A missing key has its documented default, taken from the schema. Nothing is validated here; `DeepSpeedConfig`
+does that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMUNICATION_DATA_TYPE_DEFAULT = None
 
 
 def schema_default(*path: str) -> Any:
-    """The documented default of a key; a section's is a dict of those of its keys."""
+    """The documented default of a key; for a section, a dict of its keys' defaults."""
     field = field_at(TrainingConfig, path)
     assert field is not None, path
     value = field.get_default(call_default_factory=True)
@@ -114,7 +114,7 @@ get_data_types_params = _getter("get_data_types_params", "data_types")
 get_eigenvalue_config = _getter("get_eigenvalue_config", "quantize_training", "eigenvalue")
 
 
-# Functions that read a section handed over by itself.
+# Functions that take a single section.
 
 
 def get_eigenvalue_enabled(param_dict: Mapping[str, Any]) -> bool:
@@ -163,11 +163,11 @@ def get_checkpoint_parallel_write_pipeline(checkpoint_params: Mapping[str, Any])
     return read({"checkpoint": checkpoint_params}, "checkpoint", "parallel_write", "pipeline_stage")
 
 
-# Settings that are not simply a value at a path.
+# Settings that are more than a value at a path.
 
 
 def _arguments(param_dict: Mapping[str, Any], section: str) -> dict[str, Any] | None:
-    """What a section holds beside its switch `enabled`; None if the config has no such section."""
+    """What a section holds besides its switch `enabled`; None if the config has no such section."""
     if section not in param_dict:
         return None
     return {key: value for key, value in param_dict[section].items() if key != "enabled"}
@@ -187,7 +187,7 @@ def get_pld_params(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> Any:
-    """`torch_autocast.dtype` as a torch dtype, None where it is not given."""
+    """`torch_autocast.dtype` as a torch dtype, or None if it is not given."""
     return parse_dtype(read(param_dict, "torch_autocast", "dtype"))
 
 
@@ -196,17 +196,17 @@ def get_communication_data_type(
     comm_type: str = COMMUNICATION_DATA_TYPE,
     comm_data_type_default: Any = COMMUNICATION_DATA_TYPE_DEFAULT,
 ) -> Any:
-    """The dtype under the key `comm_type`: that of gradients on the wire. None: that of training."""
+    """The dtype under the key `comm_type`: the wire dtype of gradients. None: the training dtype."""
     return parse_dtype(param_dict.get(comm_type, comm_data_type_default))
 
 
 def get_optimizer_gradient_clipping(param_dict: Mapping[str, Any]) -> float | None:
-    """`max_grad_norm` among the optimizer's arguments, an old place of `gradient_clipping`."""
+    """`max_grad_norm` among the optimizer's arguments, an old place for `gradient_clipping`."""
     return (get_optimizer_params(param_dict) or {}).get("max_grad_norm")
 
 
 def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
-    """The section `hybrid_engine`, validated."""
+    """The `hybrid_engine` section, validated."""
     return HybridEngineConfig(**read(param_dict, "hybrid_engine"))
 
 
@@ -229,7 +229,7 @@ _SPARSITY_KEYS = {
 
 
 def get_sparse_attention(param_dict: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the section `sparse_attention` says for its mode, with defaults; None without the section."""
+    """What the `sparse_attention` section says for its mode, with defaults; None without the section."""
     sparsity = param_dict.get("sparse_attention")
     return None if sparsity is None else _sparsity(sparsity, get_sparse_attention_mode(sparsity))
 
@@ -264,10 +264,10 @@ def get_sparse_bslongformer_config(sparsity: Mapping[str, Any]) -> dict[str, Any
 
 
 def get_sparse_attention_mode(param_dict: Mapping[str, Any]) -> str:
-    """`mode` of a section `sparse_attention`, handed over by itself."""
+    """`mode` of a `sparse_attention` section, passed by itself."""
     return read({"sparse_attention": param_dict}, "sparse_attention", "mode")
 
 
 def get_sparse_attention_type(param_dict: Mapping[str, Any]) -> str:
-    """`attention` of a section `sparse_attention`: unidirectional or bidirectional."""
+    """`attention` of a `sparse_attention` section: unidirectional or bidirectional."""
     return read({"sparse_attention": param_dict}, "sparse_attention", "attention")

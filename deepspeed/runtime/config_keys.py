@@ -1,4 +1,4 @@
-"""A config compared to its schema: which keys a section knows, what a field allows, where a key belongs."""
+"""Comparing a config to its schema: which keys a section has, what a field allows, where a key belongs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def keys_of(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def documented_name(name: str, field: FieldInfo) -> str:
-    """The spelling that documents use: `stage3_*` aliases go before the field's name, other aliases after."""
+    """The documented spelling: `stage3_*` aliases take precedence over the field's name, others do not."""
     return field.alias if field.alias and field.alias.endswith(name) and field.alias != name else name
 
 
@@ -80,7 +80,7 @@ def walk(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 @cache
 def homes(model: type[BaseModel]) -> dict[str, list[str]]:
-    """Key -> the dotted paths under which it is known, for keys written in the wrong section."""
+    """Key -> the dotted paths where it is valid, for keys written in the wrong section."""
     table: dict[str, list[str]] = {}
     for path, key in walk(model):
         for spelling in {path[-1], key.name}:
@@ -89,12 +89,12 @@ def homes(model: type[BaseModel]) -> dict[str, list[str]]:
 
 
 def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo | None:
-    """The field that a path of keys and list indices leads to, None if the schema does not know it."""
+    """The field at a path of keys and list indices, None if it is not in the schema."""
     found: Key | None = None
     section: type[BaseModel] | None = model
     skip = False
     for part in path:
-        if isinstance(part, int) or skip:  # a list index or a free name: the same field goes on
+        if isinstance(part, int) or skip:  # a list index or a free name: still the same field
             skip = False
             continue
         if section is None or part not in keys_of(section):
@@ -105,7 +105,7 @@ def field_at(model: type[BaseModel], path: tuple[str | int, ...]) -> FieldInfo |
 
 
 def section_at(model: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel] | None:
-    """The model of the section that a path leads to; None where it leads to a value or to nothing."""
+    """The model of the section at a path; None if a value or nothing is there."""
     section: type[BaseModel] | None = model
     for part in path:
         key = keys_of(section).get(part) if section is not None and isinstance(part, str) else None
@@ -158,8 +158,8 @@ def _type(annotation: Any) -> str:
 
 
 def choices_of(field: FieldInfo) -> list[Any]:
-    """The values that an enumerated field may have (null among them when it may be null), else an empty
-    list.
+    """The values that an enumerated field may have (including null where that is allowed), else an
+    empty list.
     """
     return list(dict.fromkeys(_choices(field.annotation)))
 
@@ -194,7 +194,7 @@ _BOUNDS: Mapping[type, tuple[str, str]] = {
 
 
 def constraint_of(field: FieldInfo) -> str:
-    """Bounds or choices of a field in words; empty when its type says all."""
+    """Bounds or choices of a field in words; empty when its type says it all."""
     metadata = [*field.metadata, *_metadata(field.annotation)]
     for item in metadata:
         if isinstance(item, Says):

@@ -11,12 +11,12 @@ from deepspeed.runtime.config_problems import Remedy, nearest
 from deepspeed.runtime.config_reader import Path
 from deepspeed.runtime.config_schema import TrainingConfig
 
-# The key that a bare value of a section stands for, where it is not `enabled`.
+# The key that a section's bare value stands for, where it is not `enabled`.
 NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}
 
 
 def plain_meaning(path: Path, value: Any) -> Remedy | None:
-    """The value that was meant at a path of a config; None where that is a guess."""
+    """The value that was meant at a path of a config; None if that would be a guess."""
     field = field_at(TrainingConfig, path)
     if field is None:
         return None

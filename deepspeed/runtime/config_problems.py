@@ -1,4 +1,4 @@
-"""What is wrong with a config, and how it is told: one problem per key, all of them in one message."""
+"""What is wrong with a config, and how it is reported: one problem per key, all in one message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WITHOUT_FILE = (FROM_DICT, FROM_BASE64)
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is plainly meant: another name for the key, or another value."""
+    """What is clearly meant: another name for the key, or another value."""
 
     rename: str | None = None
     value: Any = None
@@ -23,8 +23,8 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key (dotted), what is said about it, the line when it came from a file, and,
-    where that is plain, what was meant.
+    """One thing that is wrong: the key (dotted), the message about it, the line if it came from a file, and, if that
+    is clear, what was meant.
     """
 
     key: str
@@ -55,12 +55,12 @@ class DeepSpeedConfigError(ValueError, AssertionError):
 
 
 def named(source: str) -> str:
-    """The config in a sentence: with its file, or as a mere "DeepSpeed config" where a dict or text was handed over."""
+    """The config as named in a sentence: with its file, or just "DeepSpeed config" if a dict or text was passed."""
     return f"DeepSpeed {source}" if source in WITHOUT_FILE else f"DeepSpeed config {source}"
 
 
 def shown(value: Any) -> str:
-    """A value as it would stand in JSON, shortened."""
+    """A value as it would appear in JSON, shortened."""
     text = (
         {None: "null", True: "true", False: "false"}[value]
         if value is None or isinstance(value, bool)
@@ -109,7 +109,7 @@ def misspelt(key: str, known: Iterable[str]) -> str | None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
-    """The known key or value that was probably meant, also when it is farther away than a misspelling."""
+    """The known key or value that was probably meant, even if it is farther away than a misspelling."""
     candidates = list(known)
     close = misspelt(key, candidates)
     if close is None:

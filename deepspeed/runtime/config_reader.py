@@ -21,12 +21,12 @@ Path = tuple[str | int, ...]
 
 
 class UnreadableConfig(ValueError):
-    """The config is no file, no dict and no base64 text, or its text cannot be parsed."""
+    """The config is not a file, dict or base64 text, or its text cannot be parsed."""
 
 
 @dataclass
 class ConfigSource:
-    """A config as written. `text` is kept to find line numbers when something has to be said about a key."""
+    """A config as written. `text` is kept so that messages about a key can give line numbers."""
 
     data: dict[str, Any]
     name: str = FROM_DICT
@@ -34,7 +34,7 @@ class ConfigSource:
     _lines: dict[Path, list[int]] | None = field(default=None, repr=False)
 
     def line(self, path: Path) -> int | None:
-        """Line of a key in the file (1-based), of its nearest enclosing key, or None without a file."""
+        """Line (1-based) of a key in the file, else of its nearest enclosing key; None without a file."""
         if self.text is None:
             return None
         if self._lines is None:
@@ -47,7 +47,7 @@ class ConfigSource:
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
-    """The config as a dict of its own, with where it came from. Raises UnreadableConfig."""
+    """The config as a new dict, and where it came from. Raises UnreadableConfig."""
     if isinstance(config, Mapping):
         return ConfigSource(copy_containers(config))
     if not isinstance(config, (str, os.PathLike)):
@@ -90,7 +90,7 @@ def _decode_base64(text: str) -> str | None:
 
 
 def parse_text(text: str, name: str) -> dict[str, Any]:
-    """JSON, else HJSON; refuses an object that holds a key twice, naming key and lines."""
+    """Parse JSON, else HJSON; refuses an object that holds a key twice, naming the key and the lines."""
     try:
         data = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except json.JSONDecodeError as error:
@@ -142,7 +142,7 @@ _TOKEN = re.compile(
 
 @dataclass(slots=True)
 class _Level:
-    """An object or list that is open at the present place of the text."""
+    """An object or list that is open at the current position in the text."""
 
     is_list: bool
     path: Path
@@ -155,9 +155,9 @@ class _Level:
 
 
 def key_lines(text: str) -> dict[Path, list[int]]:
-    """Path of every key -> the lines (1-based) on which it stands; list items count by their index.
+    """Path of every key -> the lines (1-based) where it appears; list items are addressed by index.
 
-    Best effort for HJSON, where a text without quotes may contain structure marks.
+    Best effort for HJSON, where an unquoted string may contain structural characters.
     """
     lines: dict[Path, list[int]] = {}
     stack: list[_Level] = []

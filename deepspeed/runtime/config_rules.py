@@ -1,8 +1,8 @@
 """Rules that tie several sections of a config together.
 
 Every rule yields what it finds as `Finding(keys, message)`: the first key is the one to report, the others
-are those the rule looked at (a rule is not heard when one of its keys is invalid by itself). Rules inside
-one section live in the model.
+are those the rule looked at (a finding is dropped if one of its keys is itself invalid). Rules within a
+single section live in the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_rules(config: TrainingConfig) -> list[Finding]:
 
 
 def offload_device(section: Any) -> str:
-    """Device of an offload section, "none" when it is missing."""
+    """Device of an offload section, "none" if the section is missing."""
     return section.device if section is not None else "none"
 
 
@@ -74,7 +74,7 @@ def one_precision(config: TrainingConfig) -> Iterator[Finding]:
 
 
 def autocast_beside_16_bit(config: TrainingConfig) -> Iterator[Finding]:
-    """16-bit weights already decide the products; autocast comes on top only where it says the same."""
+    """16-bit weights already determine the dtype of products; autocast is allowed on top only if it says the same."""
     if not config.torch_autocast.enabled:
         return
     chosen = config.torch_autocast.dtype or torch.bfloat16

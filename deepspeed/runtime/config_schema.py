@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 
 def _without_auto(value: Any) -> Any:
-    """Arguments that a client was to fill in and did not: as if they were not there."""
+    """Arguments left for a client to fill in that it did not: treated as absent."""
     if isinstance(value, dict):
         return {key: item for key, item in value.items() if not is_auto(item)}
     return value

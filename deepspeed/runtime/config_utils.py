@@ -1,8 +1,8 @@
-"""What every section of a config is made of: the pydantic base class, the value types, and small dict
+"""Building blocks of every config section: the pydantic base class, the value types, and small dict
 helpers.
 
 A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
-nothing: `runtime/plan.py` reads the finished models. Each field's `description` is the text of
+nothing: `runtime/plan.py` reads the finished models. Each field's `description` is its text in
 `docs/config.md`.
 """
 
@@ -39,8 +39,8 @@ _notes: ContextVar[list[str] | None] = ContextVar("deepspeed_config_notes", defa
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list and not
-    to the log.
+    """Inside the block, remarks on accepted but deprecated or ineffective settings go to the list instead of
+    the log.
     """
     notes: list[str] = []
     token = _notes.set(notes)
@@ -63,14 +63,14 @@ def note(message: str) -> None:
 
 
 class Says:
-    """Annotation of a field whose type alone does not tell a user what is allowed."""
+    """Annotation for a field whose type alone does not tell the user what is allowed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def _not_bool(value: Any) -> Any:
-    """Python counts True as 1; in a config it is a mistake where a number is meant."""
+    """Python counts True as 1; in a config it is a mistake where a number is expected."""
     if isinstance(value, bool):
         raise ValueError("a boolean stands where a number is expected")
     return value
@@ -98,7 +98,7 @@ def _float_or_auto(value: Any) -> float | str:
     raise ValueError("must be a number or 'auto'")
 
 
-# Whole floats such as 5e8 are accepted for both (JSON has no other way to write a large round number).
+# Integral floats such as 5e8 are accepted for both (JSON has no other short way to write a large round number).
 Int = Annotated[int, BeforeValidator(_not_bool)]
 Float = Annotated[float, BeforeValidator(_not_bool), AfterValidator(finite)]
 FloatOrInfinity = Annotated[float, BeforeValidator(_not_bool)]
@@ -116,7 +116,7 @@ _DTYPE_WORDS = {
 
 
 class DtypeEnum(Enum):
-    """Dtypes by their short words; the value is the torch dtype. `DtypeEnum("torch.half")` finds fp16, and so on."""
+    """Dtypes by their short names; the value is the torch dtype. `DtypeEnum("torch.half")` finds fp16, and so on."""
 
     fp16 = torch.float16
     fp32 = torch.float32
@@ -134,7 +134,7 @@ def parse_dtype(
 ) -> torch.dtype | None:
     """The torch dtype that a config word means ("bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, None).
 
-    Raises ValueError for anything that is not one of the `allowed` types (given by their short words).
+    Raises ValueError for anything that is not one of the `allowed` types (given by their short names).
     """
     if value is None:
         return None
@@ -156,7 +156,7 @@ Dtype = Annotated[torch.dtype | None, PlainValidator(parse_dtype), Says("'fp16',
 
 
 def required(description: str) -> Any:
-    """A field that must be written as soon as its section says `enabled: true`."""
+    """A field that is required once its section says `enabled: true`."""
     return Field(default=None, description=description, json_schema_extra={"required_when_enabled": True})
 
 
@@ -169,7 +169,7 @@ def deprecated(
     message: str = "",
     alias: str | None = None,
 ) -> Any:
-    """An old spelling: accepted with one note and, when `new_param` is given, carried over to that field."""
+    """An old spelling: accepted with one note and, if `new_param` is given, carried over to that field."""
     extra: dict[str, Any] = {"deprecated": True, "deprecated_msg": message}
     if new_param is not None:
         extra |= {"new_param": new_param, "set_new_param": True, "new_param_fn": new_param_fn or _same}
@@ -181,7 +181,7 @@ def _same(value: Any) -> Any:
 
 
 def keeps_value(facts: Mapping[str, Any]) -> bool:
-    """Whether a deprecated key means its successor with the same value."""
+    """Whether a deprecated key maps to its successor with the value unchanged."""
     return facts.get("new_param_fn", _same) is _same
 
 
@@ -245,7 +245,7 @@ class DeepSpeedConfigModel(BaseModel):
         note(text)
         default = type(self).model_fields[name].get_default()
         if not target or not facts.get("set_new_param", True) or (getattr(self, name) or default) == default:
-            return  # nothing to carry over, or the old switch stands where it stands anyway
+            return  # nothing to carry over, or the old switch stays where it is
         owner: Any = self
         *parents, leaf = target.split(".")
         for parent in parents:
@@ -262,7 +262,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class LenientConfigModel(DeepSpeedConfigModel):
-    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys one
+    """A section whose unknown keys never stopped a run: misspellings are errors, other unknown keys get one
     note.
     """
 

@@ -1,7 +1,7 @@
 """Names that configs and clients share.
 
-In addition to the names below, each top-level key of the config has two constants: its spelling in capitals, and its
-documented default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0.
+In addition to the names below, each top-level key of the config has two constants, its spelling and its documented
+default: `GRADIENT_CLIPPING` is "gradient_clipping", `GRADIENT_CLIPPING_DEFAULT` is 1.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MUADAM_OPTIMIZER = "muadam"
 MUADAMW_OPTIMIZER = "muadamw"
 MUSGD_OPTIMIZER = "musgd"
 
-# Names that the documents list; the config object holds these in lower case.
+# Names that the documentation lists; the config object holds these in lower case.
 DEEPSPEED_OPTIMIZERS = (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,
@@ -48,7 +48,7 @@ DEEPSPEED_OPTIMIZERS = (
     MUON_OPTIMIZER,
 )
 ONE_BIT_OPTIMIZERS = (ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER)
-# Every name that may stand in `optimizer.type` in any case of letters.
+# Every name that `optimizer.type` accepts, in upper or lower case.
 BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd")
 
 WARMUP_LR_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -56,7 +56,7 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
 
 
 def __getattr__(name: str) -> Any:
-    """The constants of config keys, from the schema; it is imported here and not above because it imports this."""
+    """The constants of config keys, from the schema, which is imported here because it imports this module."""
     if name.isupper() and not name.startswith("_"):
         from deepspeed.runtime.config_getters import constant_of_key
 

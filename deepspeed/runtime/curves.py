@@ -1,6 +1,6 @@
-"""What the engine writes to the monitors by itself, at each optimizer step.
+"""What the engine itself writes to the monitors at each optimizer step.
 
-The x axis of every curve is the number of samples that all ranks together have processed.
+The x axis of every curve is the number of samples processed so far by all ranks together.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TIMERS = {
 
 
 class LossMeter:
-    """The loss of one optimizer step, as this rank sees it: the sum of what it has back-propagated.
+    """The loss of one optimizer step, as this rank sees it: the sum of the losses it back-propagated.
 
     ``engine.backward`` divides each micro-batch's loss by the accumulation steps unless told not to, so the sum is the
-    mean over micro-batches, or what the client has divided himself. A plain ``loss.backward()`` does not tell which
-    tensor it began at: then it is the mean of the losses that the forward passes returned.
+    mean over micro-batches, or the sum of what the client divided itself. A plain ``loss.backward()`` does not reveal
+    which tensor it started from: then it is the mean of the losses that the forward passes returned.
 
-    Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are looked at.
+    Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
     """
 
     def __init__(self, engine: DeepSpeedEngine, *, always: bool = False) -> None:
@@ -53,14 +53,14 @@ class LossMeter:
             self.listen()
 
     def listen(self) -> None:
-        """From now on; a meter that does not listen costs nothing, it is not called."""
+        """Start observing; a meter that does not listen is never called and costs nothing."""
         if not self.listening:
             self.listening = True
             self._events.on("after_forward", self._after_forward)
             self._events.on("after_backward", self._after_backward)
 
     def forget(self) -> None:
-        """Drop what was heard, and stop listening unless it is for good."""
+        """Drop what was observed, and stop listening unless it listens permanently."""
         self._told, self._returned = [], []
         if self.listening and not self._always:
             self.listening = False
@@ -68,7 +68,7 @@ class LossMeter:
             self._events.off("after_backward", self._after_backward)
 
     def take(self) -> float | None:
-        """The loss since the last call, None if no tensor was seen that could be one. Waits for the device."""
+        """The loss since the last call, None if no tensor that could be one was seen. Waits for the device."""
         told, returned = self._told, self._returned
         self.forget()
         if told:
@@ -87,8 +87,8 @@ class LossMeter:
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """The tensor in a module's outputs that is a loss by all signs: one element that requires a gradient, alone, named
-    ``loss``, or first of a tuple."""
+    """The tensor in a module's outputs that appears to be the loss: one element, requiring a gradient, and the only
+    output, named ``loss``, or first in a tuple."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)):
@@ -119,7 +119,7 @@ class Curves:
         engine.events.on("after_step", self.write)
 
     def read_loss(self, **_: Any) -> None:
-        """Before the update: the step waits for the end of backward anyhow, to know the gradient norm."""
+        """Before the update: the step waits for the end of backward anyway, for the gradient norm."""
         self.loss = self.meter.take()
 
     def write(self, **_: Any) -> None:

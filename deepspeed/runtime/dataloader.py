@@ -1,9 +1,9 @@
 """The data loader of an engine: each rank's share of a data set, in an order that a resumed run continues.
 
 The order of an epoch is one permutation of the whole data set, which depends on (seed, epoch) alone. Step k
-of all ranks together takes the next `batch_size * world_size` entries of it, so that the position is one
-number, the samples taken so far, and holds for any other number of ranks. Nothing here draws from the global
-random generators.
+of all ranks together takes the next `batch_size * world_size` entries of it, so the position is one
+number, the samples taken so far, and stays valid for any other number of ranks. Nothing here draws from the
+global random generators.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class RepeatingLoader:
 
 
 class EpochSampler(Sampler[int]):
-    """A rank's indices of one epoch, in the order of torch's DistributedSampler, from any position on.
+    """A rank's indices for one epoch, in the order of torch's DistributedSampler, starting at any position.
 
     The epoch is a permutation (seeded with `seed + epoch`), repeated from its start until its length is a
-    multiple of `num_replicas`; rank r takes entries r, r + num_replicas, ... `skip` entries at its start,
+    multiple of `num_replicas`; rank r takes entries r, r + num_replicas, ... The first `skip` entries,
     counted over all ranks, are left out.
     """
 
@@ -72,7 +72,7 @@ class EpochSampler(Sampler[int]):
         self.skip = 0
 
     def __len__(self) -> int:
-        """Indices per rank in a whole epoch."""
+        """Indices per rank in a full epoch."""
         return -(-self.num_samples // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
@@ -91,8 +91,8 @@ class EpochSampler(Sampler[int]):
 
 @dataclass
 class Position:
-    """What the next batch depends on. The loader's parts share it, not the loader: a reference cycle through
-    worker processes would make their shutdown wait for timeouts."""
+    """What the next batch depends on. The loader's parts share this object rather than the loader: a reference
+    cycle through worker processes would make their shutdown wait for timeouts."""
 
     seed: int
     world_size: int
@@ -112,24 +112,22 @@ class DeepSpeedDataLoader:
     Args:
         dataset: map-style, or an IterableDataset (which then splits itself over ranks).
         batch_size: samples per rank and step.
-        pin_memory: page-locked batches, where there is a device to copy them to.
+        pin_memory: page-locked batches, if there is a device to copy them to.
         local_rank: accepted for the documented signature.
         tput_timer: its `start()` is called before each batch, if not None.
-        collate_fn: makes a batch of a list of samples.
-        num_local_io_workers: worker processes; None and 0: this process reads. The random generators of
-            workers are
-            seeded from the position of each batch, so that a resumed run draws the same augmentations.
+        collate_fn: turns a list of samples into a batch.
+        num_local_io_workers: worker processes; None and 0: this process reads. The workers' random generators
+            are seeded from the position of each batch, so that a resumed run draws the same augmentations.
         data_sampler: this rank's indices, or lists of them (a BatchSampler, which then decides the batch
-            size); None: a
-            shuffled `EpochSampler`.
+            size); None: a shuffled `EpochSampler`.
         data_parallel_world_size, data_parallel_rank: None: those of `deepspeed.comm`.
-        dataloader_drop_last: leave out a last batch that is not full.
+        dataloader_drop_last: drop a last batch that is not full.
         deepspeed_dataloader_config: `seed`, `shuffle` of the EpochSampler.
 
-    `state_dict()` names the next batch exactly; it is the same on all ranks unless the sampler or data set
-    has a state of its own. With another world size or batch size the samples go on in the same order. A
-    sampler of the client's cannot be asked for another rank's indices: at another world size it is advanced
-    by the same share of the epoch.
+    `state_dict()` identifies the next batch exactly; it is the same on all ranks unless the sampler or data set
+    has its own state. With another world size or batch size the samples continue in the same order. A client's
+    sampler cannot be asked for another rank's indices: at another world size it is advanced by the same share
+    of the epoch.
     """
 
     def __init__(
@@ -169,7 +167,7 @@ class DeepSpeedDataLoader:
         self._generator = torch.Generator()
         order = _innermost(data_sampler)
         if isinstance(order, RandomSampler) and order.generator is None:
-            order.generator = self._generator  # else it draws from the global one
+            order.generator = self._generator  # otherwise it draws from the global generator
         self._sampler_start: Any = None  # state of the client's sampler at the start of the epoch
         if _yields_batches(self.data_sampler):
             batch_size = getattr(self.data_sampler, "batch_size", None) or batch_size
@@ -208,12 +206,12 @@ class DeepSpeedDataLoader:
         return self.position.epoch
 
     def __len__(self) -> int:
-        """Steps of a whole epoch."""
+        """Steps in a full epoch."""
         return len(self.dataloader)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass (each pass advances it by itself); a position to resume in it is
-        kept."""
+        """Set the epoch of the next pass (each pass also advances it); a position to resume from within it
+        is kept."""
         if self._resuming and epoch == self.position.epoch:
             return
         self._start_epoch(epoch)
@@ -252,7 +250,7 @@ class DeepSpeedDataLoader:
         return batch
 
     def _open(self) -> Iterator[Any]:
-        """The batches of this epoch from the present position on."""
+        """The batches of this epoch, starting at the current position."""
         position = self.position
         self._generator.manual_seed(_hash(position.seed, position.epoch))
         done = position.samples // position.samples_per_step  # steps
@@ -272,7 +270,7 @@ class DeepSpeedDataLoader:
     # ---- position ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is; plain numbers, and what the client's sampler or data set adds."""
+        """Where the next batch is: plain numbers, plus whatever the client's sampler or data set adds."""
         start = self._sampler_start
         if self._dataset_has_state:
             start = self.dataset.state_dict()
@@ -287,11 +285,11 @@ class DeepSpeedDataLoader:
 
     @property
     def _dataset_has_state(self) -> bool:
-        """An iterable data set that knows its position; in worker processes it is out of reach."""
+        """Whether the data set is iterable and knows its position; in worker processes it is out of reach."""
         return self.iterable and hasattr(self.dataset, "load_state_dict") and self.num_local_io_workers == 0
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. A data set of another size is read from its start, with a
+        """Continue where `state` was taken. A data set of a different size is read from its start, with a
         warning."""
         num_samples = None if self.iterable else len(self.dataset)
         if num_samples != state["num_samples"]:
@@ -311,7 +309,7 @@ class DeepSpeedDataLoader:
 
 
 def _group_position(world_size: int | None, rank: int | None) -> tuple[int, int]:
-    from deepspeed import comm  # heavy, and not needed where both are given
+    from deepspeed import comm  # a heavy import, not needed if both are given
 
     ready = (world_size is None or rank is None) and comm.is_initialized()
     return (
@@ -325,7 +323,7 @@ def _hash(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
 
 
-# ---- samplers of the client's ------------------------------------------------------------------------------
+# ---- the client's samplers ---------------------------------------------------------------------------------
 
 
 def _yields_batches(sampler: Any) -> bool:
@@ -335,12 +333,12 @@ def _yields_batches(sampler: Any) -> bool:
 
 
 def _innermost(sampler: Any) -> Any:
-    """The sampler that decides the order: a BatchSampler only groups what another gives it."""
+    """The sampler that decides the order: a BatchSampler only groups what another sampler yields."""
     return sampler.sampler if isinstance(sampler, BatchSampler) else sampler
 
 
 def _epoch_start(sampler: Any) -> dict[str, Any]:
-    """What has to be put back for the sampler to give the same epoch again."""
+    """What has to be restored for the sampler to yield the same epoch again."""
     sampler = _innermost(sampler)
     start: dict[str, Any] = {}
     if hasattr(sampler, "state_dict"):
@@ -366,7 +364,7 @@ def _restore_epoch_start(sampler: Any, start: dict[str, Any]) -> None:
 
 
 class _Rest(Sampler[Any]):
-    """What a sampler gives after what was taken before; an EpochSampler leaves that out by itself."""
+    """What a sampler yields after the part already taken; an EpochSampler skips that part itself."""
 
     def __init__(self, sampler: Any, position: Position) -> None:
         self.sampler, self.position = sampler, position
@@ -387,7 +385,7 @@ class _Rest(Sampler[Any]):
 
 
 class _SeededBatches(Sampler[list[int]]):
-    """Batches with a seed in front, made of epoch, position and rank."""
+    """Batches preceded by a seed that is derived from epoch, position and rank."""
 
     def __init__(self, batches: Any, position: Position) -> None:
         self.batches, self.position = batches, position
@@ -397,14 +395,14 @@ class _SeededBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.position
-        samples = position.samples  # the shared one moves on more slowly: workers read ahead
+        samples = position.samples  # the shared position advances more slowly: workers read ahead
         for batch in self.batches:
             yield [_hash(position.seed, position.epoch, samples, position.rank), *batch]
             samples += position.samples_per_step
 
 
 class _SeededDataset(Dataset[Any]):
-    """Reads batches in a worker process, whose random generators it seeds for each."""
+    """Reads batches in a worker process and seeds its random generators for each."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

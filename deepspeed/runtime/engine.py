@@ -1,4 +1,4 @@
-"""The training engine: ``forward``, ``backward``, ``step``, saving and loading. All else is delegated."""
+"""The training engine: ``forward``, ``backward``, ``step``, saving and loading. Everything else is delegated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
-    gradients' path is told in ``docs/life_of_a_step.md``.
+    path of gradients is described in ``docs/life_of_a_step.md``.
     """
 
     timers: Any
@@ -97,7 +97,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
         check_module(model)
         if model_parameters is not None:
-            model_parameters = list(model_parameters)  # it may be a generator, and is read twice
+            model_parameters = list(model_parameters)  # it may be a generator, but is read twice
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)
@@ -124,12 +124,12 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             self.local_rank = dist.get_local_rank()
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.dp_world_size = self.mesh.size("dp")  # ranks with data of their own
+        self.dp_world_size = self.mesh.size("dp")  # ranks with different data
         self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
 
     def _take_module(self, model: nn.Module, *, move: bool) -> None:
-        """On the device, in the plan's dtypes, and the same on every rank."""
+        """Put the module on the device, in the plan's dtypes, and make it the same on every rank."""
         if move:
             model.to(self.device)
         cast_module(model, self.plan.precision)
@@ -140,7 +140,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         broadcast_weights(model, communicator)
 
     def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
-        """The optimizer, and everything between gradients and updated weights."""
+        """Build the optimizer and everything between gradients and updated weights."""
         self.client_optimizer = optimizer
         self.basic_optimizer = resolve_optimizer(self._config, optimizer, model_parameters, self.module)
         require_optimizer(self.plan, self.basic_optimizer is not None)
@@ -160,7 +160,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     def _begin_counting(self) -> None:
-        """Where the engine stands: nothing has happened yet."""
+        """Initialize the counters: nothing has happened yet."""
         self._in_backward = False
         self._no_sync = False
         self._scaled_loss = False
@@ -208,7 +208,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
 
         The loss is divided by the accumulation steps unless ``scale_wrt_gas`` is False, and multiplied by the loss
-        scale; what is returned is divided but not multiplied. May be called several times per step.
+        scale; the returned loss is divided but not multiplied. May be called several times per step.
         """
         core = self._require_core("backward")
         self._recover()
@@ -260,14 +260,14 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             self._abandon_batch()
 
     def _abandon_batch(self, error: BaseException | None = None) -> None:
-        """Back to where the batch began: what its micro-batches have accumulated is dropped and they do not count, so
-        that the next batch trains as if this one had never been. Every rank comes here, or none: whatever sums and
-        gathers the others may wait for are taken part in, unless ``error`` says that they cannot."""
+        """Return to where the batch began: what its micro-batches accumulated is dropped and they do not count, so
+        the next batch trains as if this one had never happened. Either every rank calls this or none: this rank joins
+        any sums and gathers that the others may wait for, unless ``error`` shows that they cannot."""
         self.events.emit("on_error", error=error)
         if isinstance(error, CommunicationError) or (
             self.dp_world_size > 1 and error is not None and not isinstance(error, Exception)
         ):
-            return  # the other ranks are gone, or this one is asked to end
+            return  # the other ranks are gone, or this one was asked to terminate
         self._plain_backward.forget()
         self._scaled_loss = False
         if self.core is None:
@@ -277,11 +277,11 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.core.reducer.abandon()
         if self.sharded is not None:
             self.sharded.abandon()
-            self.core.reducer.abandon()  # sums that had their turn among the rest of the gathers
+            self.core.reducer.abandon()  # sums whose turn came among the remaining gathers
         self.clock.rewind()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the present loss scale, for ``engine.scale(loss).backward()``; not divided by anything."""
+        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``; not divided by anything."""
         core = self._require_core("scale")
         self._recover()
         _check_loss(loss)
@@ -327,7 +327,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.global_samples += self.train_batch_size()
 
     def zero_grad(self) -> None:
-        """Drop every gradient, also those that were accumulated or reduced."""
+        """Drop every gradient, including those already accumulated or reduced."""
         self._recover()
         if self.core is not None:
             self.core.reducer.clear()
@@ -355,13 +355,13 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         return self.clock.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming backward is the last before an update, instead of counting micro-batches."""
+        """Set whether the next backward is the last before an update, instead of counting micro-batches."""
         self.clock.force(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Legal at any stage;
-        with sharded gradients it costs a whole gradient buffer."""
+        """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
+        with sharded gradients it costs a full gradient buffer."""
         if self._no_sync:
             raise AssertionError("engine.no_sync() is already active and cannot be entered again.")
         core = self._require_core("no_sync")
@@ -375,19 +375,19 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Sum the gradients of several backwards over ranks once, on leaving."""
+        """Sum the gradients of several backwards over ranks once, on exit."""
         with self.no_sync():
             yield
         self.allreduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int = MEMORY_OPT_ALLREDUCE_SIZE) -> None:
-        """Sum over ranks what has only been accumulated locally so far."""
+        """Sum over ranks what has so far only been accumulated locally."""
         self._require_core("allreduce_gradients").reducer.finish()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps; ValueError if it is not a multiple.
 
-        Best between updates: gradients that are accumulated already keep the weight that they had.
+        Best called between updates: gradients already accumulated keep the weight they had.
         """
         per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < 1 or train_batch_size % per_step:
@@ -399,7 +399,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self._config.gradient_accumulation_steps = self.clock.steps = train_batch_size // per_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch and keep the accumulation steps."""
+        """Change the micro-batch size and keep the accumulation steps."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
 
@@ -422,7 +422,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         return [group.get("type") for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        """Betas of each group, or the momentum where there is no betas."""
+        """Betas of each group, or its momentum if it has no betas."""
         return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def get_pld_theta(self) -> float | None:
@@ -446,7 +446,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             )
 
     def clip_fp32_gradients(self) -> None:
-        """Clip what is in ``param.grad`` now (stage 0). ``step`` clips by itself, at every stage."""
+        """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
         if self.gradient_clipping() > 0:
             clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
 
@@ -545,9 +545,9 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             self.sharded.coordinator.release_all()
 
     def destroy(self) -> None:
-        """Remove hooks and give every parameter its own memory back; the module can be used without the engine.
+        """Remove hooks and give every parameter its own memory back; the module can then be used without the engine.
 
-        At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on the
+        At stage 3 the parameters become whole on every rank: collective. Returns when all checkpoints are on
         disk; CheckpointError: one of them could not be stored.
         """
         self.events.emit("on_destroy")

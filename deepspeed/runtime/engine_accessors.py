@@ -1,6 +1,6 @@
 """Config getters of the engine as one table: ``engine.zero_optimization_stage()`` reads ``config.zero_config.stage``.
 
-A row is ``name -> path`` into the ``DeepSpeedConfig``; a missing section answers None.
+A row is ``name -> path`` into the ``DeepSpeedConfig``; for a missing section the getter returns None.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _ACCESSORS: dict[str, str] = {
     "autotp_size": "tensor_parallel_config.autotp_size",
     "activation_checkpointing_config": "activation_checkpointing_config",
     "graph_harvesting": "graph_harvesting",
-    # sections whose features come later: the values are there to be read
+    # sections whose features come later: the values can already be read
     "pld_enabled": "pld_enabled",
     "pld_params": "pld_params",
     "pld_theta": "pld_config.theta",
@@ -128,11 +128,11 @@ _LATER = {
 
 
 class EngineAccessors:
-    """Mixin with one method per row of the table, and the few getters that answer more than a config value."""
+    """Mixin with one method per row of the table, and the few getters that return more than a config value."""
 
     _config: Any
     monitor: Any = None
-    torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler serves autocast, too
+    torch_autocast_z0_gradscaler: Any = None  # the engine's own loss scaler also serves autocast
 
     def gradient_accumulation_steps(self) -> int:
         return self._config.gradient_accumulation_steps
@@ -164,11 +164,11 @@ class EngineAccessors:
         return self._config.zero_config.offload_param
 
     def get_compile_time(self) -> list[Any]:
-        """What DeepCompile's passes took: nothing, it is not in this release (clients print the list)."""
+        """Times of DeepCompile's passes: empty, as it is not in this release (clients print the list)."""
         return []
 
     def is_elastic_model_parallel_supported(self) -> bool:
-        """Version 0.2 of the elasticity algorithm knows of model-parallel ranks."""
+        """Version 0.2 of the elasticity algorithm supports model-parallel ranks."""
         section = self._config.elasticity_config
         return section is not None and section.enabled and section.version == 0.2
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def create_checkpoint_engine(config: Any) -> CheckpointEngine:
-    """What stores single files; the folder's safety does not depend on it."""
+    """The engine that stores single files; the safety of the folder does not depend on it."""
     return TorchCheckpointEngine(config)
 
 
@@ -49,10 +49,10 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write everything needed to resume under ``save_dir/tag``. Collective; True when it is in place.
+    """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place.
 
-    ``tag`` defaults to ``global_step{N}``. ``client_state`` is given back by ``load_checkpoint``.
-    ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name of the checkpoint's own;
+    ``tag`` defaults to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``.
+    ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name reserved by the checkpoint;
     CheckpointError: a rank could not write, in which case whatever was saved before is untouched.
     """
     if not save_dir:
@@ -148,10 +148,10 @@ def load_checkpoint(
     """``(folder, client_state)``; ``(None, None)`` and one warning if no tag is given and none is known.
     Collective.
 
-    A checkpoint of any stage, number of ranks and precision is loaded, also one that release 0.19 wrote.
+    A checkpoint of any stage, number of ranks and precision can be loaded, including one written by release 0.19.
     ``load_module_only`` reads no optimizer file and changes nothing but the weights. Random states, data
-    position and accumulated gradients come back when everything is loaded. CheckpointError (a ValueError)
-    says which file is missing, damaged or foreign, and what does not fit.
+    position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
+    says which file is missing, damaged or foreign, and what does not match.
     """
     ranks = _ranks(engine)
     tag = _agreed_tag(ranks, Path(load_dir), tag)
@@ -170,7 +170,7 @@ def load_checkpoint(
         )
         if ranks.keeps_folder:
             catalog.files.check_complete()
-    if what.optimizer and engine.core is not None:  # it may have been saved after something was unfrozen
+    if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
         engine.core.late_params.admit_saved(catalog.trained_names())
     with ranks.together("reading the checkpoint"):
         restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
@@ -204,7 +204,7 @@ def load_checkpoint(
 
 
 def _whole(engine: DeepSpeedEngine, *, modified: bool) -> GatheredParameters:
-    """Partitioned parameters are whole inside if their values are about to be ``modified``. Collective."""
+    """Gather partitioned parameters inside the block if their values are about to be ``modified``. Collective."""
     return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
 
 
@@ -287,7 +287,7 @@ def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, catalog: Catalog) -> None:
-    # Our first checkpoints say in the index whether it was dynamic, and that of fp16 alone.
+    # Our first checkpoints record in the index whether it was dynamic, and do so only for fp16.
     before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
     dynamic = catalog.scalars.get("dynamic", before)
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
@@ -322,7 +322,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
 
 
 def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
-    """Each rank continues with its own random state, where there was such a rank; data positions are global."""
+    """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
     saved = catalog.files.rank_state(ranks.rank)
     if saved is None:
         return
@@ -343,7 +343,7 @@ def module_state_dict(
     keep_vars: bool = False,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """The wrapped module's ``state_dict``, without frozen parameters if asked."""
+    """The wrapped module's ``state_dict``, without frozen parameters if requested."""
     state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if exclude_frozen_parameters:
         for name, param in engine.module.named_parameters(remove_duplicate=False):
@@ -388,9 +388,9 @@ def save_16bit_model(
 ) -> bool:
     """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
 
-    A name that ends in ``.safetensors`` gives a file of that format. Tied weights are written once.
-    Partitioned parameters are gathered one by one as they are written; False, and nothing is written, if
-    ``stage3_gather_16bit_weights_on_model_save`` is off.
+    A name ending in ``.safetensors`` selects that format. Tied weights are written once. Partitioned
+    parameters are gathered one by one as they are written; if ``stage3_gather_16bit_weights_on_model_save``
+    is off, nothing is written and False is returned.
     """
     if ShardedWeights(engine.module) and not engine.zero_gather_16bit_weights_on_model_save():
         logger.warning(
@@ -444,10 +444,10 @@ def consolidated_16bit_state_dict(
 
 
 class _WholeWeights:
-    """The module's tensors, whole, one at a time and in one order on all ranks: rank 0 asks for each, and
-    the others help to gather them until the block ends, also after an error on rank 0.
+    """The module's tensors, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
+    the others join the gathers until the block ends, even after an error on rank 0.
 
-    A tensor is whole only until the next one is asked for.
+    A tensor is whole only until the next one is requested.
     """
 
     def __init__(self, engine: DeepSpeedEngine, exclude_frozen: bool) -> None:

@@ -32,7 +32,7 @@ class EngineState:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to resume, under ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
+        """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
         done = engine_checkpoint.save_checkpoint(
             self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -133,12 +133,12 @@ class EngineState:
         Args:
             include: kinds to move (values of ``OffloadStateTypeEnum``); default: all of them.
             device: "cpu".
-            pin_memory: use page-locked memory, from which reloading is quicker.
+            pin_memory: use page-locked memory, from which reloading is faster.
             non_blocking: return before the copies are done; synchronize the device before relying on its memory.
 
         Raises:
-            AssertionError: parameters are offloaded already (``offload_param``), or there is no optimizer that holds
-                state for the engine.
+            AssertionError: parameters are already offloaded (``offload_param``), or the engine has no optimizer that
+                holds state.
         """
         optimizer = self._movable_states()
         optimizer.offload_states(include, device, pin_memory, non_blocking)

@@ -9,7 +9,7 @@ EVENTS = (
     "before_forward",
     "after_forward",
     "before_backward",
-    "before_reduction",  # the gradients are computed; what overlap has not hidden of their reduction follows
+    "before_reduction",  # the gradients are computed; the part of their reduction that overlap has not hidden follows
     "after_backward",
     "before_step",
     "at_boundary",
@@ -33,7 +33,7 @@ class Events:
         self._subscribers.setdefault(event, []).append(subscriber)
 
     def off(self, event: str, subscriber: Callable[..., Any]) -> None:
-        """Take a subscriber out again; not while that very event is emitted."""
+        """Remove a subscriber; not allowed while that same event is being emitted."""
         self._subscribers[event].remove(subscriber)
 
     def emit(self, event: str, **facts: Any) -> None:

@@ -20,7 +20,7 @@ class DummyOptim:
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """The parameters, or parameter groups, without those that have no elements; groups left empty go too."""
+    """The parameters, or parameter groups, without empty parameters; groups left empty are removed too."""
     items = list(params)
     if items and isinstance(items[0], dict):
         groups = [{**group, "params": _with_elements(group["params"])} for group in items]
@@ -49,8 +49,8 @@ def get_grad_zeros(parameters: Tensor | Iterable[Tensor], mpu: Any = None) -> Te
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """The partitioned parameters among these that are not gathered now."""
-    # by name: this module stands below ZeRO
+    """The partitioned parameters among these that are not currently gathered."""
+    # by name: this module is a layer below ZeRO
     return [p for p in param_list if getattr(getattr(p, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
 
 
@@ -63,7 +63,7 @@ def mask_nan_or_inf_with_val_inplace(
 
 
 class CheckOverflow:
-    """Whether some gradient is not finite, on any rank."""
+    """Whether any gradient is not finite, on any rank."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class CheckOverflow:
         self.has_moe_params = False
 
     def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
-        """As `has_overflow`, for these groups of parameters or those of the constructor."""
+        """Like `has_overflow`, for these parameter groups or those given to the constructor."""
         params = self.params if param_groups is None else [p for group in param_groups for p in group]
         if params is None:
             raise ValueError("CheckOverflow has no parameters: pass param_groups to it or to check()")
         return self.has_overflow(params)
 
     def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether one of the norms, in which -1 also stands for "not finite", tells of an overflow."""
+        """Whether any of the norms, in which -1 also stands for "not finite", indicates an overflow."""
         norms = torch.as_tensor([float(norm) for norm in norm_group], dtype=torch.float64)
         overflow = bool((~torch.isfinite(norms) | (norms == -1)).any())
         return self._anywhere(overflow) if reduce_overflow else overflow

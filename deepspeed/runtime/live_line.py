@@ -1,6 +1,6 @@
 """How a run is doing, on one line: by default a status line on a terminal, else a line in the log every so often.
 
-Between two lines a step costs a look at the clock; loss and inputs are looked at in the one step whose line follows.
+Between two lines a step only reads the clock; loss and inputs are examined only in the step before a line is shown.
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ _FORM_OF = {"line": Form.LINE, "bar": Form.BAR} | dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """``every``: optimizer steps between two lines, None for a pause in seconds."""
+    """``every``: optimizer steps between two lines, None for an interval in seconds."""
 
     form: Form
     every: int | None = None
 
 
 def asked_form() -> Form | None:
-    """What the environment asks for, None if it leaves the choice."""
+    """What the environment asks for, None if it does not say."""
     return _FORM_OF.get(os.environ.get(VARIABLE, "").strip().lower())
 
 
 def choose_display(steps_per_print: float | None, log_level: str | None, *, client: bool) -> Display:
-    """Environment before config before what fits: a number of steps means lines, infinity none at all; otherwise
-    nothing where a client has its own display, a status line on a terminal, and lines elsewhere."""
+    """The environment takes precedence over the config, the config over the default. A number of steps means lines,
+    infinity none at all. Default: nothing if a client has its own display, else a status line on a terminal, else
+    lines."""
     form = asked_form()
     never = steps_per_print is not None and math.isinf(steps_per_print)
     every = None if steps_per_print is None or never else max(1, int(steps_per_print))
@@ -85,7 +86,7 @@ def choose_display(steps_per_print: float | None, log_level: str | None, *, clie
 
 
 def made_by_client() -> bool:
-    """Whether a client library has called, directly or not, what calls this."""
+    """Whether a client library is, directly or indirectly, the caller of the function that calls this."""
     frame = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in CLIENTS:
@@ -118,7 +119,7 @@ class Facts:
 
 
 def as_line(facts: Facts) -> str:
-    """For a log: begins with the documented four, in the form that scripts look for."""
+    """For a log: starts with the four documented fields, in the form that scripts look for."""
     parts = [f"step={facts.step}", f"skipped={facts.skipped}", f"lr={facts.rates}", f"mom={facts.momenta}"]
     optional = (
         ("loss={:.5g}", facts.loss),
@@ -133,7 +134,7 @@ def as_line(facts: Facts) -> str:
 
 
 def as_bar(facts: Facts) -> str:
-    """For a person, the most important first: it may be cut at the right."""
+    """For a person; most important first, as it may be truncated on the right."""
     parts = [f"step {facts.step}"]
     if facts.total_steps:
         share = min(1.0, facts.step / facts.total_steps)
@@ -154,7 +155,7 @@ def as_bar(facts: Facts) -> str:
 
 
 class LiveLine:
-    """Subscribes to an engine's events and shows where it stands.
+    """Subscribes to an engine's events and shows its progress.
 
     Args:
         now_s: the clock.
@@ -195,7 +196,7 @@ class LiveLine:
             self.listen()
 
     def listen(self) -> None:
-        """The coming step is going to be shown."""
+        """The next step will be shown."""
         self.meter.listen()
         if not self.looking:
             self.looking = True
@@ -208,7 +209,7 @@ class LiveLine:
             self.engine.events.off("before_forward", self.look_at_inputs)
 
     def show(self, now: float) -> None:
-        """Whatever goes wrong here is not the training's concern."""
+        """An error here must not affect training."""
         try:
             facts = self.facts(now)
             if self.status is None:
@@ -247,7 +248,7 @@ class LiveLine:
         self.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
 
     def resume(self, **_: Any) -> None:
-        """Steps and samples have jumped: speeds count from here."""
+        """Steps and samples have jumped: measure speeds from here."""
         self.step, self.mark = self.engine.global_steps, None
         if self.every is not None and (self.step + 1) % self.every == 0:
             self.listen()
@@ -258,7 +259,7 @@ class LiveLine:
 
 
 def tokens_per_sample(inputs: list[Any]) -> int | None:
-    """Length of the sequences, where the inputs look like tokens: whole numbers in two dimensions."""
+    """Sequence length, if the inputs look like tokens: a 2-D integer tensor."""
     for value in inputs:
         if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
             return value.shape[1]
@@ -266,7 +267,7 @@ def tokens_per_sample(inputs: list[Any]) -> int | None:
 
 
 def total_steps(scheduler: Any) -> int | None:
-    """Optimizer steps of the whole run, where the schedule of the learning rate says."""
+    """Optimizer steps of the whole run, if the learning-rate schedule says."""
     for name in ("total_num_steps", "total_steps"):
         value = getattr(scheduler, name, None)
         if isinstance(value, int) and value > 0:
@@ -275,12 +276,12 @@ def total_steps(scheduler: Any) -> int | None:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes: the peak of what is allocated on a device, or on CPUs what the process holds."""
+    """Bytes: peak allocated memory of a device, or on CPUs the memory the process holds."""
     return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()
 
 
 def attach_live_line(engine: DeepSpeedEngine) -> LiveLine | None:
-    """A line for this engine on rank 0, unless it is refused."""
+    """A line for this engine on rank 0, unless disabled."""
     config = engine._config
     display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())
     return LiveLine(engine, display) if display.form is not Form.NONE and is_rank_zero() else None

@@ -12,11 +12,11 @@ class LossScaleError(RuntimeError):
 
 
 class LossScaler:
-    """Keeps the factor that losses are multiplied by and adapts it to overflows.
+    """Keeps the factor that losses are multiplied by and adapts it after overflows.
 
-    Dynamic: an overflow uses up one of ``hysteresis`` tolerated ones and then halves the scale; ``window`` good
-    steps in a row double it. ``consecutive_hysteresis`` refills the tolerance after every good step, otherwise it
-    is refilled when the scale grows.
+    Dynamic: each overflow uses up one of ``hysteresis`` tolerated ones, after which the scale is halved; ``window``
+    good steps in a row double it. ``consecutive_hysteresis`` restores the tolerance after every good step; otherwise
+    it is restored when the scale grows.
     """
 
     def __init__(self, plan: LossScalePlan) -> None:

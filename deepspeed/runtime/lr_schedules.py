@@ -2,8 +2,8 @@
 
 A schedule is a plain object whose `step()` follows each optimizer step and writes the learning rate
 (OneCycle: and the momentum) for the next one into the optimizer's groups. With i = `last_batch_iteration`,
-which is -1 before the first `step()` and then 0, 1, ..., each rate is a function of i alone, so a resumed
-schedule needs nothing but i.
+which is -1 before the first `step()` and then 0, 1, ..., each rate is a function of i alone, so resuming a
+schedule needs only i.
 
 L. N. Smith: Cyclical Learning Rates for Training Neural Networks (2017) for LRRangeTest; L. N. Smith: A
 disciplined approach to neural network hyper-parameters (2018) for OneCycle; I. Loshchilov, F. Hutter: SGDR
@@ -76,7 +76,7 @@ def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> l
     """Write one rate per group; returns them."""
     for group, lr in zip(param_groups, lrs, strict=False):
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)  # keeps the tensor that a captured graph reads
+            group["lr"].fill_(lr)  # in place: a captured graph reads this tensor
         else:
             group["lr"] = lr
     return [float(group["lr"]) for group in param_groups]
@@ -97,7 +97,7 @@ def _positive_int(value: Any, name: str) -> int:
 
 
 def _warmup_steps(value: Any) -> int:
-    """A warm-up has at least 2 steps (log(1) is 0); 0, which clients write for none, is allowed."""
+    """A warm-up has at least 2 steps (log(1) is 0); 0, which clients use for no warm-up, is allowed."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{WARMUP_NUM_STEPS} must be a positive integer, got {value!r}")
     return max(2, value)
@@ -128,7 +128,7 @@ class _Schedule:
         self._last_lr: list[float] | None = None
 
     def _start(self) -> None:
-        """The rate of the very first optimizer step; a schedule that resumes leaves the groups alone."""
+        """Set the rate of the first optimizer step; a resumed schedule leaves the groups alone."""
         if self.last_batch_iteration == -1:
             update_lr(self.optimizer.param_groups, self.get_lr())
 
@@ -137,7 +137,7 @@ class _Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Rates that the last `step()` wrote; before the first one those that the groups start with."""
+        """Rates that the last `step()` wrote; before the first, the groups' initial rates."""
         if self._last_lr is None:
             return [float(group["lr"]) for group in self.optimizer.param_groups]
         return self._last_lr
@@ -156,8 +156,8 @@ class _Schedule:
 
 
 class LRRangeTest(_Schedule):
-    """Learning-rate range test: `min_lr * (1 + step_rate * (i + 1) / step_size)`, the quotient floored with
-    `lr_range_test_staircase`."""
+    """Learning-rate range test: `min_lr * (1 + step_rate * (i + 1) / step_size)`; `lr_range_test_staircase` floors
+    the quotient."""
 
     def __init__(
         self,
@@ -190,9 +190,9 @@ class OneCycle(_Schedule):
     """One cycle of learning rate and momentum, then decay.
 
     The rate rises from `cycle_min_lr` to `cycle_max_lr` in `cycle_first_step_size` steps and falls back in
-    `cycle_second_step_size` (default: as many), in straight lines or in `*_stair_count` equal stairs;
+    `cycle_second_step_size` (default: as many), linearly or in `*_stair_count` equal stairs;
     momentum (the first of `betas`) mirrors it between `cycle_max_mom` and `cycle_min_mom`. Rates and momenta
-    are one number for all groups, or a list with one per group. Afterwards, every
+    are one number for all groups, or a list with one per group. After the cycle, every
     `decay_step_size` steps (0: no decay), the rate is `cycle_min_lr / (1 + decay_lr_rate * n)` and the
     momentum `cycle_max_mom * (1 + decay_mom_rate * n)`, n growing continuously.
     """
@@ -219,7 +219,7 @@ class OneCycle(_Schedule):
         if not cycle_first_step_size > 0:
             raise ValueError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {cycle_first_step_size!r}")
         self.first_size = cycle_first_step_size
-        # The command line says -1 for "as the first"; 0 leaves the way down out.
+        # The command line uses -1 for "same as the first"; 0 omits the descent.
         second = cycle_second_step_size
         self.second_size = cycle_first_step_size if second is None or second < 0 else second
         self.first_stairs = cycle_first_stair_count
@@ -244,7 +244,7 @@ class OneCycle(_Schedule):
             self._write_momentum(self.min_moms)
 
     def _height(self) -> float | None:
-        """Position between minimum (0) and maximum (1); None after the cycle."""
+        """Position between the minimum (0) and the maximum (1); None after the cycle."""
         done = self.last_batch_iteration + 1
         if done > self.first_size + self.second_size:
             return None
@@ -267,7 +267,7 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """`betas` at the current iteration, a tuple per group; None where momentum is not cycled."""
+        """`betas` at the current iteration, a tuple per group; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         groups = self.optimizer.param_groups
@@ -297,7 +297,7 @@ class WarmupLR(_Schedule):
     """From `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's rate) in `warmup_num_steps`, then
     constant.
 
-    The share of the way is log(i + 1) / log(num_steps), or i / num_steps with `warmup_type="linear"`.
+    The fraction of the way is log(i + 1) / log(num_steps), or i / num_steps with `warmup_type="linear"`.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class WarmupLR(_Schedule):
         self._start()
 
     def _fraction(self) -> float:
-        """Share of the way from the minimum to the maximum."""
+        """Fraction of the way from the minimum to the maximum."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self.last_batch_iteration < self.warmup_num_steps:
@@ -338,7 +338,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """WarmupLR, then a straight line back to `warmup_min_lr` at step `total_num_steps`."""
+    """WarmupLR, then a linear decay to `warmup_min_lr` at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -362,7 +362,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Multiples of the rates that the optimizer has at the start: from `warmup_min_ratio` to 1 in
+    """Multiples of the optimizer's initial rates: from `warmup_min_ratio` to 1 in
     `warmup_num_steps`, then half a cosine down to `cos_min_ratio` at step `total_num_steps`."""
 
     def __init__(
@@ -462,7 +462,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The tuning flags of this process's command line, and what else stands there."""
+    """The tuning flags on this process's command line, and the remaining arguments."""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 

@@ -1,4 +1,4 @@
-"""What a module has to be like before an engine can be built around it."""
+"""What a module must satisfy before an engine can be built around it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SHOWN = 3
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse parameters that cannot be trained here, by name and with what to do about each kind.
+    """Refuse parameters that cannot be trained here, by name and with advice for each kind.
 
     Raises:
         TypeError: not a module.
         ValueError: lazy, without data, complex or sparse parameters.
-        NotImplementedError: parameters that are spread over ranks already.
+        NotImplementedError: parameters that are already distributed over ranks.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(module).__name__}")
@@ -46,7 +46,7 @@ _WHY = {
 def _problem(param: nn.Parameter) -> str | None:
     if is_lazy(param):
         return "lazy"
-    # By name: importing the class takes longer than all of this.
+    # By name: importing the class takes longer than everything else here.
     if any(kind.__qualname__ == "DTensor" for kind in type(param).__mro__):
         return "dtensor"
     if param.is_meta:
@@ -64,8 +64,8 @@ def _listing(names: list[str]) -> str:
 
 
 def lay_out_contiguously(module: nn.Module) -> None:
-    """Give trainable parameters that are views (transposed, expanded, channels last) memory of their own: buckets hold
-    elements in the order of their indices."""
+    """Give trainable parameters that are views (transposed, expanded, channels last) their own contiguous memory:
+    buckets hold elements in index order."""
     with torch.no_grad():
         for param in module.parameters():
             if param.requires_grad and not is_zero_param(param) and not param.is_contiguous():

@@ -1,4 +1,4 @@
-"""Observers that every engine may carry: progress, curves, wall-clock breakdown, throughput, memory, state dump.
+"""Observers that any engine may have: progress, curves, wall-clock breakdown, throughput, memory, state dump.
 
 They subscribe to the engine's events; the engine does not know them by name.
 """
@@ -57,13 +57,13 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
 
 
 def _print_interval(engine: DeepSpeedEngine) -> int | None:
-    """Steps between progress lines, or None for none (``steps_per_print`` may be null or infinite)."""
+    """Steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
     every = engine._config.steps_per_print
     return None if every is None or math.isinf(every) else max(1, int(every))
 
 
 class Throughput:
-    """Keeps ``engine.tput_timer`` going, from each forward pass in training to the end of the step."""
+    """Runs ``engine.tput_timer`` from each training forward pass to the end of the step."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.engine = engine
@@ -84,8 +84,8 @@ class Throughput:
 class WallClock:
     """``wall_clock_breakdown``: milliseconds of forward, backward and step, summed over each optimizer step.
 
-    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` what their reduction takes
-    beyond that. ``elapsed_ms`` keeps the sums of the last step.
+    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the time their reduction
+    takes beyond that. ``elapsed_ms`` keeps the sums of the last step.
     """
 
     SPANS = (
@@ -101,7 +101,7 @@ class WallClock:
         self.elapsed_ms: dict[str, float] = {}
         for _, after, name in reversed(
             self.SPANS
-        ):  # where one span ends and the next begins, or inner ones end first
+        ):  # where one span ends and the next begins, or nested spans end first
             engine.events.on(after, lambda name=name, **_: self.end(name))
         for before, _, name in self.SPANS:
             engine.events.on(before, lambda name=name, **_: self.begin(name))
@@ -110,7 +110,7 @@ class WallClock:
 
     def begin(self, name: str) -> None:
         timer = self.engine.timers(name)
-        timer.cancel()  # one that runs is of a pass that has failed
+        timer.cancel()  # a timer still running belongs to a failed pass
         timer.start()
 
     def end(self, name: str) -> None:

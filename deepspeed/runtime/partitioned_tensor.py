@@ -14,11 +14,11 @@ from deepspeed.runtime.partitions import partition_uniform
 
 
 class PartitionedTensor:
-    """A flat, contiguous share of `tensor` per rank of `group`; `full()` puts the shares together again.
+    """One flat, contiguous shard of `tensor` per rank of `group`; `full()` reassembles the tensor.
 
-    Shares differ by one element at most, the earlier ranks hold the longer ones. What another rank needs to
-    rebuild one is small: its own share and `to_meta()`, a list of whole numbers as an int64 tensor: number of
-    dimensions, sizes, number of ranks, rank, and where the share of each rank begins (ending with the total).
+    Shards differ by at most one element; earlier ranks hold the longer ones. To rebuild the object, another
+    rank needs only its own shard and `to_meta()`, an int64 tensor: number of dimensions, sizes, number of
+    ranks, rank, and where the shard of each rank begins (ending with the total).
     """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Tensor | None = None) -> None:
@@ -37,7 +37,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: Any, device: torch.device | str | None = None
     ) -> PartitionedTensor:
-        """The tensor that `to_meta()` describes, of which this rank's share is `local_part`."""
+        """The tensor that `to_meta()` describes, with `local_part` as this rank's shard."""
         sizes, num_parts, rank, partition = _read_meta(meta)
         ranks = torch.distributed.get_world_size(group)
         if num_parts != ranks or partition[rank + 1] - partition[rank] != local_part.numel():
@@ -53,9 +53,9 @@ class PartitionedTensor:
         return made
 
     def full(self, device: torch.device | str | None = None) -> Tensor:
-        """The whole tensor, on `device` or where it was; every rank of the group takes part."""
+        """The whole tensor, on `device` or where it was. Collective over the group."""
         longest = max((end - begin for begin, end in self._bounds()), default=0)
-        padded = self.local_data.new_zeros(longest)  # collectives want equal shares
+        padded = self.local_data.new_zeros(longest)  # collectives require equal shards
         padded[: self.local_data.numel()] = self.local_data
         shares = [torch.empty_like(padded) for _ in range(self.num_parts)]
         torch.distributed.all_gather(shares, padded, group=self.group)
@@ -67,7 +67,7 @@ class PartitionedTensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
 
     def data(self) -> Tensor:
-        """This rank's share, flat."""
+        """This rank's shard, flat."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
@@ -81,7 +81,7 @@ class PartitionedTensor:
 
 
 def _read_meta(meta: Tensor) -> tuple[list[int], int, int, list[int]]:
-    """(sizes, number of ranks, rank, bounds of the shares)."""
+    """(sizes, number of ranks, rank, bounds of the shards)."""
     numbers = meta.tolist()
     dims = numbers[0]
     sizes, (num_parts, rank), partition = (

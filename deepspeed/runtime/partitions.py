@@ -1,4 +1,4 @@
-"""Cutting a row of items into runs: of equal length, or of equal weight."""
+"""Partitioning a sequence of items into runs of equal length or equal weight."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., num_items]`` of ``num_parts`` runs of equal length; the first ones take what is
-    left over.
+    """Bounds ``[0, ..., num_items]`` of ``num_parts`` runs of equal length; the first ones take the
+    remainder.
     """
     size, left_over = divmod(num_items, num_parts)
     return [part * size + min(part, left_over) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as can be.
+    """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as possible.
 
-    Among such partitions the weights, then the lengths, are spread as evenly as can be (least sum of squares),
-    and the earlier runs are the longer ones. Empty runs occur only where there are fewer items than runs.
+    Among such partitions the weights, then the lengths, are spread as evenly as possible (least sum of squares),
+    and the earlier runs are the longer ones. Empty runs occur only if there are fewer items than runs.
     """
     items = len(weights)
     if items <= num_parts:
         return [min(part, items) for part in range(num_parts + 1)]
     sums = [0, *accumulate(weights)]
     limit = _lightest_bottleneck(sums, num_parts)
-    # best[i]: cost of cutting items i.. into the runs so far, counted from the last, and minus the first cut.
+    # best[i]: cost of partitioning items i.. into the runs so far, counted from the last, and minus the first cut.
     best: list[tuple[float, int, int] | None] = [None] * (items + 1)
     best[items] = (0, 0, -items)
     cuts: list[list[int]] = []

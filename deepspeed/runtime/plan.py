@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Cadence(enum.Enum):
-    """When local gradients are summed over the data-parallel ranks."""
+    """How often local gradients are summed over the data-parallel ranks."""
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
     EVERY_MICRO_BATCH = "after the backward of every micro-batch"
@@ -40,13 +40,13 @@ class LossScalePlan:
 
     @property
     def active(self) -> bool:
-        """Whether any scale but 1 can occur."""
+        """Whether any scale other than 1 can occur."""
         return self.static is None or self.static != 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPlan:
-    """The dtype of each kind of tensor. ``None`` for ``param`` leaves each parameter as the module made it."""
+    """The dtype of each kind of tensor. ``None`` for ``param`` leaves each parameter as the module created it."""
 
     name: str
     param: torch.dtype | None
@@ -185,7 +185,7 @@ def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
     section = zero.offload_optimizer
     if zero.stage < 1 or section is None or section.device == "none":
         return None
-    # Documented as off by default; neither can change a result, so both are on unless refused.
+    # Documented as off by default; neither can change a result, so both are on unless disabled.
     read = section.pipeline_read or "pipeline_read" not in section.model_fields_set
     write = section.pipeline_write or "pipeline_write" not in section.model_fields_set
     return StateOffload(
@@ -223,7 +223,7 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
     zero = config.zero_config
     stage = int(zero.stage)
     cadence = Cadence.EVERY_MICRO_BATCH if stage >= 2 else Cadence.AT_BOUNDARY
-    # The documented default is off below stage 3; here overlap cannot change a result, so it is on unless refused.
+    # The documented default is off below stage 3; here overlap cannot change a result, so it is on unless disabled.
     overlap = zero.overlap_comm if "overlap_comm" in zero.model_fields_set else True
     return ZeroPlan(
         stage=stage,
@@ -259,7 +259,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         return _bf16(config, common)
     param = types.param_dtype
     low = param is not None and param != torch.float32
-    # A gradient scale is needed wherever fp16 products appear, however they were chosen.
+    # Gradient scaling is needed wherever products are fp16, however that was chosen.
     scaled = autocast is torch.float16 or param is torch.float16
     return PrecisionPlan(
         name=_name(param or torch.float32, autocast),

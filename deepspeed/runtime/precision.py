@@ -14,14 +14,14 @@ from deepspeed.runtime.zero.params import follow_dtype, is_zero_param
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
-    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them.
+    """Cast floating parameters to ``plan.param`` and buffers to ``plan.buffer``, in place; None leaves them as is.
 
-    By default buffers stay as they are: rotary frequencies and running statistics lose too much in 16 bits.
+    By default buffers keep their dtype: rotary frequencies and running statistics lose too much precision in 16 bits.
 
-    [Note: batch norm] Weights and running statistics of a batch norm must have one dtype; torch takes fp32 with 16-bit
-    inputs, and returns 16 bits. So such a module stays in fp32, weights and all, in a 16-bit model, or has the dtype of
-    ``plan.buffer`` throughout. One without weights (a "frozen" one) multiplies its inputs by its statistics, whose
-    dtype its outputs get: they are cast to that of the model.
+    [Note: batch norm] Weights and running statistics of a batch norm must have the same dtype; torch accepts fp32 with
+    16-bit inputs, and returns 16 bits. So in a 16-bit model such a module stays entirely in fp32, weights included, or
+    has the dtype of ``plan.buffer`` throughout. One without weights (a "frozen" one) multiplies its inputs by its
+    statistics, and its outputs get the dtype of those: they are cast to that of the model.
     """
     norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
     own = {norm: plan.buffer or (torch.float32 if norm._parameters else plan.param) for norm in norms}
@@ -40,8 +40,8 @@ def _is_low(dtype: torch.dtype | None) -> bool:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether it normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with statistics, and the
-    classes that other packages write in their image."""
+    """Whether it normalizes by running statistics: BatchNorm, SyncBatchNorm, InstanceNorm with statistics, and
+    other packages' classes modeled on them."""
     buffers = module._buffers
     return buffers.get("running_mean") is not None and buffers.get("running_var") is not None
 
@@ -75,7 +75,7 @@ def autocast_context(plan: PrecisionPlan, device_type: str) -> contextlib.Abstra
 
 
 def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, torch.dtype]:
-    """Wire dtype of parameters that differ from the default: those of autocast's lower-precision-safe modules."""
+    """Wire dtype of parameters where it is not the default: those of autocast's lower-precision-safe modules."""
     if plan.autocast is None or not plan.autocast_modules or plan.reduce is not None:
         return {}
     safe = set(plan.autocast_modules)

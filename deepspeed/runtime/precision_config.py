@@ -20,7 +20,7 @@ from deepspeed.runtime.config_utils import (
     parse_dtype,
 )
 
-# DeepSpeed-Chat and old scripts write the long name.
+# DeepSpeed-Chat and old scripts use the long name.
 BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
 
 
@@ -58,7 +58,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         return 2.0**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of the dynamic scaler, by the names that it has for them."""
+        """Arguments of the dynamic scaler, under its own names for them."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -131,7 +131,7 @@ class DataTypesConfig(LenientConfigModel):
 
 
 def bf16_section(param_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What stands under `bf16`, or under the old spelling `bfloat16` when that is missing."""
+    """The `bf16` section, or the one under the old spelling `bfloat16` if `bf16` is missing."""
     for spelling in BFLOAT16_SPELLINGS:
         if spelling in param_dict and not is_auto(param_dict[spelling]):
             return param_dict[spelling]

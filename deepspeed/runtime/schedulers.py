@@ -13,7 +13,7 @@ from deepspeed.runtime.config_arguments import WHOLE_NUMBERS
 
 
 def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The client's scheduler, what his callable makes of the optimizer, the one the config names, or None."""
+    """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None."""
     if client is not None:
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client
     name = config.scheduler_name

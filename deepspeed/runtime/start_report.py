@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def precision_rows(engine: DeepSpeedEngine) -> list[tuple[str, set[torch.dtype]]]:
-    """Kinds of tensors and the dtypes they really have, or (state, before the first step) will have."""
+    """Kinds of tensors and the dtypes they actually have, or (state, before the first step) will have."""
     rows = [("parameters", {p.dtype for p in engine.module.parameters()})]
     core = engine.core
     if core is None:
@@ -48,7 +48,7 @@ def precision_rows(engine: DeepSpeedEngine) -> list[tuple[str, set[torch.dtype]]
 
 
 def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) -> set[torch.dtype]:
-    """torch's optimizers keep state in the dtype of what they update, ours in fp32 unless a group says otherwise."""
+    """torch's optimizers keep state in the dtype of what they update; ours in fp32 unless a group says otherwise."""
     wide = isinstance(optimizer, MultiTensorOptimizer) and all(
         group.get("fp32_optimizer_states", True) for group in optimizer.param_groups
     )
@@ -56,7 +56,7 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
 
 
 def log_start(engine: DeepSpeedEngine) -> None:
-    """Three lines about what was decided, on rank 0, unless they are refused; details at level INFO."""
+    """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
     say = _say(engine)
     zero = engine.plan.zero
     say(
@@ -68,10 +68,10 @@ def log_start(engine: DeepSpeedEngine) -> None:
     core = engine.core
     if core is None:
         return
-    connections = _connections(engine)  # on every rank: to choose a transport takes all of them
+    connections = _connections(engine)  # on every rank: choosing a transport is collective
     if is_rank_zero() and (
         say is report or logger.isEnabledFor(logging.INFO)
-    ):  # a plan takes some milliseconds
+    ):  # a plan takes a few milliseconds
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
     if isinstance(core.store.tier, OffloadedTier):
@@ -82,7 +82,7 @@ def log_start(engine: DeepSpeedEngine) -> None:
 
 
 def _say(engine: DeepSpeedEngine) -> Callable[[str], None]:
-    """``report``, or where a client speaks for itself or nothing is wanted, the log at level INFO."""
+    """``report``, or the log at level INFO if a client has its own report or none is wanted."""
     asked = asked_form()
     wanted = asked is not Form.NONE and wants_reports(engine._config.log_level)
     if wanted and (asked is not None or not made_by_client()):
@@ -101,12 +101,12 @@ def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
 
 
 def _memory(engine: DeepSpeedEngine) -> str:
-    """What this rank holds now, and what the plan foresees: at this moment, and at most without activations."""
+    """What this rank holds now, and what the plan predicts: for now, and the peak without activations."""
     text = ""
     try:
         text = f"; this rank holds {size(held_bytes(engine))}"
         ledger = answer(request_of(engine)).ledger
-    except Exception as error:  # tensors without storage, a plan that cannot be made: no reason to stop a run
+    except Exception as error:  # tensors without storage, an impossible plan: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
     places = (Place.DEVICE, Place.HOST)
@@ -116,7 +116,7 @@ def _memory(engine: DeepSpeedEngine) -> str:
 
 
 def held_bytes(engine: DeepSpeedEngine) -> int:
-    """Memory behind parameters, buffers, master weights, gradients and optimizer state of this rank, each once."""
+    """Memory of this rank's parameters, buffers, master weights, gradients and optimizer state, each counted once."""
     tensors: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
     if engine.sharded is not None:
         tensors += [bucket.shard for bucket in engine.sharded.buckets]
@@ -134,7 +134,7 @@ def held_bytes(engine: DeepSpeedEngine) -> int:
 
 
 def _connections(engine: DeepSpeedEngine) -> str:
-    """How gradients travel, and where a person sees how it goes."""
+    """How gradients are communicated, and where the user can watch the progress."""
     communicator = engine.mesh.communicator("dp", "sp")
     if communicator.size == 1:
         transport = "one rank, nothing is sent"

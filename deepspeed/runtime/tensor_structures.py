@@ -20,7 +20,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether two structures of dicts, lists and tuples are alike and their tensors equal element by element."""
+    """Whether two structures of dicts, lists and tuples have the same form and their tensors are equal elementwise."""
     if type(inputs1) is not type(inputs2):
         return False
     if isinstance(inputs1, Tensor):
@@ -35,18 +35,18 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether the value may be a loss: a tensor of one element that has a graph."""
+    """Whether the value may be a loss: a one-element tensor with a graph."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
 def is_transformers_cache(obj: Any) -> bool:
-    """Whether this is a key-value cache of transformers (which is not imported for the question)."""
+    """Whether this is a key-value cache of transformers (which is not imported to find out)."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(obj, module.Cache)
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """The flat tensors, with zeros after them where their elements together are no multiple of `alignment`."""
+    """The flat tensors, followed by zeros if their total number of elements is not a multiple of `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else list(tensor_list)
 
@@ -56,7 +56,7 @@ def all_gather_into_tensor_dp_groups(
     partitioned_param_groups: Sequence[Sequence[Tensor]],
     dp_process_group: Sequence[Any],
 ) -> None:
-    """Fill each flat tensor from the slices of the ranks; `partitioned_param_groups[i][r]` is rank r's of it."""
+    """Fill each flat tensor from the ranks' slices; `partitioned_param_groups[i][r]` is rank r's slice of it."""
     for flat, slices, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True):
         own = slices[torch.distributed.get_rank(group)]
         torch.distributed.all_gather_into_tensor(flat, own.clone(), group=group)
@@ -69,7 +69,7 @@ def all_gather_dp_groups(
     start_alignment_factor: int,
     allgather_bucket_size: int,
 ) -> None:
-    """The same in pieces of at most `allgather_bucket_size` elements over all ranks.
+    """The same in pieces of at most `allgather_bucket_size` elements across all ranks.
 
     Pieces begin at multiples of `start_alignment_factor` elements of a slice.
     """
@@ -80,4 +80,4 @@ def all_gather_dp_groups(
         for begin in range(0, slices[rank].numel(), size):
             pieces = [part[begin : begin + size] for part in slices]
             torch.distributed.all_gather(pieces, pieces[rank].clone(), group=group)
-    del groups_flat  # the slices are views of it
+    del groups_flat  # the slices are views of them

@@ -98,7 +98,7 @@ class noop_context:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Makes the directory that ``filename`` is to lie in."""
+    """Creates the directory of ``filename``."""
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
@@ -123,7 +123,7 @@ def get_only_unique_item(items: Iterable[T]) -> T:
 
 
 def empty_cache() -> None:
-    """Gives cached device memory back, and starts new peaks."""
+    """Releases cached device memory and resets peak counters."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
@@ -173,7 +173,7 @@ def move_to_device(
     """``item`` with the tensors in its dicts, lists and tuples moved to ``device``.
 
     Args:
-        criterion_func: Which leaves to move; None moves everything that has a method ``to``. The rest stays.
+        criterion_func: Which leaves to move; None moves everything with a ``to`` method. The rest stays.
     """
 
     def moved(leaf: Any) -> Any:
@@ -184,7 +184,7 @@ def move_to_device(
 
 
 def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
-    """As ``move_to_device``, but what is moved is always a copy, detached from the graph."""
+    """Like ``move_to_device``, but what is moved is always a copy, detached from the graph."""
     return _rebuilt(item, lambda leaf: leaf.detach().to(device, copy=True) if criterion_func(leaf) else leaf)
 
 
@@ -202,7 +202,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 
 def _model_parallel(mpu: Any) -> tuple[Any, int]:
-    """Group and rank in it; (None, 0) without model parallelism."""
+    """Model-parallel group and the rank in it; (None, 0) without model parallelism."""
     if mpu is None:
         return None, 0
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_group") else "model"
@@ -230,10 +230,10 @@ def _norm(tensors: Sequence[Tensor], norm_type: float, group: Any, device: torch
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm from before.
+    """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before scaling.
 
-    With a model-parallel unit the norm is that of the whole model: parameters that its ranks hold in
-    pieces count on each rank, those that all hold count once.
+    With a model-parallel unit the norm is that of the whole model: parameters partitioned across its
+    ranks count on each rank, replicated ones count once.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     params = [param for param in params if param.grad is not None]
@@ -251,10 +251,10 @@ def get_flattened_grad_norm(
     mpu: Any = None,
     grad_norm_mask: Sequence[Sequence[tuple[int, int]]] | None = None,
 ) -> Tensor:
-    """Norm of gradients that each lie flat in one tensor; 0-dim fp32, over the ranks of a model-parallel unit.
+    """Norm of gradients, each flat in one tensor; 0-dim fp32, over the ranks of a model-parallel unit.
 
     Args:
-        grad_norm_mask: For each parameter the (begin, end) of elements that do not count, being counted elsewhere.
+        grad_norm_mask: For each parameter the (begin, end) of elements not counted here because they are elsewhere.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     masks = grad_norm_mask if grad_norm_mask is not None else [()] * len(params)
@@ -295,8 +295,8 @@ def get_global_norm_of_tensors(
     """Norm of all tensors together, and over the ranks of the model-parallel unit: 0-dim fp32.
 
     Args:
-        use_graph: No effect; asked for a CUDA graph.
-        moe_ep_group: Ranks over which experts are spread: their parts are added too.
+        use_graph: No effect; used to request a CUDA graph.
+        moe_ep_group: Ranks over which experts are distributed: their parts are added too.
     """
     if not input_tensors:
         raise ValueError("input_tensors is empty: there is nothing to take a norm of.")
@@ -322,7 +322,7 @@ def clip_tensors_by_global_norm(
 
 
 def _scale_down(tensors: Sequence[Tensor], norm: Tensor | float, max_norm: float, eps: float) -> None:
-    # The coefficient is multiplied in even when it is 1, as torch does: asking would wait for the device.
+    # The coefficient is applied even when it is 1, as in torch: checking would wait for the device.
     coefficient = torch.clamp(torch.as_tensor(max_norm / (norm + eps)), max=1.0)
     with torch.no_grad():
         for tensor in tensors:

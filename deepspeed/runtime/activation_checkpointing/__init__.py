@@ -1,1 +1,1 @@
-"""Keeping a region's inputs instead of what it computed: ``checkpointing`` is the interface."""
+"""Keeping a region's inputs instead of its activations: ``checkpointing`` is the interface."""

@@ -1,11 +1,11 @@
-"""Activation checkpointing: keep a region's inputs, not what it computed, and run it again in backward.
+"""Activation checkpointing: keep a region's inputs instead of its activations, and recompute it in backward.
 
 (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.)
 
 ``configure`` sets how inputs are kept for all regions of the process: that is the documented contract of
-this module, and the only state it has, in one object. Recomputation, random states of the default
-generators, autocast and detached inputs are torch's work (``torch.utils.checkpoint``). Added here:
-structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs of
+this module, and its only state, held in one object. Recomputation, random states of the default
+generators, autocast and detached inputs are handled by torch (``torch.utils.checkpoint``). Added here:
+structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs in
 ``kept_inputs.py``, and timing.
 """
 
@@ -58,7 +58,7 @@ SECTION = "activation_checkpointing"
 
 @dataclass
 class _Settings:
-    """What ``configure`` was told last."""
+    """What ``configure`` was last given."""
 
     configured: bool = False
     mpu: Any = None
@@ -95,17 +95,17 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Says how checkpointed regions keep their inputs. Arguments that are given override the config.
+    """Sets how checkpointed regions keep their inputs. Arguments that are given override the config.
 
     Args:
         mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: there is no such group.
-        deepspeed_config: Path, dict or object with a section ``activation_checkpointing``.
+        deepspeed_config: Path, dict or object with an ``activation_checkpointing`` section.
         partition_activations: Partition inputs across the tensor-parallel ranks, which all hold the same ones.
-        contiguous_checkpointing: Keep inputs in buffers made once, for ``num_checkpoints`` regions. Needs
+        contiguous_checkpointing: Keep inputs in buffers allocated once, for ``num_checkpoints`` regions. Needs
             ``partition_activations``.
         checkpoint_in_cpu: Keep inputs in host memory.
         synchronize: Wait for the device at the edges of each region.
-        profile: Print time and memory of each region.
+        profile: Print the time and memory of each region.
     """
     given = {
         "partition_activations": partition_activations,
@@ -163,25 +163,25 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Switches the partitioning of inputs on or off."""
+    """Turns the partitioning of inputs on or off."""
     _settings.section.partition_activations = partition_activation
 
 
 def reset() -> None:
-    """Gives the contiguous buffers back, for steps with another number or size of regions."""
+    """Releases the contiguous buffers, for steps with a different number or size of regions."""
     if _settings.arena is not None:
         _settings.arena.clear()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds what tensor-parallel ranks draw together with ``seed``, and what they draw apart each
-    differently.
+    """Seeds what tensor-parallel ranks draw alike with ``seed``, and what they draw independently with
+    a different seed each.
     """
     seed_model_parallel(seed, _settings.mpu)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Reseeds what tensor-parallel ranks draw apart."""
+    """Reseeds what tensor-parallel ranks draw independently."""
     reseed_tensor_parallel(seed, _settings.mpu)
 
 
@@ -192,7 +192,7 @@ class _Region:
     """One call of a checkpointed function, in the form torch's checkpoint takes: flat in, flat out, run
     twice.
 
-    It holds no tensor: what becomes of the inputs until backward is for ``KeptInputs`` to say.
+    It holds no tensor: ``KeptInputs`` decides how the inputs are kept until backward.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -218,7 +218,7 @@ class _Region:
         return tuple(flat)
 
     def result(self, leaves: tuple[Any, ...]) -> Any:
-        """What the function returned, except that a list or tuple of one thing is that thing (as
+        """What the function returned, except that a list or tuple of one element becomes that element (as
         documented).
         """
         outputs = tree_unflatten(leaves, self._output_spec)
@@ -230,8 +230,8 @@ class _Region:
 
 
 class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
-    """The reentrant form: one autograd node for the region; its backward runs the region and backward
-    through it.
+    """The reentrant form: one autograd node for the region; its backward runs the region again and
+    backpropagates through it.
 
     ``apply(run_function, all_outputs, *args)``: results of ``run_function(*args)``, tensors among the
     arguments passed flat, are returned and added to the list ``all_outputs``.
@@ -253,12 +253,12 @@ class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, computed again in backward instead of kept.
+    """``function(*args, **kwargs)``, recomputed in backward instead of kept.
 
     Arguments and results may hold tensors in dicts, lists and tuples, and anything else. The function
-    must not depend on what changes between forward and backward, and works with ``.backward()`` but not
-    ``torch.autograd.grad``. Where no argument requires a gradient, ``non_reentrant_checkpoint`` is used,
-    as parameters could get none otherwise.
+    must not depend on anything that changes between forward and backward, and works with ``.backward()``
+    but not ``torch.autograd.grad``. If no argument requires a gradient, ``non_reentrant_checkpoint`` is
+    used, as the parameters would get no gradients otherwise.
     """
     region = _Region(function)
     leaves = region.flatten(args, kwargs)
@@ -270,8 +270,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``checkpoint`` by hooks on saved tensors: also for ``torch.autograd.grad`` and frozen inputs, and stops
-    computing again as soon as backward has what it needs."""
+    """``checkpoint`` with saved-tensor hooks: also works for ``torch.autograd.grad`` and frozen inputs, and stops
+    recomputing as soon as backward has what it needs."""
     region = _Region(function)
     return _without_reentry(region, region.flatten(args, kwargs))
 
@@ -284,7 +284,7 @@ def _without_reentry(region: _Region, leaves: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def _keeping_inputs() -> Iterator[None]:
-    """Inside, what autograd saves (a region's inputs) is kept as configured."""
+    """Inside the block, what autograd saves (a region's inputs) is kept as configured."""
     section = _settings.section
     if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
         yield
@@ -296,7 +296,7 @@ def _keeping_inputs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _boundary(phase: str, region: Any) -> Iterator[None]:
-    """The edges of a region's forward or backward: waits for the device and measures, as configured."""
+    """Marks the edges of a region's forward or backward: waits for the device and measures, as configured."""
     section = _settings.section
     if section.synchronize_checkpoint_boundary:
         get_accelerator().synchronize()

@@ -1,9 +1,9 @@
-"""How the inputs of a checkpointed region are kept until backward runs it again.
+"""How the inputs of a checkpointed region are kept until backward recomputes it.
 
 Used as saved-tensors hooks: ``pack`` when autograd saves an input, ``unpack`` when backward asks for it.
-Three things can be done to an input, alone or together: cut it over a group of ranks that all hold the
-same one, move it to host memory, and put it into a buffer that lives as long as training does (so that
-long-lived inputs do not fragment the memory between short-lived tensors).
+Three things can be done to an input, alone or together: partition it across a group of ranks that all
+hold the same one, move it to host memory, and put it into a buffer that lives as long as training does
+(so that long-lived inputs do not fragment the memory between short-lived tensors).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import Communicator
 
 
 class Slot:
-    """A piece of an arena; it goes back when the last reference goes."""
+    """A piece of an arena; returned when its last reference is dropped."""
 
     def __init__(self, tensor: Tensor, free: list[Tensor]) -> None:
         self.tensor = tensor
@@ -29,8 +29,8 @@ class Slot:
 
 
 class Arena:
-    """Buffers of ``slots_per_buffer`` equal pieces for each size, dtype and place; one more when all are
-    taken.
+    """Buffers of ``slots_per_buffer`` equal pieces for each size, dtype and device; another one is added when
+    all pieces are taken.
     """
 
     def __init__(self, slots_per_buffer: int) -> None:
@@ -45,13 +45,13 @@ class Arena:
         return Slot(free.pop(), free)
 
     def clear(self) -> None:
-        """Forgets the buffers; pieces in use stay valid."""
+        """Drops the buffers; pieces in use stay valid."""
         self._free = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One input as it is kept. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros."""
+    """One kept input. ``local``: [ceil(numel / ranks)], this rank's part, padded with zeros."""
 
     local: Tensor
     slot: Slot | None
@@ -60,7 +60,7 @@ class Kept:
 
 
 class KeptInputs:
-    """``pack`` and ``unpack`` of one configuration. All ranks of the group pack and unpack in the same
+    """``pack`` and ``unpack`` for one configuration. All ranks of the group pack and unpack in the same
     order.
     """
 
@@ -70,7 +70,7 @@ class KeptInputs:
         self._arena = arena
 
     def pack(self, tensor: Tensor) -> Any:
-        # Masks and positions are small, and not equal on all ranks in every model: they stay as they are.
+        # Masks and positions are small, and in some models differ between ranks: they stay as they are.
         if not tensor.is_floating_point() or tensor.numel() < self._communicator.size:
             return tensor
         part = self._part(tensor)
@@ -98,7 +98,7 @@ class KeptInputs:
             full = torch.empty(local.numel() * self._communicator.size, dtype=local.dtype, device=kept.device)
             self._communicator.all_gather(full, local).wait()
         else:
-            # The piece goes back to the arena while the recomputed region may still hold its input.
+            # The piece returns to the arena while the recomputed region may still hold its input.
             full = local.clone() if local is kept.local and kept.slot is not None else local
         return full[: kept.shape.numel()].view(kept.shape)
 

@@ -1,9 +1,9 @@
-"""Random states with names, so that ranks draw together where they must and apart where they must.
+"""Named random states, so that ranks draw the same or different numbers, as each computation requires.
 
-Ranks of one tensor-parallel group hold pieces of the same layer. What they compute in whole (a dropout on
-the layer's output) has to draw the same numbers on each; what they compute in pieces (a dropout inside
-the layer) different ones. The device's own generator serves the first, a named state of the tracker the
-second (Shoeybi et al., *Megatron-LM*, 2019).
+Ranks of one tensor-parallel group hold pieces of the same layer. Replicated computation (a dropout on the
+layer's output) has to draw the same numbers on each rank; partitioned computation (a dropout inside the
+layer) different ones. The former uses the device's own generator, the latter a named state of the tracker
+(Shoeybi et al., *Megatron-LM*, 2019).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
-TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps the tensor-parallel seeds away from the data-parallel ones
+TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps tensor-parallel seeds distinct from data-parallel ones
 
 
 class CudaRNGStatesTracker:
@@ -53,7 +53,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside, random numbers come from the named state, which moves on; outside, nothing is drawn."""
+        """Inside, random numbers come from the named state, which advances; the outer state is untouched."""
         if name not in self.states_:
             raise ValueError(f"There is no random state {name!r}; add({name!r}, seed) comes first.")
         accelerator = get_accelerator()
@@ -67,7 +67,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def replay(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, the table is ``states``; afterwards it is again what it was."""
+        """Inside, the table is ``states``; afterwards it is restored."""
         now = self.get_states()
         self.set_states(states)
         try:
@@ -80,7 +80,7 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that checkpointed regions restore when they are run again."""
+    """The tracker that checkpointed regions restore when they are recomputed."""
     return _tracker
 
 
@@ -92,7 +92,7 @@ def _tensor_parallel_rank(mpu: Any) -> int:
 
 
 def seed_model_parallel(seed: int, mpu: Any) -> None:
-    """Seeds the accelerator with ``seed`` and the named state with one that differs per tensor-parallel
+    """Seeds the accelerator with ``seed`` and the named state with a different seed per tensor-parallel
     rank.
     """
     _tracker.reset()
@@ -101,6 +101,6 @@ def seed_model_parallel(seed: int, mpu: Any) -> None:
 
 
 def reseed_tensor_parallel(seed: int, mpu: Any) -> None:
-    """Restarts the named state alone, from ``seed``."""
+    """Restarts only the named state, from ``seed``."""
     with _tracker.fork():
         get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))

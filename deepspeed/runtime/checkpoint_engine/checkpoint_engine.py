@@ -38,7 +38,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """All files were saved: True once they are durable."""
+        """End a checkpoint whose files have all been saved; True once they are durable."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)

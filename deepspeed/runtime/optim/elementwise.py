@@ -1,7 +1,7 @@
-"""Whether an optimizer treats every element by itself, so that ZeRO may partition its tensors anywhere.
+"""Whether an optimizer treats every element independently, so that ZeRO may partition its tensors anywhere.
 
-Decided by trying, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
-Optimizers that look at norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), that need a closure or
+Decided by trial, not by a list: a small matrix is updated once as a whole and once as two flat pieces.
+Optimizers that use norms, rows or matrices (LAMB, LARS, Adafactor, Muon, Shampoo), or need a closure or
 sparse gradients, give different results or fail.
 """
 
@@ -18,14 +18,14 @@ from deepspeed.runtime.optim.first_state import constructed_state, stand_in
 from deepspeed.utils.logging import logger
 
 _SHAPE, _CUT, _STEPS = (8, 8), 23, 4
-_verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # of each class, found once
+_verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # per class, determined once
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """True if cutting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
+    """True if splitting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
 
     The optimizer itself, its hooks and the global random states are not touched. One verdict per class; our own
-    classes say what they are (`segment_sum`), and the tests try them.
+    classes declare it (`segment_sum`), and the tests verify that.
     """
     cls = type(optimizer)
     if cls.__module__.startswith("deepspeed.ops.") and isinstance(optimizer, MultiTensorOptimizer):
@@ -42,7 +42,7 @@ def _probe(optimizer: Optimizer) -> bool:
     )
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator).to(device)
-    # Gradients of different size in the two pieces, so that a norm over either is not that over both.
+    # Gradients of different magnitude in the two pieces, so that the norm of either differs from that of both.
     scale = torch.linspace(0.1, 3.0, start.numel()).view(_SHAPE)
     grads = [(torch.randn(_SHAPE, generator=generator) * scale).to(device) for _ in range(_STEPS)]
     devices = [] if device.type == "cpu" else [device]
@@ -70,9 +70,9 @@ def _train(optimizer: Optimizer, values: list[Tensor], grads: list[list[Tensor]]
     params = [torch.nn.Parameter(value.clone()) for value in values]
     group = {**optimizer.param_groups[0]}
     if "lr" in group:
-        group["lr"] = 0.05  # a warm-up may stand at 0, where nothing would move
+        group["lr"] = 0.05  # a warm-up may be at 0, where nothing would change
     substitute = stand_in(optimizer, group, params)
-    if any(optimizer.state.values()):  # perhaps its step relies on what its constructor makes
+    if any(optimizer.state.values()):  # its step may rely on state created by its constructor
         for param in params:
             substitute.state[param].update(constructed_state(optimizer, group, param))
     for step in grads:

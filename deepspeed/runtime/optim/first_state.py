@@ -1,9 +1,8 @@
-"""What an optimizer keeps for a parameter before its first update, without updating anything.
+"""The state an optimizer keeps for a parameter before its first update, found without updating anything.
 
-Not all of it is zero (NAdam's ``mu_product``, Rprop's ``step_size``, ASGD's ``eta`` and ``mu``), and no optimizer of
-torch can be asked for it: most make it inside ``step``, some in their constructor. So a stand-in takes one step with a
-gradient of zeros on a copy of the parameter, and a dict that records what is first assigned to each entry tells how it
-starts.
+Not all of it is zero (NAdam's ``mu_product``, Rprop's ``step_size``, ASGD's ``eta`` and ``mu``), and torch's optimizers
+offer no way to ask for it: most create it inside ``step``, some in their constructor. So a stand-in takes one step with
+a zero gradient on a copy of the parameter, and a dict records what is first assigned to each entry: the initial state.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 
 @torch.no_grad()
 def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """New state of ``param`` under the hyperparameters of ``group``; empty where the optimizer keeps none.
+    """Initial state of ``param`` under the hyperparameters of ``group``; empty if the optimizer keeps none.
 
-    Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a gradient of
-    zeros.
+    Neither the optimizer nor ``param`` is touched. RuntimeError: the optimizer cannot take a step with a zero
+    gradient.
     """
     if isinstance(optimizer, MultiTensorOptimizer):  # ours can be asked
         substitute: Any = stand_in(optimizer, group, [])
@@ -36,7 +35,7 @@ def first_state(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> d
         with torch.random.fork_rng(devices=()):
             _step_on_zeros(optimizer, group, copied, recorder)
     except Exception as error:
-        # Perhaps its step relies on what its constructor makes.
+        # Its step may rely on state created by its constructor.
         state = constructed_state(optimizer, group, copied)
         if not state:
             raise RuntimeError(
@@ -55,7 +54,7 @@ def _step_on_zeros(
     param.grad = torch.zeros_like(param)
     type(optimizer).step(substitute)
     left: Any = substitute.state[param]
-    if left is not state:  # it was replaced as a whole: take it as it is, without the step
+    if left is not state:  # it was replaced as a whole: take it as it is, without the recording
         state.starts.update(left)
         if "step" in left:
             state.starts["step"] = left["step"] * 0
@@ -84,12 +83,12 @@ class _Recorder(dict):
 
 
 def constructed_state(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """What the constructor of the optimizer's class makes for ``param``; empty where it makes nothing or fails."""
+    """The state that the constructor of the optimizer's class creates for ``param``; empty if none or if it fails."""
     try:
         accepted = inspect.signature(type(optimizer)).parameters
         given = {key: value for key, value in optimizer.defaults.items() if key in accepted}
         made = type(optimizer)([{**options_of(group), "params": [param]}], **given)
-    except Exception:  # whatever a foreign constructor asks for
+    except Exception:  # whatever a foreign constructor requires
         return {}
     return dict(made.state.get(param, {}))
 
@@ -100,8 +99,8 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def stand_in(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """The same class and attributes with other parameters, without calling its constructor, whose arguments are not
-    known here. It has no hooks and no state."""
+    """The same class and attributes with other parameters, created without calling the constructor, whose arguments
+    are not known here. It has no hooks and no state."""
     substitute = object.__new__(type(optimizer))
     attributes: dict[str, Any] = dict(optimizer.__dict__)
     attributes.pop("step", None)  # schedulers replace it on the instance, bound to the original

@@ -1,4 +1,4 @@
-"""Marks on parameters and groups that an optimizer chosen by name reads."""
+"""Flags on parameters and groups that an optimizer chosen by name reads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _NOT_MATRICES = ("embed", "lm_head")
 
 
 def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
-    """For `optimizer.type` "muon": `param.use_muon`, true for hidden matrices (two or more dimensions, and
-    neither `embed` nor `lm_head` in the name). Nothing for other optimizers."""
+    """For `optimizer.type` "muon": set `param.use_muon`, true for hidden matrices (two or more dimensions, and
+    neither `embed` nor `lm_head` in the name). No effect for other optimizers."""
     if (config_class.optimizer_name or "").lower() != "muon":
         return
     for name, param in model.named_parameters():
@@ -20,7 +20,7 @@ def set_optimizer_flags(config_class: Any, model: torch.nn.Module) -> None:
 
 
 def set_state_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None) -> None:
-    """Have one of our optimizers keep its state in the dtype of the master weights, where the plan says a low one."""
+    """Have one of our optimizers keep its state in the dtype of the master weights, if the plan sets a low one."""
     if dtype in (None, torch.float32):
         return
     optimizer.defaults["fp32_optimizer_states"] = False

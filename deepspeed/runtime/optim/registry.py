@@ -1,8 +1,7 @@
 """From the `optimizer` section of a config to an optimizer.
 
-Built-in names are matched without regard to case; every other name is a class of `torch.optim`. What is wrong
-with a section is found without building anything (`check_optimizer`), so that it can be reported with all
-other errors.
+Built-in names are case-insensitive; every other name is a class of `torch.optim`. Errors in a section are
+found without building anything (`check_optimizer`), so that they can be reported with all other errors.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any)
 
 
 def check_optimizer(name: Any, params: Any = None) -> list[str]:
-    """What is wrong with an `optimizer` section, in the words for its author; empty if nothing is."""
+    """What is wrong with an `optimizer` section, as messages to its author; empty if nothing is."""
     if not isinstance(name, str) or not name:
         return [f"optimizer.type={name!r} must be the name of an optimizer"]
     if params is not None and not isinstance(params, dict):
@@ -113,7 +112,7 @@ def _settings(params: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _resolve(name: str, settings: dict[str, Any]) -> OptimizerClass:
-    """The class for a valid section; takes the keys out of `settings` that the class does not know."""
+    """The class for a valid section; removes keys from `settings` that the class does not take."""
     built_in = BUILT_IN.get(name.lower())
     if built_in is None:
         return _torch_class(name)  # type: ignore[return-value]  # checked before

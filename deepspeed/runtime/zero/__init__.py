@@ -1,1 +1,1 @@
-"""ZeRO: sharded optimizer state, gradients and parameters. The documented names are found by ``_compat``."""
+"""ZeRO: sharded optimizer state, gradients and parameters. The documented names are resolved by ``_compat``."""

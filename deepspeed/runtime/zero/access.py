@@ -67,7 +67,7 @@ class StateAccess:
         self.admit(names, shared)
 
     def admit(self, names: Sequence[str], shared: Sequence[tuple[str, ...]]) -> None:
-        """The store has the parameters of these names as well, at its end."""
+        """The store now also has the parameters with these names, at its end."""
         first = len(self.names)
         self.names += names
         self.shared += shared
@@ -103,7 +103,7 @@ class StateAccess:
         return tensors
 
     def local_states(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """The same by parameter, however many pieces rest apart; live where it is one."""
+        """The same by parameter, even if stored in several pieces; live if it is one piece."""
         for pieces in self._owned.values():
             states = [self._tensors(owned) for owned in pieces]
             tensors = states[0]
@@ -117,7 +117,7 @@ class StateAccess:
 
     def write_local_states(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Inverse of ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
-        Masters that are not in ``saved`` stay."""
+        Masters not in ``saved`` are kept."""
         self.keep_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
         for index, pieces in self._owned.items():
             name, first = self.names[index], pieces[0].fragment.param_offset
@@ -141,7 +141,7 @@ class StateAccess:
                     _write(self.store.state_of(owned), key, saved[key])
 
     def states_by_param(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        """This rank's optimizer state as the optimizer keeps it, by parameter; per-element state in one piece."""
+        """This rank's optimizer state by parameter, as the optimizer keeps it; per-element state in one piece."""
         for index, pieces in self._owned.items():
             states = [self.store.state_of(owned) for owned in pieces]
             if states[0]:
@@ -157,7 +157,7 @@ class StateAccess:
                 )
 
     def name_of(self, param: Tensor) -> str | None:
-        """The name of a parameter that the engine trains, None of another."""
+        """The name of a parameter that the engine trains, None for any other."""
         index = self._index.get(id(param))
         return None if index is None else self.names[index]
 
@@ -177,12 +177,12 @@ class StateAccess:
         )
 
     def ensure_state(self) -> None:
-        """Make the state of all parameters that have none, as it is before their first update."""
+        """Create the state of all parameters that have none, as it is before their first update."""
         self.store.ensure_state()
 
     def keep_state(self, names: Container[str]) -> None:
-        """Afterwards the parameters in ``names`` have optimizer state, to be written; the others are as before their
-        first update."""
+        """Give the parameters in ``names`` optimizer state, whose values are to be written; reset the others to before
+        their first update."""
         self.store.keep_state(lambda owned: self.names[owned.param_index] in names)
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
@@ -193,27 +193,27 @@ class StateAccess:
                 _write(self.store.state_of(owned), key, value)
 
     def publish(self) -> None:
-        """After masters were written: refresh the model's weights on all ranks. Collective."""
+        """After writing masters: refresh the model's weights on all ranks. Collective."""
         with torch.no_grad():
             self.store.refresh_low(self.store.fragments)
         self.publisher.publish()
 
     def weights_loaded(self) -> None:
-        """After the model's own weights were written (whole, on every rank): take the masters from them."""
+        """After writing the model's own weights (whole, on every rank): set the masters from them."""
         with torch.no_grad():
             for bucket in self.store.param_buckets:
                 bucket.relink(bucket.detached())
                 self.store.rebind(bucket)
 
     def weights_written(self, param: nn.Parameter) -> None:
-        """One parameter's own weights were written: take its masters from them."""
+        """After writing one parameter's own weights: set its masters from them."""
         with torch.no_grad():
             for owned in self._fragments(param):
                 if owned.low is not None:
                     owned.master.view(-1).copy_(owned.low)
 
     def elements_written(self, param: nn.Parameter, value: Tensor) -> None:
-        """One parameter's own weights will be ``value`` [shape]: the masters take what differs from now."""
+        """One parameter's own weights will become ``value`` [shape]: copy the elements that change to the masters."""
         flat = value.reshape(-1)
         for owned in self._fragments(param):
             if owned.low is not None:
@@ -246,8 +246,8 @@ class StateAccess:
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
 
     def pending_gradients(self) -> dict[str, Any] | None:
-        """This rank's gradients since the last boundary: local sums, what came too late for its sum, reduced slices
-        with the layout of their bucket, and which parameters had a gradient."""
+        """This rank's gradients since the last boundary: local sums, gradients that arrived too late for their sum,
+        reduced slices with the layout of their bucket, and which parameters had a gradient."""
         local: dict[str, Tensor] = {}
         reduced: dict[str, Tensor] = {}
         for bucket in self.reducer.buckets:
@@ -272,7 +272,7 @@ class StateAccess:
         return [bucket.start, bucket.stop, slots]
 
     def load_pending_gradients(self, pending: dict[str, Any] | None) -> None:
-        """KeyError or ValueError: they are of other parameters, or their buckets were partitioned differently."""
+        """KeyError or ValueError: they belong to other parameters, or their buckets were partitioned differently."""
         self.reducer.clear()
         if pending is None:
             return
@@ -311,7 +311,7 @@ class StateAccess:
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """The reduced gradient in fp32, or None before the backward of a boundary. Collective.
 
-        Inside ``no_sync`` nothing is reduced: it is what this rank has summed by itself, if anything.
+        Inside ``no_sync`` nothing is reduced: it is this rank's local sum, if any.
         """
         owned = self._fragments(param)
         if not self.reducer.sync_enabled:
@@ -328,7 +328,7 @@ class StateAccess:
         self._scatter(value, [(o, o.gradient()) for o in self._fragments(param)])
 
     def local_master(self, param: nn.Parameter) -> Tensor:
-        """This rank's part, 1-D; empty where it owns none. Live, unless it rests in pieces (storage)."""
+        """This rank's part, 1-D; empty if it owns none. Live, unless stored in pieces (storage)."""
         return self._local(param, [o.master for o in self._fragments(param)])
 
     def set_local_master(self, param: nn.Parameter, value: Tensor) -> None:
@@ -372,7 +372,7 @@ class StateAccess:
         return torch.cat([part.view(-1) for part in parts]) if parts else torch.empty(0, device=param.device)
 
     def _assemble(self, param: nn.Parameter, parts: list[tuple[OwnedFragment, Tensor]]) -> Tensor | None:
-        """Whole tensor from its parts on all ranks: each element has one owner, so the sum is exact."""
+        """The whole tensor from its parts on all ranks: each element has one owner, so the sum is exact."""
         numel, shape = full_numel(param), full_shape(param)
         if len(parts) == 1 and parts[0][0].fragment.numel == numel and not self._cut(param):
             return parts[0][1].detach().reshape(shape).clone()
@@ -402,7 +402,7 @@ class StateAccess:
 
 
 def _write(state: dict[str, Any], key: str, value: Tensor) -> None:
-    """Set a value of one fragment's state, in the type that the optimizer keeps."""
+    """Set a value of one fragment's state, in the dtype that the optimizer keeps."""
     if isinstance(state.get(key), Tensor):
         state[key].copy_(value)
     elif key in state:

@@ -1,6 +1,6 @@
 """The parameters of one bucket as views of one flat buffer, of which each rank owns one shard.
 
-[Note: parameters as views] The caller's own ``Parameter`` objects stay: their ``.data`` becomes a view of the
+[Note: parameters as views] The caller's own ``Parameter`` objects are kept: their ``.data`` becomes a view of the
 flat buffer. ``nn.Parameter(view)`` would share the buffer's version counter, so the next gather would make
 backward fail; assigning ``.data`` does not. The price is that autograd no longer notices a weight that changed
 between forward and backward. Therefore every publish bumps the versions, and a stale graph is an error again.
@@ -21,7 +21,7 @@ class ParamBucket:
     """Owns the flat weights of one bucket.
 
     ``full`` is [padded_numel] in the bucket's dtype and holds the parameters; ``shard`` is this rank's slice of it.
-    With one shard per bucket there is nothing to gather: unless ``flat`` is asked for, the parameters stay where the
+    With one shard per bucket there is nothing to gather: unless ``flat`` is requested, the parameters stay where the
     caller put them and ``full`` and ``shard`` are None.
     """
 
@@ -38,12 +38,12 @@ class ParamBucket:
         self._addresses: list[int] = []
 
     def renumber(self, layout: BucketLayout) -> None:
-        """The same layout with other indices of parameters."""
+        """The same layout with different parameter indices."""
         self.layout = layout
         self.fragments = layout.owned(self.rank)
 
     def flatten(self, *, flat: bool = False) -> None:
-        """Move the weights into one buffer, parameter by parameter; each old storage is free at once."""
+        """Move the weights into one buffer, parameter by parameter; each old storage is freed immediately."""
         self._addresses = [param.data_ptr() for param in self.params]
         if self.layout.num_shards == 1 and not flat:
             return
@@ -66,7 +66,7 @@ class ParamBucket:
         return [i for i, p in enumerate(self.params) if p.data_ptr() != self._addresses[i]]
 
     def relink(self, positions: Sequence[int]) -> None:
-        """Take the detached parameters' present values into the buffer and make them views again."""
+        """Copy the detached parameters' current values into the buffer and make them views again."""
         for i in positions:
             slot, param = self.layout.slots[i], self.params[i]
             if param.numel() != slot.numel:
@@ -79,7 +79,7 @@ class ParamBucket:
             self._addresses[i] = param.data_ptr()
 
     def local_weights(self, fragment: Fragment) -> Tensor:
-        """The weights of a fragment of this rank, or of a piece of one: 1-D in the bucket's dtype, live."""
+        """The weights of one of this rank's fragments, or of a piece of one: 1-D in the bucket's dtype, live."""
         if self.shard is None:
             start = fragment.param_offset
             return self.param_of(fragment).data.view(-1)[start : start + fragment.numel]
@@ -107,7 +107,7 @@ class ParamBucket:
 
 
 class WeightPublisher:
-    """Brings updated slices to the other ranks and marks the weights as changed; ``after`` is told when done."""
+    """Sends updated slices to the other ranks and marks the weights as changed; ``after`` is called when done."""
 
     def __init__(self, buckets: Sequence[ParamBucket], after: Sequence[Callable[[], None]] = ()) -> None:
         self.buckets = list(buckets)

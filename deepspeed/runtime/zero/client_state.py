@@ -1,8 +1,8 @@
 """``state_dict`` and ``load_state_dict`` of the client's own optimizer while the engine holds its state.
 
-In ``optimizer.state`` the engine's masters stand in for the parameters, which torch's methods do not know. Hooks
+In ``optimizer.state`` the engine's masters stand in for the parameters, and torch's methods do not know them. Hooks
 present this rank's state under the client's parameters instead, in torch's format: whole tensors have the parameter's
-shape, parts are 1-D. Loading accepts both, so state that was saved without the engine fits as well.
+shape, parts are 1-D. Loading accepts both, so state saved without the engine can be loaded too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClientState:
         ]
 
     def release(self, optimizer: Optimizer) -> None:
-        """The engine ends: the optimizer gets back the state of parameters that this rank holds completely."""
+        """At the engine's end, give the optimizer back the state of parameters that this rank holds completely."""
         for handle in self._handles:
             handle.remove()
         optimizer.state = self._by_param(optimizer, parts=False)
@@ -51,7 +51,7 @@ class ClientState:
         shown: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         masters = {id(owned.master) for owned in self.access.store.fragments}
         for key, state in optimizer.state.items():
-            if id(key) not in masters:  # of a parameter that the engine does not train
+            if id(key) not in masters:  # belongs to a parameter that the engine does not train
                 shown[key] = state
         for param, state in self.access.states_by_param():
             start, stop = self.access.interval(param)
@@ -62,12 +62,12 @@ class ClientState:
     # Loading ------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep back what belongs to parameters of the engine; torch checks and loads the rest."""
+        """Hold back what belongs to the engine's parameters; torch checks and loads the rest."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         rest = dict(state_dict["state"])
         self._loaded = {}
-        for number, param in zip(numbers, params, strict=False):  # torch complains of other lengths
+        for number, param in zip(numbers, params, strict=False):  # torch reports other lengths
             name = self.access.name_of(param)
             if name is not None and number in rest:
                 self._loaded[name] = self._local(name, param, rest.pop(number))
@@ -110,5 +110,5 @@ def _whole(value: Any, shape: torch.Size) -> Any:
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether it is an optimizer of torch's kind, and not merely an object with parameter groups."""
+    """Whether it is a torch-style optimizer, not merely an object with parameter groups."""
     return hasattr(optimizer, "register_load_state_dict_post_hook")

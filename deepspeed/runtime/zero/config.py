@@ -22,7 +22,7 @@ ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroStageEnum(int, Enum):
-    """What is partitioned across the data-parallel ranks: each stage adds to the one before."""
+    """What is partitioned across the data-parallel ranks: each stage adds to the previous one."""
 
     disabled = 0
     optimizer_states = 1
@@ -214,7 +214,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def resolve_overlap(self) -> DeepSpeedZeroConfig:
-        """null becomes the stage's default, and still does not count as given (`model_fields_set`)."""
+        """null becomes the stage's default, but still does not count as given (`model_fields_set`)."""
         if self.overlap_comm is None:
             object.__setattr__(self, "overlap_comm", self.stage == ZeroStageEnum.weights)
         return self

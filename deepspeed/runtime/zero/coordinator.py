@@ -2,7 +2,7 @@
 
 [Note: use in forward] A hooked module's call is a *frame*; a bucket is in use while a frame that needs it is open.
 Idle buckets are released lazily, when another one has to be gathered: the leaf modules of one block, or the
-modules between two blocks, run one after another, and the memory is not needed until the next unit begins.
+modules between two blocks, run consecutively, and the memory is not needed until the next unit begins.
 
 [Note: use in backward] Autograd runs nodes in the reverse order of their creation. Every call records the clock
 at its entry and exit; a hook on its outputs marks its buckets as active again, and then every active call that
@@ -10,14 +10,14 @@ at its entry and exit; a hook on its outputs marks its buckets as active again, 
 recomputation (which runs forward hooks, and in the reentrant kind nested graph tasks) cannot leak.
 
 [Note: backward of a backward] With ``create_graph`` the nodes of a backward are themselves differentiated, and they
-too have saved weights. A gradient can reach them only through what that backward has produced: gradients of
+too have saved weights. A gradient can reach them only through what that backward produced: gradients of
 parameters, of the model's inputs, or of its modules' outputs. Each of those gets a hook that keeps the buckets of that
 backward gathered until the second backward ends.
 
 [Note: threads] Each thread has its own frames; a bucket in use on any thread stays gathered. Only one thread issues
 collectives (the one that takes the steps, and autograd's threads while they work for it), because the order in which
 threads interleave differs from rank to rank. A forward on another thread fetches instead, and ends before new weights
-are published, so it never loses a bucket halfway.
+are published, so it never loses a bucket midway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepspeed.runtime.zero.phases import Phase
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
 from deepspeed.runtime.zero.trace import UseTrace
 
-_OUTSIDE = -1  # of any graph task
+_OUTSIDE = -1  # not in any graph task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class Frame:
 
 
 class Backward:
-    """A running graph task, with what it needed if its own nodes may be differentiated again."""
+    """A running graph task, and the buckets it needed if its own nodes may be differentiated again."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self.task = GraphTask(at_end)
-        self.needed: dict[int, None] = {}  # a set in order
+        self.needed: dict[int, None] = {}  # an ordered set
         self.handles: list[Any] = []
 
     def over(self) -> None:
@@ -93,7 +93,7 @@ class ParamCoordinator:
         self._calls = _Calls()
         self._lock = gatherer.lock
         self._quiet = threading.Condition(self._lock)
-        self._waiting = 0  # publishers that wait for other threads' passes to end
+        self._waiting = 0  # publishers waiting for other threads' passes to end
         self._trainer = threading.get_ident()
         self._uses = [0] * len(self.buckets)
         self._kept: set[int] = set()
@@ -115,7 +115,7 @@ class ParamCoordinator:
     # Forward ------------------------------------------------------------------------------------------------
 
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
-        """A call begins. ``phase`` counts for outermost calls; what they call belongs to the same pass, and a call
+        """A call begins. ``phase`` applies to outermost calls; nested calls belong to the same pass, and a call
         inside backward is a recomputation."""
         with self._lock:
             phase = self._phase_of(phase)
@@ -143,7 +143,7 @@ class ParamCoordinator:
         if phase is not Phase.RECOMPUTATION:
             self._forget_failed()
         if phase is Phase.FORWARD and self._left:
-            # A step begins with the same buckets whether or not an evaluation came before it: it can be foreseen.
+            # A step begins with the same buckets whether or not an evaluation preceded it: it can be predicted.
             for b in self._left if not self.trace.begun else ():
                 if not self._uses[b]:
                     self.release(b)
@@ -176,12 +176,12 @@ class ParamCoordinator:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Wait until no other thread is in the middle of a forward, and let none begin: weights are to change."""
+        """Wait until no other thread is inside a forward, and let none begin: weights are about to change."""
         with self._lock:
             self._waiting += 1
             try:
                 while self._apart & {thread.ident for thread in threading.enumerate()}:
-                    self._quiet.wait(timeout=0.5)  # a thread may end without leaving what it entered
+                    self._quiet.wait(timeout=0.5)  # a thread may end without exiting what it entered
             finally:
                 self._waiting -= 1
             try:
@@ -190,7 +190,7 @@ class ParamCoordinator:
                 self._quiet.notify_all()
 
     def touch(self, b: int) -> None:
-        """A module reads a parameter of bucket ``b`` that is not its own: from now on it needs that bucket."""
+        """A module reads another module's parameter in bucket ``b``: from now on it needs that bucket."""
         with self._lock:
             frame = self.frames[-1]
             if b not in frame.held:
@@ -211,7 +211,7 @@ class ParamCoordinator:
                 self.release(b)
 
     def keep(self, buckets: Sequence[int]) -> None:
-        """Let these stay gathered until the weights change, or ``release_all``."""
+        """Keep these gathered until the weights change, or ``release_all``."""
         with self._lock:
             for b in set(buckets) - self._kept:
                 self._uses[b] += 1
@@ -233,7 +233,7 @@ class ParamCoordinator:
             self._activate(frame, task)
             for b in frame.held:
                 self._require(b, Phase.BACKWARD)
-            if torch.is_grad_enabled():  # inside backward this says that it is recorded (create_graph)
+            if torch.is_grad_enabled():  # inside backward this means that it is recorded (create_graph)
                 self._foresee_another(backward, frame.held)
                 self.differentiated(grad)
 
@@ -363,7 +363,7 @@ class ParamCoordinator:
         self.trace.end_of_step()
 
     def abandon(self) -> None:
-        """An exception ended the batch: the calls of this thread and all backwards are over, the step starts over."""
+        """An exception ended the batch: this thread's calls and all backwards are over, and the step starts over."""
         with self._lock:
             for task in list(self._backwards):
                 self._forget(task)

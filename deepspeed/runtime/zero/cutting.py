@@ -1,6 +1,6 @@
 """How parameters are partitioned: from a module and a plan to bucket layouts. No allocation, no communication.
 
-The engine and the memory planner (``deepspeed/memory_plan``) both start here, so that what is planned is what is built.
+Both the engine and the memory planner (``deepspeed/memory_plan``) start here, so what is planned is what is built.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def named_params(module: nn.Module, params: Iterable[nn.Parameter]) -> TrainedPa
 
 
 def with_frozen(module: nn.Module, trained: TrainedParams) -> TrainedParams:
-    """The trained parameters, then the others of ``module`` (so that indices of the trained ones stay)."""
+    """The trained parameters, then the others of ``module`` (so that the indices of the trained ones do not change)."""
     units = assign_units(module)
     known = {id(p) for p in trained.params}
     others = [(n, p) for n, p in module.named_parameters() if id(p) not in known]
@@ -104,7 +104,7 @@ def param_specs(
             dtype=dtype_of(param),
             unit=trained.units[i],
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
-            requires_grad=i < trained.held,  # what no optimizer holds is not reduced, whatever its flag says
+            requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
             alone=param in by_rows,
         )
         for i, param in enumerate(trained.params)
@@ -112,7 +112,7 @@ def param_specs(
 
 
 def rows_travel(plan: Plan) -> bool:
-    """Rows can travel alone only where gradients are kept whole; sharded stages sum densely."""
+    """Rows can be sent alone only if gradients are kept whole; sharded stages sum densely."""
     return plan.gradients.sparse and not plan.zero.shard_state
 
 

@@ -1,4 +1,4 @@
-"""How the shards of a bucket are gathered where ranks need not agree on an order: copied, read, or fetched."""
+"""How the shards of a bucket are gathered if ranks need not agree on an order: copied, read, or fetched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LocalGather:
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)
-        self.lock = threading.RLock()  # of every transition; forwards may run on several threads
+        self.lock = threading.RLock()  # held in every transition; forwards may run on several threads
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
@@ -32,13 +32,13 @@ class LocalGather:
         """An outermost call of module ``root`` begins."""
 
     def end_pass(self, phase: Phase) -> None:
-        """It is over."""
+        """The pass is over."""
 
     def released(self, index: int) -> None:
         """The memory of bucket ``index`` was given back."""
 
     def end_of_step(self) -> None:
-        """All backwards of a step are over, the weights are about to change."""
+        """All backwards of a step are over; the weights are about to change."""
 
     def abandon(self) -> None:
         """The step starts over (an exception ended the batch)."""
@@ -47,15 +47,15 @@ class LocalGather:
         """The slices were written, on every rank."""
 
     def settle(self) -> None:
-        """Called by all ranks before the buckets are dissolved: nothing is in flight any more, on any rank."""
+        """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
 
     def close(self) -> None:
-        """Nothing will be gathered any more."""
+        """No more gathers will follow."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """A way through the buckets that is expected to repeat itself: the last time, and what is seen now."""
+    """A sequence of buckets that is expected to repeat: as it was last time, and as observed now."""
 
     order: list[int] = field(default_factory=list)
     observed: list[int] = field(default_factory=list)
@@ -71,10 +71,10 @@ class Walk:
 
 
 class ReadingGather(LocalGather):
-    """One rank whose slices rest in a file: the next buckets in the order of the last step are read ahead.
+    """One rank whose slices are stored in a file: the next buckets in the order of the last step are read ahead.
 
-    ``read(i, full)`` starts to fill ``full`` and returns what finishes it. At most ``ahead`` buckets of at most
-    ``max_numel`` elements are in flight. A step with its backwards is one walk, an evaluation of each module another.
+    ``read(i, full)`` starts to fill ``full`` and returns a function that completes it. At most ``ahead`` buckets of at
+    most ``max_numel`` elements are in flight. A step with its backwards is one walk, each module's evaluation another.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ReadingGather(LocalGather):
         self.evaluations: dict[Hashable, Walk] = {}
         self._evaluation: Walk | None = None
         self.in_flight: dict[int, Callable[[], None]] = {}
-        self.foreseen = 0  # gathers that were in flight when they were needed
+        self.foreseen = 0  # gathers already in flight when needed
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
         if phase is Phase.EVALUATION:
@@ -140,7 +140,7 @@ class ReadingGather(LocalGather):
 
     def end_of_step(self) -> None:
         with self.lock:
-            for index in list(self.in_flight):  # foreseen but not used: the weights are about to change
+            for index in list(self.in_flight):  # predicted but not used: the weights are about to change
                 self._finish(index)
                 self.buckets[index].release()
             self.training.again()
@@ -154,7 +154,7 @@ class ReadingGather(LocalGather):
 
 
 class FetchingGather(LocalGather):
-    """Every bucket is fetched when it is needed. The way on CPUs, where it costs no more than a collective."""
+    """Every bucket is fetched when needed. Used on CPUs, where this costs no more than a collective."""
 
     def __init__(
         self, buckets: Sequence[ShardedBucket], communicator: Communicator, server: ShardServer
@@ -170,7 +170,7 @@ class FetchingGather(LocalGather):
             self.server.fetch(index, full)
         finally:
             bucket.arrived()
-        # As many bytes leave this rank for the others' copies as come here.
+        # This rank sends as many bytes for the others' copies as it receives.
         size = self.communicator.size
         self.communicator.collectives["fetch"] += 1
         self.communicator.bytes_sent += full.numel() * full.element_size() * (size - 1) // size

@@ -35,7 +35,7 @@ def fine_grained(module: nn.Module, threshold: int) -> list[nn.Module]:
     """The outermost modules with fewer than ``threshold`` parameter elements per module in them.
 
     The documented measure is elements / (1 + descendants). Modules that are never called themselves (``ModuleList``)
-    and those with nothing below them are passed over: there is nothing to join.
+    and those without children are skipped: there is nothing to join.
     """
     descendants = sum(1 for _ in module.modules()) - 1
     elements = sum(full_numel(p) for p in module.parameters())
@@ -48,8 +48,8 @@ def fine_grained(module: nn.Module, threshold: int) -> list[nn.Module]:
 def persistence_threshold(numels: Iterable[int], threshold: int, most: int) -> int:
     """Largest size up to ``threshold`` such that all parameters of at most that size hold at most ``most`` elements.
 
-    Small parameters come first, because they cost a gather each and hold little; those of one size stay or go
-    together, so that the same parameters persist whatever their order.
+    Small parameters come first, because each costs a gather and takes little memory; parameters of one size persist
+    together or not at all, so the result does not depend on their order.
     """
     sizes = sorted(n for n in numels if 0 < n <= threshold)
     if sum(sizes) <= most:

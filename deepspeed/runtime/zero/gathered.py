@@ -22,14 +22,14 @@ _COUNT = zero_params.GATHER_COUNT
 class GatheredParameters:
     """Gather partitioned parameters on entry and partition them again on exit. Collective on both.
 
-    Single tensors exchange only their own bytes; when every parameter of a bucket is asked for, the bucket itself is
+    Single tensors exchange only their own bytes; if every parameter of a bucket is requested, the bucket itself is
     gathered, so that a forward inside the block finds it. Blocks may nest and overlap.
 
     Args:
         params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
         modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
-            fp32 master weights. None: changes are not kept. Should a rank leave the block with an error, no change is
-            kept, and every rank raises: that one its own error, the others one that names it.
+            fp32 master weights. None: changes are not kept. If a rank leaves the block with an error, no change is
+            kept and every rank raises: that rank its own error, the others one that names it.
         fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
         enabled: False makes it do nothing.
     """
@@ -87,14 +87,14 @@ class GatheredParameters:
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
             bucket.coordinator.drop(bucket.layout.index)
-        if not kept:  # buckets that happen to be gathered hold what was written to them
+        if not kept:  # buckets that happen to be gathered still hold what was written to them
             for coordinator in {id(home.coordinator): home.coordinator for home in self._buckets()}.values():
                 coordinator.release_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
-        """Take the modifier's values, unless a rank comes here with an error: then all ranks raise and keep nothing."""
+        """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""
         if isinstance(error, CommunicationError):
-            return False  # the ranks have lost each other: nothing can be agreed on any more
+            return False  # the ranks have lost contact: no agreement is possible any more
         misshapen = self._misshapen() if error is None else None
         first = self.params[0]
         failure = _agree_on_failure(first.ds_home.everyone, first.device, error or misshapen)
@@ -157,7 +157,7 @@ def _agree_on_failure(
     text = "" if error is None else f"{type(error).__name__}: {error}"
     if (
         error is not None and communicator.size > 1
-    ):  # now: should the others not come here, this rank waits for them
+    ):  # log now: if the others never arrive here, this rank waits for them
         logger.error(f"{text} (inside GatheredParameters; the other ranks are being told)")
     # The lowest rank that failed wins the maximum.
     mine = 0 if error is None else communicator.size - communicator.rank

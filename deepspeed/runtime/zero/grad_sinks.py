@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.layout import BucketLayout
 
 
 class BufferPool:
-    """Flat scratch buffers that are handed out and taken back, so that memory is touched (and paged in) once."""
+    """Flat scratch buffers that are reused, so that memory is touched (and paged in) only once."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -41,13 +41,13 @@ class BufferPool:
         self._free.setdefault((whole.dtype, whole.device), []).append(whole)
 
     def _settle(self, buffer: Tensor) -> None:
-        """Whatever comes next on the current stream comes after the buffer's last use on another."""
+        """Order the current stream's next work after the buffer's last use on another stream."""
         event = self._read_until.pop(buffer.data_ptr(), None)
         if event is not None:
             event.wait()
 
     def clear(self) -> None:
-        """Give the free buffers back."""
+        """Release the free buffers."""
         for free in self._free.values():
             for buffer in free:
                 self._settle(buffer)
@@ -68,14 +68,14 @@ class GradBucket:
 
     A *round* fills ``local`` [padded_numel] over one or more backwards, ``launch`` starts its sum over ranks,
     ``collect`` waits and adds this rank's slice to what earlier rounds of the same step left in ``reduced``
-    [shard_numel]. Rounds that are not launched (``no_sync``, micro-batches before the boundary) go on filling.
+    [shard_numel]. Rounds that are not launched (``no_sync``, micro-batches before the boundary) keep filling.
 
     ``keep_local`` (stages 0 and 1): the full buffer is owned, in the accumulation dtype, and the reduced slice
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
 
-    ``host``: where the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory. ``new_slice(numel, dtype)`` makes the tensor that ``reduced`` rests in where it has memory of its own.
+    ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
+    memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class GradBucket:
         """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
         if self.local is None:
             self._open(lasting)
-        grad = grad.detach()  # it has a graph of its own where the client asked for one (create_graph)
+        grad = grad.detach()  # it has a graph if the client asked for one (create_graph)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         view = self.views[position]
@@ -126,7 +126,7 @@ class GradBucket:
             self.written[position] = True
 
     def accumulated_in_place(self, position: int, grad: Tensor) -> bool:
-        """Whether autograd added to the exposed gradient itself: then the local sum holds it already."""
+        """Whether autograd added to the exposed gradient itself: then the local sum already contains it."""
         return self.local is not None and grad.data_ptr() == self.views[position].data_ptr()
 
     def _open(self, lasting: bool = False) -> None:
@@ -149,7 +149,7 @@ class GradBucket:
     # The sum over ranks -------------------------------------------------------------------------------------
 
     def launch(self, pre: float, post: float) -> None:
-        """Start the sum over ranks of what arrived, times ``pre`` before and ``post`` after; missing is zero."""
+        """Start the sum over ranks of what arrived, times ``pre`` before and ``post`` after; missing ones are zero."""
         if self.local is None:
             self._open()
         assert self.local is not None
@@ -176,8 +176,8 @@ class GradBucket:
     def _output(self, wire: Tensor) -> tuple[Tensor, bool]:
         """Where the slice goes, and whether that memory is borrowed for this round only.
 
-        The sum is rounded to the wire dtype also where wider memory would be at hand: stage 0 has to send it on in
-        that dtype, and every stage gives the same bits.
+        The sum is rounded to the wire dtype even if wider memory is available: stage 0 has to forward it in that
+        dtype, and every stage gives the same bits.
         """
         if not self.keep_local and self.reduced is None and self.dtype == wire.dtype and self.host is None:
             return self._kept_slice(), False
@@ -204,7 +204,7 @@ class GradBucket:
         if self.host is not None:
             leaving = self._collect_on_host(self.host, out)
             if leaving is not None and self.keep_local:
-                leaving.wait()  # the owned buffer is written again without passing through the pool
+                leaving.wait()  # the owned buffer is rewritten without passing through the pool
         elif self.keep_local:
             self._collect_in_place(out)
         elif self.reduced is not None:
@@ -225,7 +225,7 @@ class GradBucket:
         return None
 
     def _collect_in_place(self, out: Tensor) -> None:
-        """The sum takes the place of the local one: all of it at stage 0, the own slice at stage 1."""
+        """The sum replaces the local one: all of it at stage 0, this rank's slice at stage 1."""
         assert self.local is not None
         place = self.local[self.start : self.stop]
         if out.data_ptr() != place.data_ptr():
@@ -249,7 +249,7 @@ class GradBucket:
             self.reduced = self._kept_slice().copy_(value)
 
     def held(self) -> list[Tensor]:
-        """The tensors whose memory this bucket owns, with the views of them that it keeps."""
+        """The tensors whose memory this bucket owns, with the views of them it keeps."""
         kept = [self._owned, self._slice, self.local, self.reduced, *self.views]
         return [tensor for tensor in kept if tensor is not None]
 

@@ -16,7 +16,7 @@ def off_host(device: torch.device) -> bool:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
-    """[numel] undefined host memory; page-locked if ``pin`` and there is a device that profits."""
+    """[numel] undefined host memory; page-locked if ``pin`` and there is a device that benefits."""
     return torch.empty(numel, dtype=dtype, pin_memory=pin and get_accelerator().device_name() == "cuda")
 
 
@@ -44,7 +44,7 @@ class HostCopies:
         return self.last
 
     def synchronize(self) -> None:
-        """Wait until everything that was copied can be read on the host."""
+        """Wait until all copies can be read on the host."""
         if self.last is not None:
             self.last.synchronize()
             self.last = None

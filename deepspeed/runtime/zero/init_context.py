@@ -67,7 +67,7 @@ NVME_PATH = "zero_optimization.offload_param.nvme_path"
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What a context changes of tensors made inside it."""
+    """What a context changes about tensors created inside it."""
 
     dtype = 1
     device = 2
@@ -77,7 +77,7 @@ DEFAULT_TENSOR_OVERRIDES = frozenset(DeepSpeedTensorOverride)
 
 
 class _Active:
-    """The patches of the active contexts (process-wide by nature): a stack, whose innermost context is effective."""
+    """The patches of the active contexts (process-wide by nature): a stack whose innermost context is in effect."""
 
     def __init__(self) -> None:
         self.contexts: list[Init] = []
@@ -93,14 +93,14 @@ _active = _Active()
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
 ) -> Callable[..., Tensor]:
-    """``fn`` whose result is made on ``target_device`` (unless a device is given) and, if floating, in the dtype."""
+    """``fn`` with its result created on ``target_device`` (unless a device is given) and, if floating, in the dtype."""
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
         if target_device is not None and kwargs.get("device") is None:
             kwargs["device"] = target_device
         if fn in _ALWAYS_FLOATING and kwargs.get("dtype") is None and kwargs.get("out") is None:
-            kwargs["dtype"] = target_fp_dtype  # and not a copy afterwards, for which both would have to fit
+            kwargs["dtype"] = target_fp_dtype  # not a copy afterwards, for which both would have to fit
         made = fn(*args, **kwargs)
         if made.is_floating_point() and made.dtype != target_fp_dtype:
             made.data = made.data.to(target_fp_dtype)
@@ -121,9 +121,9 @@ def get_all_subclasses(cls: type, include_root: bool = True) -> set[type]:
 
 
 class InsertPostInitMethodToModuleSubClasses:
-    """Context in which a method runs after the constructor of every module, also of classes defined inside.
+    """Context in which a method runs after the constructor of every module, including classes defined inside.
 
-    Contexts nest; patches are made once and always undone, whatever happens inside.
+    Contexts nest; patches are applied once and always undone, whatever happens inside.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class InsertPostInitMethodToModuleSubClasses:
 
 
 class Init(InsertPostInitMethodToModuleSubClasses):
-    """Partition parameters while a model is built, so that it never exists whole.
+    """Partition parameters while a model is being built, so that it never exists whole.
 
     Args:
         module: partition this existing module at once (the context itself then does nothing to others).
@@ -227,7 +227,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if is_zero_param(param):
             return
         if param.is_meta:
-            return  # stays for the caller to fill; initialize() cuts it then
+            return  # left for the caller to fill; initialize() partitions it later
         assert self.device is not None
         dtype = self.dtype if param.is_floating_point() else param.dtype
         param.data = param.data.to(self.device, dtype)
@@ -296,11 +296,11 @@ def _init_subclass(cls: type, **kwargs: Any) -> None:
 
 
 def _wrap_init(cls: Any) -> None:
-    """Let the constructor of ``cls`` be followed by the context's method.
+    """Make the context's method run after the constructor of ``cls``.
 
-    [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize the parameters of their
-    children once more, which would be lost on parameters that are sharded already. What torch's own classes build is
-    sharded when they are complete.
+    [Note: torch's composites] ``nn.MultiheadAttention`` and ``nn.Transformer`` initialize their children's parameters
+    again, which would have no effect on parameters already sharded. What torch's own classes build is sharded once
+    they are complete.
     """
     original = cls.__dict__["__init__"]
     torchs_own = _builds_children(cls)
@@ -329,7 +329,7 @@ def _wrap_init(cls: Any) -> None:
 
 
 def _builds_children(cls: type) -> bool:
-    """Whether the constructor of ``cls`` itself is torch's, and no container's, which only keep what they are given."""
+    """Whether ``cls``'s own constructor is torch's, and not a container's (those only keep what they are given)."""
     own = cls is not nn.Module and "__init__" in cls.__dict__
     return (
         own and cls.__module__.startswith("torch.nn.modules.") and not cls.__module__.endswith(".container")
@@ -368,8 +368,8 @@ def suspended_init_context() -> Iterator[None]:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The settings in whatever ``initialize`` takes as a config: a dict, a JSON or HJSON file, base64 text, a config
-    object; or none."""
+    """The settings in anything ``initialize`` takes as a config: a dict, a JSON or HJSON file, base64 text, a config
+    object, or None."""
     if config is None:
         return {}
     if isinstance(config, dict):

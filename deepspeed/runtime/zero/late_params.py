@@ -5,7 +5,7 @@ leaves it in ``param.grad``, where it accumulates over micro-batches like a loca
 on which parameters have one (``GradReport.woken``). These get buckets, masters and a place in the reducer; their local
 sums are reduced over the ranks, and they are updated in that step. From the next backward on they are like any other.
 
-The opposite case needs no work: a parameter that is frozen later has no gradient, and a parameter that no rank used
+The opposite case needs no handling: a parameter that is frozen later has no gradient, and a parameter that no rank used
 keeps its value and its state.
 """
 
@@ -30,12 +30,12 @@ Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
 
 
 class LateParams:
-    """Watches what the optimizer holds beyond what is trained, and takes it in when it gets a gradient.
+    """Watches the optimizer's parameters that are not trained yet, and admits each when it gets a gradient.
 
     Args:
         module: the whole model, for names.
-        make_buckets: ``(params, index of the first)`` -> buckets that hold them, with their gradients' buckets. Local.
-        spare: parameters that were meant for the optimizer's only group and left out because they were frozen.
+        make_buckets: ``(params, index of the first)`` -> buckets that hold them, with their gradient buckets. Local.
+        spare: parameters meant for the optimizer's only group but left out because they were frozen.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class LateParams:
         self._groups: list[int] = []
         self._trained = -1
         self._known = {id(p) for p in module.parameters()}
-        if not executor.plan.zero.shard_params:  # what is outside the model and frozen has not been sharded
+        if not executor.plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._strays: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.look()
 
     def look(self) -> None:
-        """Find out what waits: the same on every rank, as their optimizers are."""
+        """Find the waiting parameters: the same on every rank, as their optimizers are the same."""
         groups = self.store.optimizer.param_groups
         sizes = [len(group[PARAMS]) for group in groups]
         if sizes != self._groups or len(self.store.params) != self._trained:
@@ -78,7 +78,7 @@ class LateParams:
         self._name_strays()
 
     def _name_strays(self) -> None:
-        """What no optimizer holds does not train, as in torch; but a script that unfreezes it may expect otherwise."""
+        """Parameters in no optimizer do not train, as in torch; but a script that unfreezes one may expect it to."""
         names = [name for name, p in self._strays if p.requires_grad and p.grad is not None]
         if names:
             known = set(names)
@@ -91,13 +91,13 @@ class LateParams:
             )
 
     def admit(self, chosen: Sequence[bool]) -> None:
-        """Train those of the waiting that are ``chosen``, with the gradients they have. Collective."""
+        """Train the waiting parameters that are ``chosen``, with the gradients they have. Collective."""
         first = len(self.store.params)
         buckets = self._admit([p for p, yes in zip(self.reducer.waiting, chosen, strict=True) if yes])
         self.reducer.sum_admitted(first, buckets)
 
     def admit_saved(self, names: Collection[str]) -> None:
-        """A checkpoint holds the state of these parameters: train those of them that wait. Local, on every rank."""
+        """A checkpoint holds these parameters' state: train those of them that are waiting. Local, on every rank."""
         self.look()
         own = {id(p): name for name, p in self.module.named_parameters()}
         params = [p for p in self.reducer.waiting if own.get(id(p)) in names]

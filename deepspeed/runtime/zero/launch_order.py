@@ -10,15 +10,15 @@ the last step, and every rank launches all of it:
 - a *need* (a bucket is used that is not gathered here) launches all entries up to it. A sum that comes before it
   and is incomplete on this rank starts with zeros for what is missing; gradients that arrive later are summed later, as
   the ranks agree at the step (``GradReport``);
-- a sum that is complete early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
+- a sum that completes early waits for its turn, and so does a prefetched gather beyond ``window`` elements;
 - the end of a forward pass, of a backward that reduces, and of the step launches whatever is left up to that point.
 
-A rank waits only for entries that it has launched, and launches entry n after waiting at most for entries before n: by
-induction every entry completes, whatever each rank's control flow is. What is not in the order (a branch that rank
+A rank waits only for entries that it has launched, and before launching entry n waits at most for entries before n: by
+induction every entry completes, whatever each rank's control flow. What is not in the order (a branch that rank
 0 did not take) is fetched from the other ranks' servers, which requires no cooperation from their training loops.
 
-A *segment* lies between two backwards that reduce. All ranks have the same number of segments in a step, since
-all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
+A *segment* is the interval between two backwards that reduce. All ranks have the same number of segments in a step,
+since all of them launch the sums; so a step with more micro-batches than the last still begins each segment in sync.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kind(enum.IntEnum):
     NEED = 0  # in a record: the bucket was needed; in an order: gather it
     SUM = 1
     PASS = 2  # the end of a forward pass
-    RELEASE = 3  # only in a record: the bucket's memory was given back
+    RELEASE = 3  # only in a record: the bucket's memory was released
 
 
 class Entry(NamedTuple):
@@ -44,13 +44,13 @@ END_OF_PASS = Entry(Kind.PASS)
 
 
 class LaunchOrder:
-    """Follows the agreed order of the running step and records what this rank would have done by itself."""
+    """Follows the agreed order of the current step and records what this rank would have done on its own."""
 
     def __init__(self) -> None:
         self.agreed: list[list[Entry]] = []
         self.record: list[list[Entry]] = [[]]
         self.cursor = 0
-        self._passes = 0  # ends of forward passes in this segment, here
+        self._passes = 0  # ends of forward passes in this segment, on this rank
         self._marks = 0  # of those in the order, how many the cursor has passed
 
     @property
@@ -63,7 +63,7 @@ class LaunchOrder:
 
     @property
     def begun(self) -> bool:
-        """Whether anything happened in this segment."""
+        """Whether anything has happened in this segment."""
         return bool(self.cursor or self.record[-1])
 
     @property
@@ -75,7 +75,7 @@ class LaunchOrder:
         return entries[self.cursor] if self.cursor < len(entries) else None
 
     def passed(self) -> Entry:
-        """Move on by one entry."""
+        """Advance by one entry."""
         entry = self.entries[self.cursor]
         self.cursor += 1
         self._marks += entry.kind is Kind.PASS
@@ -94,7 +94,7 @@ class LaunchOrder:
         return 0
 
     def end_pass(self) -> int:
-        """A forward pass is over here; returns how many entries have to be launched for the others' sake."""
+        """A forward pass has ended here; returns how many entries must be launched for the other ranks."""
         self.record[-1].append(END_OF_PASS)
         self._passes += 1
         if self._marks >= self._passes:
@@ -111,7 +111,7 @@ class LaunchOrder:
         self.cursor = self._passes = self._marks = 0
 
     def restart(self) -> None:
-        """The step starts over (a batch was abandoned); what happened in it is not recorded."""
+        """The step starts over (a batch was abandoned); its record so far is discarded."""
         self.record = [[]]
         self.cursor = self._passes = self._marks = 0
 
@@ -128,7 +128,7 @@ def with_foresight(record: Sequence[Entry], numels: Sequence[int], window: int) 
     order: list[Entry] = []
     needs = [i for i, entry in enumerate(record) if entry.kind is Kind.NEED]
     released = [i for i, entry in enumerate(record) if entry.kind is Kind.RELEASE]
-    launched = 0  # of needs
+    launched = 0  # needs launched so far
     ahead = 0
     done = 0
     for i, entry in enumerate(record):
@@ -155,7 +155,7 @@ def with_foresight(record: Sequence[Entry], numels: Sequence[int], window: int) 
 
 
 def encode(segments: Sequence[Sequence[Entry]]) -> list[int]:
-    """As a message: per segment its length, then kind and bucket of each entry."""
+    """As a message: per segment its length, then the kind and bucket of each entry."""
     message: list[int] = []
     for entries in segments:
         message.append(len(entries))

@@ -42,7 +42,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies inside its bucket: elements ``[offset, offset + numel)``."""
+    """Where one parameter is inside its bucket: elements ``[offset, offset + numel)``."""
 
     param: int
     offset: int
@@ -78,7 +78,7 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of parameters, without padding."""
+        """Parameter elements, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
@@ -121,9 +121,9 @@ class BucketLayout:
 class CutPolicy:
     """Sizes that control the layout, in elements.
 
-    ``max_numel`` ends a bucket before it grows larger (one parameter alone may be larger); ``merge_numel`` joins
-    consecutive small units until that size; parameters of at most ``persist_numel`` elements get buckets of their
-    own (stage 3 keeps those gathered); 0 turns either off.
+    ``max_numel`` ends a bucket before it grows larger (a single parameter may be larger); ``merge_numel`` joins
+    consecutive small units up to that size; parameters of at most ``persist_numel`` elements get separate buckets
+    (stage 3 keeps those gathered); 0 turns either off.
     """
 
     max_numel: int
@@ -136,7 +136,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def cut(params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int) -> tuple[BucketLayout, ...]:
-    """Lay ``params`` (in the order given) out in buckets and divide each into ``num_shards`` equal shards.
+    """Lay out ``params`` (in the order given) in buckets and divide each into ``num_shards`` equal shards.
 
     The result depends on the arguments alone, so every rank computes the same layout without communication.
     """

@@ -18,7 +18,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: tuple[str, ...] = ()
 
 
 def _as_list(value: Any) -> Any:
-    """One text where a list of texts is meant."""
+    """Accept a single string where a list of strings is expected."""
     return [value] if isinstance(value, str) else value
 
 

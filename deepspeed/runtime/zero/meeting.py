@@ -2,7 +2,7 @@
 
 All ranks train together; evaluation and generation may run on a single rank, or on all for different lengths of time,
 and this is not known in advance. Before the first gather of such a pass a rank sends one small message to rank 0: what
-it is about to do, and how long it is ready to wait. As soon as every rank waits with the same intent, all of them are
+it is about to do, and how long it is willing to wait. As soon as every rank waits with the same intent, all of them are
 told to proceed, in the order that rank 0 proposes; a rank whose patience runs out first is told that it is alone.
 The decision is made in one place under one lock, so ranks never get different answers to the same question.
 
@@ -52,7 +52,7 @@ class Meeting:
         self._closed = False
 
     def attend(self, rank: int, visit: Visit) -> list[int] | None:
-        """The order in which all ranks go together, or None: they do not."""
+        """The order in which all ranks proceed together, or None if they do not."""
         with self._changed:
             self._waiting[rank] = visit
             if len(self._waiting) == self.size:

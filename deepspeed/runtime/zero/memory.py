@@ -2,11 +2,11 @@
 
 They count model states only (weights, gradients, masters, moments; Rajbhandari et al. 2020, section 3.1): mixed
 precision with Adam, that is 2 bytes per parameter for the 16-bit weights, 2 for their gradients, and 16 for fp32
-masters, gradients and two moments at the update. Activations, buffers and fragmentation come on top. With
-``offload`` states live in host memory, for which ``additional_buffer_factor`` is a margin.
+masters, gradients and two moments at the update. Activations, buffers and fragmentation are extra. With
+``offload`` states are in host memory, with ``additional_buffer_factor`` as a margin.
 
-Their numbers are those of release 0.19.8, so that tables can be compared. What this package takes is less and depends
-on the model's shape: the functions that get a model print it as well, from the planner (``deepspeed/memory_plan``), on
+Their numbers are those of release 0.19.8, so that tables can be compared. This package needs less, depending on the
+model's shape: the functions that take a model also print that, from the planner (``deepspeed/memory_plan``), to
 standard error. Nothing is allocated.
 """
 
@@ -33,7 +33,7 @@ _STAGE_3_ROWS = ((True, True), (True, False), (False, False))
 
 def model_sizes(model: nn.Module) -> tuple[int, int]:
     """``(all parameters, those of the largest layer)``; a layer is a module with its direct parameters, and a
-    parameter that several modules share counts once in the total."""
+    parameter shared by several modules counts once in the total."""
     total = sum(full_numel(p) for p in model.parameters())
     largest = max(
         (sum(full_numel(p) for p in module.parameters(recurse=False)) for module in model.modules()),
@@ -97,7 +97,7 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the stage-2 table for ``model``, which may be on the meta device, and what is planned for it here."""
+    """Print the stage-2 table for ``model``, which may be on the meta device, and this package's plan for it."""
     total, _ = model_sizes(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -125,8 +125,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the stage-3 table for ``model``, which may be partitioned or on the meta device, and what is planned for it
-    here."""
+    """Print the stage-3 table for ``model``, which may be partitioned or on the meta device, and this package's plan
+    for it."""
     total, largest = model_sizes(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -185,7 +185,7 @@ def _section(stage: int, optimizer: bool, params: bool = False) -> dict[str, Any
 def _print_planned(
     model: nn.Module, gpus: int, nodes: int, rows: Sequence[tuple[str, dict[str, Any], bool]]
 ) -> None:
-    """The same rows by the planner: bf16 with Adam, the worst moment of a step, without activations."""
+    """The same rows from the planner: bf16 with Adam, at the peak of a step, without activations."""
     print(
         "Planned for this package (ds plan tells more):\n  per CPU  |  per GPU |   Options", file=sys.stderr
     )

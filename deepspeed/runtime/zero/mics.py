@@ -5,7 +5,7 @@ inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a 
 (N-1)/N from all ranks, at the price of N/s times the memory for model states.
 
 ``mics_hierarchical_params_gather`` is accepted: it selects how groups that span several nodes gather, and changes no
-number; gathers here always go directly between the ranks of a group.
+result; gathers here always go directly between the ranks of a group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from deepspeed.runtime.zero.solo_shard import shard_alone
 
 
 class ReplicatedGradBucket(GradBucket):
-    """A gradient bucket whose slices have ``replicas``: after the sum inside the group comes one over them.
+    """A gradient bucket whose slices have ``replicas``: the sum inside the group is followed by one over those.
 
     [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a
-    grouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
+    regrouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
     """
 
     def __init__(self, *args: Any, replicas: Communicator, **kwargs: Any) -> None:
@@ -49,7 +49,7 @@ class ReplicatedGradBucket(GradBucket):
 
 
 class MiCS_Init(Init):
-    """``zero.Init`` that cuts parameters over the groups of ``mics_shard_size`` ranks, which the config must give.
+    """``zero.Init`` that shards parameters across groups of ``mics_shard_size`` ranks, a key the config must set.
 
     Every rank starts from the values of the first rank of ``data_parallel_group``, as with ``zero.Init``. The arguments
     are those of ``zero.Init``.

@@ -56,7 +56,7 @@ class ZeroOptimizer(ZeROOptimizer):
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch: parameters that were frozen, or given to no optimizer, train from their first gradient on."""
+        """As in torch: parameters that were frozen, or in no optimizer, train from their first gradient on."""
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: None = None) -> None:
@@ -139,12 +139,12 @@ class ZeroOptimizer(ZeROOptimizer):
         return self.executor.scaler
 
     def override_loss_scale(self, loss_scale: float) -> None:
-        """Use this scale from now on (it is set outside, as some pipelines do)."""
+        """Use this scale from now on (some pipelines set it from outside)."""
         self.executor.scaler.scale = float(loss_scale)
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped for a non-finite gradient."""
+        """Whether the last step was skipped because of a non-finite gradient."""
         return self.last is not None and not self.last.applied
 
     def check_overflow(self, *_: Any, **__: Any) -> bool:
@@ -236,7 +236,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         return self.access.full_state(param, optim_state_key)
 
     def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient in fp32; None where there is none yet. Collective."""
+        """The whole reduced gradient in fp32; None if there is none yet. Collective."""
         return self.access.full_gradient(param)
 
     def empty_partition_cache(self) -> None:

@@ -15,8 +15,8 @@ KEY = "zero_optimization.offload_param.nvme_path"
 
 
 class ParamStorage:
-    """Keeps slices as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
-    choice, because a model is walked through in a cycle, and a cache of recent slices would keep the wrong end of it.
+    """Stores slices as the plan says. With a folder, the first ``host_numel`` elements stay in host memory: a fixed
+    choice, because a model is traversed cyclically, and a cache of recent slices would keep the wrong end of it.
 
     ``swap``: the file, or None. It is also where ``zero.Init`` with ``remote_device="nvme"`` builds a model.
     """
@@ -35,7 +35,7 @@ class ParamStorage:
         return self.plan.buffer_numel if self.plan is not None else 0
 
     def keep(self, part: Tensor) -> Tensor:
-        """[n] copy of ``part`` where it is to rest."""
+        """[n] copy of ``part`` in the place where it is to be stored."""
         if self.plan is None:
             return part.clone()
         if self.swap is not None and self.host_numel + part.numel() > self.plan.host_numel:
@@ -48,11 +48,11 @@ class ParamStorage:
         return kept
 
     def keep_persistent(self, part: Tensor) -> Tensor:
-        """The same for parameters that are always gathered: small ones, not worth a trip to storage."""
+        """The same for parameters that are always gathered: small ones, not worth the trip to storage."""
         return part.clone()
 
     def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
-        """Start to fill ``full`` [n] with the slice of one bucket; returns what waits for it."""
+        """Start to fill ``full`` [n] with the slice of one bucket; returns a function that waits for it."""
         shard = buckets[index].shard
         assert shard is not None
         swap = self.swap

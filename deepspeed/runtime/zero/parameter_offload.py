@@ -2,11 +2,11 @@
 
 Hooks are closures: modules get deep-copied with their hooks. Every module that owns parameters has them, not only
 whole blocks, because clients call submodules directly; the outermost module of a unit keeps its bucket until it
-is left.
+returns.
 
 [Note: hooks and torch.compile] Traced hooks would bake the swapped memory into the graph. ``compile_units`` compiles
-the forward of each block, so that the block's hooks run around one graph without a break. Inside a compiled block
-there are no hooks: they would differ from block to block and cost a graph each.
+the forward of each block, so that the block's hooks run around one graph without breaks. Inside a compiled block
+there are no hooks: they would differ between blocks and cost a graph each.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class DeepSpeedZeRoOffload:
             with outside_transforms():
                 frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
-                if inside_transform():  # backwards at several levels pass the outputs in no known order
+                if inside_transform():  # backwards at several levels reach the outputs in an unknown order
                     coordinator.keep(frame.held)
                     return
 
@@ -178,20 +178,20 @@ class DeepSpeedZeRoOffload:
 
 
 def _phase_of_call(module: nn.Module) -> Phase:
-    """What an outermost call is for. The grad mode is asked here only, where a pass begins: further in it tells
+    """What an outermost call is for. The grad mode is checked only here, where a pass begins: deeper inside it means
     nothing (reentrant checkpointing turns it off in training, recomputation turns it on in backward)."""
     return Phase.FORWARD if torch.is_grad_enabled() and module.training else Phase.EVALUATION
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:
-    """``(ds_id, parameter)`` of those registered for use in ``module`` though other modules own them."""
+    """``(ds_id, parameter)`` of the parameters registered for use in ``module`` but owned by other modules."""
     return list(getattr(module, EXTERNAL, {}).items())
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Gather ``parameter``, which another module owns, around the forward and backward of ``module``.
 
-    Needed only where reading it cannot be noticed; reads through the owning module are.
+    Needed only if reads of it cannot be detected; reads through the owning module are.
     """
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"module must be a torch.nn.Module, not {type(module).__name__}")

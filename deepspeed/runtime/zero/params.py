@@ -1,7 +1,7 @@
 """The ``ds_*`` attributes that clients read on partitioned parameters; the only place that writes them.
 
 A partitioned parameter has a *home*: the bucket that holds its slices, or, between ``zero.Init`` and
-``initialize``, a shard of its own. Everything done to it from outside goes through the home.
+``initialize``, its own shard. All access from outside goes through the home.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeRORuntimeException(RuntimeError):
-    """Documented error of operations on partitioned parameters."""
+    """Documented error for operations on partitioned parameters."""
 
 
 class Home(Protocol):
-    """What holds the slices of a partitioned parameter; ``position`` names it there."""
+    """What holds the slices of a partitioned parameter; ``position`` identifies it there."""
 
     communicator: Any
     """Of the ranks that together hold the parameter."""
@@ -164,8 +164,8 @@ def forget(param: nn.Parameter) -> None:
 
 
 def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
-    """``copy.deepcopy`` (``nn.TransformerEncoder`` makes its layers so): where only this rank's slice exists, a
-    parameter with a slice of its own. A whole one is copied as an ordinary parameter, which belongs to no engine."""
+    """``copy.deepcopy`` (``nn.TransformerEncoder`` creates its layers with it): if only this rank's slice exists, a
+    parameter with its own slice. A whole one is copied as an ordinary parameter, which belongs to no engine."""
     twin = getattr(param.ds_home, "twin", None)
     if twin is None or param.ds_status is not ZeroParamStatus.NOT_AVAILABLE:
         return nn.Parameter.__deepcopy__(param, memo)
@@ -175,14 +175,14 @@ def _deepcopy(param: Any, memo: dict[int, Any]) -> Any:
 
 
 def follow_dtype(param: Any) -> None:
-    """``module.double()`` and its kin change what is left of a partitioned parameter: bring its slice along."""
+    """``module.double()`` and the like convert what is left of a partitioned parameter: convert its slice too."""
     cast = getattr(param.ds_home, "cast", None)
     if cast is not None and param.ds_tensor.dtype != param.dtype:
         cast(param, param.dtype)
 
 
 def read_full(param: Tensor, out: Tensor) -> None:
-    """Copy the whole parameter into ``out`` of its full shape. Collective for partitioned ones."""
+    """Copy the whole parameter into ``out``, which has its full shape. Collective if partitioned."""
     if is_zero_param(param):
         follow_dtype(param)
         param.ds_home.read_param(param.ds_position, out)  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ def partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Take what changed (``has_been_updated``) into the slices and drop the whole parameter."""
+    """Write changes (``has_been_updated``) to the slices and drop the whole parameter."""
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue

@@ -15,5 +15,5 @@ class Phase(enum.Enum):
 
     @property
     def trains(self) -> bool:
-        """Whether the gather belongs to a training step, which repeats itself and which every rank takes."""
+        """Whether the gather belongs to a training step, which repeats and which every rank takes."""
         return self in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION)

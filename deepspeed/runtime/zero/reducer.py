@@ -3,10 +3,10 @@
 [Note: order of collectives] Buckets fill in an order that may differ from rank to rank because of control flow, unused
 parameters or checkpointing. Launching them as they fill would pair different buckets. So there is one launch order:
 until the first backward that reduces, the reverse of registration; afterwards what rank 0 observed there, broadcast
-once. A bucket that is full early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
+once. A bucket that fills early waits for its turn; ``flush`` launches the rest with zeros for what is missing.
 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
-How often each arrives is part of what rank 0 recorded, and a bucket is full when all have arrived. A gradient that
+How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
 arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
 """
 
@@ -27,24 +27,24 @@ from deepspeed.utils.untraced import untraced
 
 
 class LaunchTurns(Protocol):
-    """Says when a sum may start where other collectives (the gathers of stage 3) have their places among the sums."""
+    """Decides when a sum may start if other collectives (the gathers of stage 3) take turns with the sums."""
 
     def sum_ready(self, b: int) -> None:
-        """Bucket ``b`` is complete here; calls ``GradReducer.launch(b)``, now or later."""
+        """Bucket ``b`` is complete on this rank; calls ``GradReducer.launch(b)``, now or later."""
 
     def end_segment(self) -> None:
-        """A backward that sums is over: launch everything that has a place before its end."""
+        """A backward that sums has ended: launch everything placed before its end."""
 
 
 class GradReducer:
-    """Packs ready gradients into buckets and sums those over ranks at the cadence of the plan.
+    """Packs ready gradients into buckets and sums the buckets over ranks at the plan's cadence.
 
     Args:
         params: the engine's trainable parameters; bucket slots index into it.
         buckets: their gradient buckets, in registration order.
         communicator: of all ranks that must agree on launch order and unused parameters.
         at_boundary: asks the accumulation clock.
-        overlap: leave sums in flight while backward runs; otherwise each is waited for at once.
+        overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
     """
 
@@ -76,13 +76,13 @@ class GradReducer:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._late: dict[int, Tensor] = {}
-        self.managed = False  # whether somebody else calls flush() at the end of the running backward
+        self.managed = False  # whether the caller calls flush() at the end of the running backward
         self.turns: LaunchTurns | None = None
         self._running = False  # between the beginning of a backward and its flush
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Find every parameter in the buckets; their order is to be observed anew."""
+        """Locate every parameter in the buckets; their order has to be observed again."""
         self._place: list[tuple[int, int]] = [(-1, -1)] * len(self.params)
         for b, bucket in enumerate(self.buckets):
             for position, slot in enumerate(bucket.layout.slots):
@@ -98,7 +98,7 @@ class GradReducer:
         for index in range(len(self._handles), len(self.params)):
             param, hook = self.params[index], self._make_hook(index)
             trainable = param.requires_grad
-            param.requires_grad_(True)  # it may be another rank that has unfrozen it
+            param.requires_grad_(True)  # another rank may have unfrozen it
             self._handles.append(param.register_post_accumulate_grad_hook(hook))
             param.requires_grad_(trainable)
 
@@ -116,7 +116,7 @@ class GradReducer:
             sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
             for bucket in self.buckets
         ]
-        self._next = 0  # position in the order up to which buckets were complete in turn
+        self._next = 0  # position in the order up to which buckets have completed in turn
         self._last: int | None = None  # the bucket that was launched last
         self._completed: list[int] = []
         self._launched = [False] * len(self.buckets)
@@ -125,14 +125,14 @@ class GradReducer:
     def before_backward(self, *, managed: bool = True) -> None:
         """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place.
 
-        ``managed``: the caller will ``flush`` when the backward is over.
+        ``managed``: the caller will ``flush`` when the backward ends.
         """
         self.managed = managed
         self._running = True
         if not self._exposed:
             return
         if all(param.grad is None for param in self._exposed):
-            self.clear()  # the caller zeroed them through his own optimizer
+            self.clear()  # the caller zeroed them through its own optimizer
         for param in self._exposed:
             param.grad = None
         self._exposed = []
@@ -177,7 +177,7 @@ class GradReducer:
         return False
 
     def _schedule_flush(self) -> None:
-        """A backward that was not announced (the module was called directly): its graph task's end is the end."""
+        """For a backward that was not announced (the module was called directly): flush when its graph task ends."""
         torch.autograd.Variable._execution_engine.queue_callback(self.flush)
 
     def will_sync(self) -> bool:
@@ -205,7 +205,7 @@ class GradReducer:
             return
         bucket = self.buckets[b]
         if self._last is not None and (previous := self.buckets[self._last]).borrows:
-            previous.collect()  # borrowed buffers go back early: besides the ones being filled, one is in flight
+            previous.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
         bucket.launch(*self.factors)
         self._launched[b] = True
         self._last = b
@@ -265,7 +265,7 @@ class GradReducer:
                     self._exposed.append(param)
 
     def local_sum(self, index: int) -> Tensor | None:
-        """What this rank alone has added up for a parameter and not given to a collective yet, 1-D and live."""
+        """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
         b, position = self._place[index]
         bucket = self.buckets[b]
         return bucket.views[position] if bucket.local is not None and bucket.written[position] else None
@@ -273,7 +273,7 @@ class GradReducer:
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before the optimizer step: whatever no backward has reduced yet (``no_sync``, unmanaged accumulation)."""
+        """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
         if any(bucket.local is not None or bucket.reduced is None for bucket in self.buckets):
             self._sync = True
             self.before_backward()
@@ -281,11 +281,11 @@ class GradReducer:
 
     @property
     def late(self) -> Mapping[int, Tensor]:
-        """What came after its bucket was launched, by parameter."""
+        """Gradients that arrived after their bucket was launched, by parameter."""
         return self._late
 
     def restore(self, index: int, value: Tensor, *, late: bool = False) -> None:
-        """Continue from a local sum of an earlier run, which spans several backwards."""
+        """Resume from a local sum of an earlier run, which spans several backwards."""
         self.used[index] = True
         if late:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
@@ -307,10 +307,10 @@ class GradReducer:
         for bucket in self.buckets:
             bucket.launch(*self.factors)
             bucket.collect()
-        self._recorded = self.communicator.size == 1  # observe again: the graph has changed
+        self._recorded = self.communicator.size == 1  # observe the order again: the graph has changed
 
     def admit(self, params: Sequence[nn.Parameter], buckets: Sequence[GradBucket]) -> None:
-        """From now on ``params`` are trained as well; ``buckets`` hold their gradients (new ones, or some that had room
+        """Also train ``params`` from now on; ``buckets`` hold their gradients (new buckets, or existing ones with room
         for them). Every rank calls this, or none."""
         self.params += params
         self.used += [False] * len(params)
@@ -320,8 +320,8 @@ class GradReducer:
         self.install_hooks()
 
     def sum_admitted(self, first: int, buckets: Sequence[GradBucket]) -> None:
-        """Sum over ranks what autograd itself has added up so far of the parameters from number ``first`` on, which are
-        in ``buckets``. Every rank calls this, or none."""
+        """Sum over ranks what autograd itself has accumulated so far for the parameters from number ``first`` on, which
+        are in ``buckets``. Every rank calls this, or none."""
         for index, param in enumerate(self.params[first:], first):
             if param.grad is not None:
                 b, position = self._place[index]
@@ -335,10 +335,10 @@ class GradReducer:
                 bucket.host.synchronize()
 
     def abandon(self) -> None:
-        """Discard every gradient since the last step, and what a backward that failed has left.
+        """Discard every gradient since the last step, and whatever a failed backward left behind.
 
-        The sums of that backward are completed first and their results dropped. So all ranks have taken part in as
-        many, wherever in the backward each one failed, and no memory is used again while another rank still writes it.
+        The sums of that backward are completed first and their results dropped. So all ranks have joined the same
+        number, wherever each one failed, and no memory is reused while another rank is still writing to it.
         """
         running, self._running = self._running, False
         self.managed = False
@@ -352,7 +352,7 @@ class GradReducer:
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
         if any(bucket.in_flight is not None for bucket in self.buckets):
-            self.abandon()  # a backward failed, unnoticed so far
+            self.abandon()  # a backward failed and was not noticed until now
             return
         for bucket in self.buckets:
             bucket.clear()

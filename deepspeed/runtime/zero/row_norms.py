@@ -3,8 +3,8 @@
 torch clips the norm of the rows it is about to look up in place, in the gathered table. The next gather would restore
 the old rows, and each rank looks up different ones. So every rank records which rows it has looked up, and before the
 update all ranks clip the union of them, in their slices and their master weights: the result is that of one process
-that sees every rank's batch. Within the step each rank sees the rows that it looks up clipped, since torch clips them
-again. A single rank clips its slices at once.
+that sees every rank's batch. Within the step each rank sees the rows it looks up clipped, since torch clips them
+again. A single rank clips its slices immediately.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RowNorms:
 
 
 def _write(param: Any, whole: Tensor) -> None:
-    """Into the slices, and into those elements of wider master weights that have changed: the rest keep their bits."""
+    """Write to the slices, and to the changed elements of wider master weights: the rest keep their bits."""
     access = getattr(param, "_ds_state_access", None)
     if access is not None:
         access.elements_written(param, whole)

@@ -8,13 +8,12 @@ An evaluation, a generated token or ``GatheredParameters`` may concern a single 
 pass asks whether all ranks are about to make the same pass (``meeting.py``): the same module, the same buckets already
 gathered, the same weights, the same position in the training order. If so, all follow the order in which rank 0 made
 it last time, and launch the rest of it at its end; otherwise each rank fetches. Since all of them are at one position
-of the training order, the collectives of the pass have one place in it, too. Asking costs one small message to rank 0
-and one back per pass, no collective, and nothing if everything is gathered already. A rank waits for the others up to
-``PATIENCE_S``, a quarter as long after each wait in vain, and the full time again after a success: a rank that
-evaluates alone loses little, and ranks that drifted apart find each other again, because the last to arrive waits
-longest.
+of the training order, the collectives of the pass have one place in it too. Asking costs one small message to rank 0
+and one back per pass, no collective, and nothing if everything is already gathered. A rank waits for the others up to
+``PATIENCE_S``, a quarter as long after each failed wait, and the full time again after a success: a rank that
+evaluates alone loses little, and ranks that drifted apart meet again, because the last to arrive waits longest.
 
-What a pass did not use of its order is gathered and released at its end, because the other ranks wait for it.
+Entries of its order that a pass did not use are gathered and released at its end, as the other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _REMEMBERED_PASSES = 64
 
 @dataclass(slots=True)
 class GatherCounts:
-    """``collectives`` launched; of the needed buckets, those already in flight, those launched only then,
-    and those fetched from the other ranks one-sidedly."""
+    """``collectives`` launched; of the needed buckets, those already in flight, those launched only when needed,
+    and those fetched one-sidedly from the other ranks."""
 
     collectives: int = 0
     hits: int = 0
@@ -55,7 +54,7 @@ class GatherCounts:
 
 @dataclass(slots=True)
 class Evaluation:
-    """A pass outside the training step: the order that all ranks follow, None before they were asked."""
+    """A pass outside the training step: the order that all ranks follow, None until they have been asked."""
 
     root: Hashable
     intent: tuple[Hashable, ...] = ()
@@ -84,7 +83,7 @@ class ScheduledGather(FetchingGather):
         self.prefetch_numel = prefetch_numel
         self.order = LaunchOrder()
         self.counts = GatherCounts()
-        self.start_sum: Callable[[int], None] = lambda b: None  # of the reducer
+        self.start_sum: Callable[[int], None] = lambda b: None  # the reducer's
         self.longest_patience_s = self.patience_s = PATIENCE_S
         self.in_flight: dict[int, Pending] = {}  # oldest first
         self._complete: set[int] = set()  # sums that wait for their turn
@@ -114,7 +113,7 @@ class ScheduledGather(FetchingGather):
     def _make_whole(self, index: int, foreseen: bool, launched: int) -> None:
         if index in self.in_flight:
             older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
-            for i in older:  # what was skipped becomes idle, and goes when memory is due
+            for i in older:  # what was skipped becomes idle, and is released when memory is needed
                 self._finish(i)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
@@ -132,8 +131,8 @@ class ScheduledGather(FetchingGather):
     # Launching ----------------------------------------------------------------------------------------------
 
     def _launch_up_to(self, count: int) -> None:
-        """Launch the next ``count`` entries, of which the last is needed; those before it were skipped here, and are
-        kept only as far as the window allows."""
+        """Launch the next ``count`` entries, of which the last is needed; those before it were skipped on this rank,
+        and are kept only as far as the window allows."""
         for left in range(count, 0, -1):
             entry = self.order.coming()
             assert entry is not None
@@ -159,13 +158,13 @@ class ScheduledGather(FetchingGather):
             full = bucket.allocate()
             self.in_flight[index] = self.communicator.all_gather(full, bucket.own_slice())
             return
-        # Whole here already, or not wanted: the others still need this rank's slice.
+        # Already whole here, or not needed: the others still need this rank's slice.
         assert bucket.shard is not None
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
         self.communicator.all_gather(spare, bucket.shard.to(bucket.device)).wait()
 
     def _advance(self) -> None:
-        """Launch what has its turn and is ready: gathers within the window, sums that are complete."""
+        """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
         ahead = self._ahead()
         while (entry := self.order.coming()) is not None:
             if entry.kind is Kind.NEED:
@@ -262,7 +261,7 @@ class ScheduledGather(FetchingGather):
         return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
 
     def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
-        """The order of a pass that all ranks make now; empty where they do not."""
+        """The order of a pass that all ranks are making now; empty if they are not."""
         what = repr((intent, self.order.position, self.server.version)).encode()
         order = self.server.meet(Visit(what, proposal, self.patience_s))
         if order is not None:
@@ -277,12 +276,12 @@ class ScheduledGather(FetchingGather):
         with self.lock:
             foreseen = list(self.in_flight)
             self._launch_rest()
-            for index in foreseen:  # but not used: the weights are about to change
+            for index in foreseen:  # predicted but not used: the weights are about to change
                 self.buckets[index].release()
             self._agree()
 
     def abandon(self) -> None:
-        """Launch the rest of the segment, so that all ranks are at one position, and restart the step."""
+        """Launch the rest of the segment, so that all ranks are at the same position, and restart the step."""
         with self.lock:
             if self.order.begun:
                 self._launch_rest()
@@ -291,7 +290,7 @@ class ScheduledGather(FetchingGather):
             self.order.restart()
 
     def settle(self) -> None:
-        """Called by all ranks before the buckets are dissolved: nothing is in flight any more, on any rank."""
+        """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)
         self.everyone.all_reduce_max(begun).wait()
         self.start_sum = lambda b: None
@@ -301,7 +300,7 @@ class ScheduledGather(FetchingGather):
         self.order.restart()
 
     def _agree(self) -> None:
-        """What rank 0 recorded becomes the order of the next step: its length first, then, if it changed, itself."""
+        """Make rank 0's record the order of the next step: broadcast its length, then, if changed, the order itself."""
         record = self.order.record
         device = self.buckets[0].device
         message: list[int] = []

@@ -7,7 +7,7 @@ version it wants, and a rank that has not finished that update yet answers once 
 
 [Note: the end of a process] A rank that finishes first would take its slices with it while others still read them. When
 the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
-sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not stay: its launcher waits.
+sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
 (Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
 destroys its engine keeps serving in the same way, in the background.
 """
@@ -47,8 +47,8 @@ _REQUEST = struct.Struct("<qq")  # bucket, version
 _COUNT = struct.Struct("<q")
 _TOKEN_BYTES = 16
 _CHUNK_BYTES = 4 * 1024 * 1024
-_LEAVING = -1  # in place of a bucket: the connection is to be closed when the asked rank leaves
-_MEETING = -2  # in place of a bucket: a visit to the meeting follows, of as many bytes as the version says
+_LEAVING = -1  # in place of a bucket: close the connection when the serving rank leaves
+_MEETING = -2  # in place of a bucket: a visit to the meeting follows, with the version as its length in bytes
 LINGER_S = 60.0
 
 _open: weakref.WeakSet[ShardServer] = weakref.WeakSet()
@@ -68,7 +68,7 @@ class ShardServer:
         self.bytes_received = 0
         self.fetches = 0
         self.served = 0
-        self.meeting = Meeting(communicator.size)  # that of rank 0 counts
+        self.meeting = Meeting(communicator.size)  # only rank 0's is used
         self._changed = threading.Condition()
         self._closed = self._leaving = False
         self._peers: dict[int, socket.socket] = {}
@@ -118,7 +118,7 @@ class ShardServer:
             target.copy_(host)
 
     def meet(self, visit: Visit) -> list[int] | None:
-        """Whether all ranks are about to do what ``visit`` says, and in which order (``Meeting``)."""
+        """Whether all ranks are about to do what ``visit`` says, and in what order (``Meeting``)."""
         if self.communicator.rank == 0:
             return self.meeting.attend(0, visit)
         message = visit.pack()
@@ -192,7 +192,7 @@ class ShardServer:
                     if self._closed:
                         return
                     self.served += 1
-                    # A view keeps the memory while it is sent, also if offload_states() moves the slice meanwhile.
+                    # A view keeps the memory alive while it is sent, even if offload_states() moves the slice.
                     shard = self.shards[bucket].detach()
                 shard = shard if shard.device.type == "cpu" else shard.cpu()
                 connection.sendall(_bytes_of(shard))
@@ -209,7 +209,7 @@ class ShardServer:
 
     def retire(self) -> None:
         """Keep serving in the background until the other ranks have come this far, then close. They may be
-        in the last gather before the end; the slices live as long."""
+        in the last gather before the end; the slices live until then."""
         if self.communicator.size == 1 or self._leaving:
             return
         self.leave()
@@ -228,7 +228,7 @@ class ShardServer:
                     pass
 
     def _is_asked(self, connection: socket.socket) -> bool:
-        """False once the connection is closed, or if no request has come in all this time."""
+        """False once the connection is closed, or if no request has arrived in all this time."""
         served = self.served
         try:
             return bool(connection.recv(1))
@@ -263,17 +263,17 @@ def _leave() -> None:
     for server in list(_open):
         server.linger(LINGER_S)
     for server in list(_open):
-        server.close()  # ends its threads, which must not wake up in the middle of the interpreter's end
+        server.close()  # ends its threads, which must not wake up during interpreter shutdown
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor. (Through ``.numpy()`` its storage could not be resized any more.)"""
+    """The memory of a contiguous CPU tensor. (After ``.numpy()`` its storage could no longer be resized.)"""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _listen(master: str) -> socket.socket:
-    """Listen on the address that this host uses towards the master."""
+    """Listen on the address with which this host reaches the master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((master, 9))

@@ -29,10 +29,10 @@ class Status(enum.Enum):
 
 
 class ShardedBucket(ParamBucket):
-    """Owns ``shard`` [shard_numel] for good and the memory of ``full`` [padded_numel] while gathered.
+    """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
 
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
-    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` makes ``shard`` from a
+    the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
     slice of the whole bucket: on the device, or where slices are offloaded to.
     """
 
@@ -63,7 +63,7 @@ class ShardedBucket(ParamBucket):
     def flatten(self) -> None:
         """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
 
-        Peak: the bucket itself. The old memory of each parameter is free as soon as it was copied.
+        Peak: the bucket itself. The old memory of each parameter is freed as soon as it has been copied.
         """
         with torch.inference_mode(False), torch.no_grad():
             full = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
@@ -107,7 +107,7 @@ class ShardedBucket(ParamBucket):
             return
         assert self.full is not None
         for param, view in zip(self.params, self.views, strict=True):
-            if getattr(param, zero_params.GATHER_COUNT, 0):  # open in a GatheredParameters block: stays whole
+            if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole
                 param.data = view.clone()
             else:
                 param.data = self._empty
@@ -116,7 +116,7 @@ class ShardedBucket(ParamBucket):
         self.status = Status.SHARDED
 
     def changed(self) -> None:
-        """Slices were written outside a step (by every rank): tell the server of these slices."""
+        """Slices were written outside a step (by every rank): notify the server of these slices."""
         torch.autograd.graph.increment_version(self.params)
         self.on_change()
 
@@ -140,7 +140,7 @@ class ShardedBucket(ParamBucket):
         return self.full[start:stop].copy_(self.shard, non_blocking=True)
 
     def detached(self) -> list[int]:
-        return []  # between uses a parameter has no memory that could be replaced
+        return []  # between uses a parameter has no memory that could have been replaced
 
     def destroy(self) -> None:
         """Make every parameter whole, with its own memory. Collective."""
@@ -190,7 +190,7 @@ class ShardedBucket(ParamBucket):
             self.communicator.broadcast(flat[start:stop], src=rank).wait()
 
     def write_param(self, position: int, value: Tensor) -> None:
-        """Take a new value of the whole parameter (the same on every rank) into the slices."""
+        """Write a new value of the whole parameter (the same on every rank) to the slices."""
         flat = value.detach().reshape(-1)
         for rank, start, stop in self.owners(position):
             if rank == self.rank:

@@ -57,12 +57,12 @@ class ShardedModel:
 
     @property
     def cadence(self) -> Cadence:
-        """With room for every parameter there is room for whole gradients between micro-batches, too: then the
-        wire carries each once per step."""
+        """With room for every parameter there is also room for whole gradients between micro-batches: then each is
+        communicated only once per step."""
         return Cadence.AT_BOUNDARY if self.coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
 
     def join_sums(self, reducer: GradReducer) -> None:
-        """Sums and gathers take their turns in one order, where gathers are collectives."""
+        """Put sums and gathers into one order, if gathers are collectives."""
         if isinstance(self.gatherer, ScheduledGather):
             reducer.turns = self.gatherer
             self.gatherer.start_sum = reducer.launch
@@ -106,8 +106,8 @@ def make_gatherer(
     shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
     server = ShardServer(dp, shards, default_timeout().total_seconds())
     if prefers_collectives(buckets[0].device.type):
-        # A group of its own, so that gathers and sums are in flight at the same time. They are launched in one
-        # order all the same (Note: one order in launch_order.py).
+        # A separate group, so that gathers and sums can be in flight at the same time. They are still launched in
+        # one order (Note: one order in launch_order.py).
         group = torch.distributed.new_group(
             list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True
         )
@@ -123,5 +123,5 @@ def make_gatherer(
 
 
 def prefers_collectives(device_type: str) -> bool:
-    """Devices move slices among themselves; a fetch would go through host memory."""
+    """Devices exchange slices directly; a fetch would go through host memory."""
     return device_type != "cpu"

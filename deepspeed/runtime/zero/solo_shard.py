@@ -1,4 +1,4 @@
-"""The home of a parameter between ``zero.Init`` and ``initialize``: sharded alone, evenly, padded.
+"""The home of a parameter between ``zero.Init`` and ``initialize``: sharded by itself, evenly, padded.
 
 Blocks, optimizer groups, freezing and tying are not known yet, so there are no buckets.
 """
@@ -56,7 +56,7 @@ class SoloShard:
         self.shard[: part.numel()].copy_(part)
 
     def twin(self, param: nn.Parameter) -> nn.Parameter:
-        """A new parameter with a slice of its own, equal to ``param``'s."""
+        """A new parameter with its own slice, equal to ``param``'s."""
         zero_params.follow_dtype(param)
         copy = nn.Parameter(torch.empty_like(param.data), requires_grad=param.requires_grad)
         home = object.__new__(type(self))
@@ -78,7 +78,7 @@ def shard_alone(
     keep: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Shard a whole parameter across ``communicator``, with the values of rank 0 of ``everyone`` (more ranks,
-    if there are replicas). ``keep`` makes the tensor in which the slice rests. Collective."""
+    if there are replicas). ``keep`` creates the tensor that stores the slice. Collective."""
     with torch.inference_mode(False), torch.no_grad():
         param.data = param.data.contiguous()
         (everyone or communicator).broadcast(param.data.view(-1), src=0).wait()

@@ -1,8 +1,8 @@
 """``sparse_gradients``: only the rows of an embedding's gradient that a rank touched are communicated.
 
-A sibling of ``GradBucket`` for one [rows, width] parameter. The ranks tell each other how many rows they touched;
-when that is cheaper than the dense sum they exchange (row number, row) pairs, padded to the largest count, and
-each adds them up in rank order. The result is dense.
+A sibling of ``GradBucket`` for one [rows, width] parameter. The ranks tell each other how many rows they touched; if
+it is cheaper than the dense sum, they exchange (row number, row) pairs, padded to the largest count, and each rank
+adds them up in rank order. The result is dense.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""``engine.offload_states``: lend the device's memory to other work (generation, an evaluation) and take it back.
+"""``engine.offload_states``: lend the device's memory to other work (generation, an evaluation) and reclaim it.
 
 [Note: moving a storage] Masters, slices and weights are views of a few large buffers, and memory is freed only when the
-last view is gone. So a move works on storages: every tensor object on it that the engine knows gets the same view of
-the copy. The objects stay, and with them the optimizer's state and every reference to them.
+last view is gone. So a move works on storages: every tensor object on one that the engine knows gets the same view of
+the copy. The objects stay, and so do the optimizer's state and every reference to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = OffloadStateTypeEnum
 
 
 class StateMover:
-    """Moves kinds of training state between the device and host memory. On a CPU they are in host memory already."""
+    """Moves kinds of training state between the device and host memory. On a CPU they are already in host memory."""
 
     def __init__(self, store: StateStore, grad_buckets: list[GradBucket]) -> None:
         self.store = store
@@ -45,7 +45,7 @@ class StateMover:
     def _offload(self, kind: Kind, pin: bool, non_blocking: bool) -> list[Tensor]:
         if kind is Kind.contiguous_grad_buffer:
             for pool in {id(bucket.pool): bucket.pool for bucket in self.grad_buckets}.values():
-                pool.clear()  # scratch memory: made again when needed
+                pool.clear()  # scratch memory: reallocated when needed
             return []
         if kind is Kind.lp_params:
             for bucket in self._sharded():
@@ -74,7 +74,7 @@ class StateMover:
                 values = store.state_of(owned).values()
                 yield from (v for v in values if isinstance(v, Tensor) and v.shape == owned.master.shape)
         elif kind is Kind.lp_params:
-            # Without masters of their own, the slices are what the optimizer updates.
+            # Without separate masters, the optimizer updates the slices.
             sharded = self._sharded()
             yield from (bucket.shard for bucket in sharded if bucket.shard is not None)
             layouts = {id(bucket.layout) for bucket in sharded}
@@ -86,14 +86,14 @@ class StateMover:
                 yield from bucket.held()
 
     def refuse_while_away(self, **_: Any) -> None:
-        """What the engine asks before it computes."""
+        """Called by the engine before it computes."""
         if self.away:
             kinds = ", ".join(kind.value for kind in self.away)
             raise RuntimeError(f"{kinds} of this engine are offloaded: call engine.reload_states() first")
 
 
 def by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors that share memory together; each object once."""
+    """Tensors grouped by shared memory; each object once."""
     groups: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

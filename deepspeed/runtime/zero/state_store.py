@@ -23,9 +23,9 @@ PARAMS = "params"
 class OwnedFragment:
     """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
 
-    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself where nothing
-    is partitioned and no separate master exists. ``low`` is the slice of the model's own weights that is refreshed from
-    it, or None when they are the same memory.
+    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself if nothing is
+    partitioned and there is no separate master. ``low`` is the slice of the model's own weights that is refreshed from
+    it, or None if they are the same memory.
     """
 
     param_index: int
@@ -69,8 +69,8 @@ class GroupTensors(NamedTuple):
 class StateStore:
     """Owns the master weights and knows the optimizer's state by fragment.
 
-    The client's optimizer keeps its group dicts, with his own parameters in them; ``lend`` puts the fragments in
-    their place for as long as the optimizer works.
+    The client's optimizer keeps its group dicts, with the client's parameters in them; ``lend`` puts the fragments in
+    their place while the optimizer works.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StateStore:
         self.group_of: list[int] = []
         self.by_group: list[list[OwnedFragment]] = []
         self.fragments: list[OwnedFragment] = []
-        self._constructs = False  # whether the optimizer's step relies on state that its constructor makes
+        self._constructs = False  # whether the optimizer's step relies on state created by its constructor
         self.admit(params, param_buckets, grad_buckets)
 
     def admit(
@@ -116,11 +116,11 @@ class StateStore:
         self.tier.adopt(by_group, self.state_of)
 
     def follow_groups(self) -> None:
-        """The optimizer may have got groups."""
+        """Update to groups that the optimizer may have gained."""
         self.by_group += [[] for _ in self.optimizer.param_groups[len(self.by_group) :]]
 
     def _own(self, weights: ParamBucket, grads: GradBucket, fragments: Sequence[Fragment]) -> None:
-        """Create the masters of one bucket, in one flat buffer where the bucket is flat and trained as a whole."""
+        """Create the masters of one bucket, in one flat buffer if the bucket is flat and trained as a whole."""
         dtype = self.master_dtype or weights.layout.dtype
         tier = self.tier.of(weights.layout)
         example = weights.shard if weights.shard is not None else weights.params[0].data
@@ -131,7 +131,7 @@ class StateStore:
         for fragment in fragments:
             if self.group_of[fragment.param] < 0:
                 continue
-            whole = None  # master of the whole parameter, where buckets are not flat
+            whole = None  # master of the whole parameter, if buckets are not flat
             if weights.shard is None and separate:
                 param = self.params[fragment.param]
                 whole = tier.masters(param.detach().reshape(-1), dtype)
@@ -155,7 +155,7 @@ class StateStore:
     def _adopt_existing_state(
         self, params: Sequence[nn.Parameter], fragments: Iterable[OwnedFragment]
     ) -> None:
-        """State that the client's optimizer had of ``params`` before is partitioned like the weights."""
+        """Partition state that the client's optimizer already had for ``params`` like the weights."""
         old = {id(p): self.optimizer.state.pop(p) for p in params if p in self.optimizer.state}
         example = next((p for p in params if old.get(id(p))), None)
         if example is not None:
@@ -168,19 +168,19 @@ class StateStore:
                 self.optimizer.state[owned.master] = self._cut_state(state, owned)
 
     def _cut_state(self, state: dict[str, Any], owned: OwnedFragment) -> dict[str, Any]:
-        """The part of a whole parameter's ``state`` that belongs to ``owned``, where and in the dtype in which its
-        master is."""
+        """The part of a whole parameter's ``state`` that belongs to ``owned``, on the device and in the dtype of its
+        master."""
         param, master = self.params[owned.param_index], owned.master
         shape = full_shape(param)
         values = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if shape.numel() and any(value.dim() and not value.numel() for value in values.values()):
             return self._first_state(
                 owned
-            )  # made in its constructor for a parameter that was sharded already
+            )  # created by its constructor for a parameter that was already sharded
         per_element = {key for key, value in values.items() if value.shape == shape}
         if (
             not shape and master.dim()
-        ):  # values such as "step" have the same shape: how are they for a vector?
+        ):  # values such as "step" have the same shape: what are they for a vector?
             first = self._first_state(owned)
             per_element = {
                 k for k in values if isinstance(first.get(k), Tensor) and first[k].shape == master.shape
@@ -203,7 +203,7 @@ class StateStore:
         return self.optimizer.state.get(owned.master, {})
 
     def rebind(self, bucket: ParamBucket) -> None:
-        """The weights of ``bucket`` have moved: find their slices again and take the masters from them."""
+        """The weights of ``bucket`` have moved: find their slices again and set the masters from them."""
         for owned in self.fragments:
             if owned.grad_bucket.layout is bucket.layout and owned.low is not None:
                 owned.low = bucket.local_weights(owned.fragment)
@@ -218,27 +218,27 @@ class StateStore:
             torch._foreach_copy_([low for low, _ in pairs], [master for _, master in pairs])
 
     def refresh_masters(self) -> None:
-        """Take the model's own weights as the truth (they were loaded or edited)."""
+        """Set the masters from the model's own weights (which were loaded or edited)."""
         pairs = [(owned.master.reshape(-1), owned.low) for owned in self.fragments if owned.low is not None]
         if pairs:
             torch._foreach_copy_([master for master, _ in pairs], [low for _, low in pairs])
 
     def ensure_state(self, wanted: Callable[[OwnedFragment], bool] = lambda owned: True) -> None:
-        """Make the state of those fragments that have none, as it is before their first update. Local."""
+        """Create the state of fragments that have none, as it is before their first update. Local."""
         missing = [[o for o in group if wanted(o) and not self.state_of(o)] for group in self.by_group]
         for batch in self.tier.batches(missing):
             for owned in (owned for group in batch for owned in group):
                 self.optimizer.state[owned.master] = self._first_state(owned)
 
     def keep_state(self, wanted: Callable[[OwnedFragment], bool]) -> None:
-        """Afterwards the ``wanted`` fragments have state, whose values are to be written, and the others are as before
-        their first update."""
+        """Give the ``wanted`` fragments state, whose values are to be written; reset the others to before their first
+        update."""
         if any(self.state_of(owned) and not wanted(owned) for owned in self.fragments):
             self.clear_state()
         self.ensure_state(wanted)
 
     def clear_state(self) -> None:
-        """Discard all optimizer state: as before the first step."""
+        """Discard all optimizer state, as before the first step."""
         for owned in self.fragments:
             self.optimizer.state.pop(owned.master, None)
         self.tier.forget_state()
@@ -246,7 +246,7 @@ class StateStore:
             self.ensure_state()
 
     def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
-        """The state of a fragment, or what it would start with; nothing is kept."""
+        """The state of a fragment, or what it would start with; nothing is stored."""
         return self.state_of(owned) or self._first_state(owned)
 
     def _first_state(self, owned: OwnedFragment) -> dict[str, Any]:
@@ -271,6 +271,6 @@ class _Lent:
 
 
 def _group_index(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
-    """Optimizer group of each parameter, -1 for one that the optimizer does not know."""
+    """Optimizer group of each parameter, -1 for one not in the optimizer."""
     groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group[PARAMS]}
     return [groups.get(id(param), -1) for param in params]

@@ -1,4 +1,4 @@
-"""The optimizer step: agree on what was reduced, take the norm, clip, update the owned fragments, publish weights."""
+"""The optimizer step: agree on what was reduced, compute the norm, clip, update owned fragments, publish weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from deepspeed.utils.logging import logger
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf where the step was
-    skipped, also if it was NaN."""
+    """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
+    skipped, even if the norm was NaN."""
 
     applied: bool
     norm: float
@@ -35,8 +35,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class GradReport:
-    """What all ranks must know of a boundary: who used which parameter, the norm, late arrivals, and which of the
-    parameters that are not trained yet have a gradient (``woken``)."""
+    """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
+    parameters not trained yet have a gradient (``woken``)."""
 
     squares: float
     used: list[bool]
@@ -65,7 +65,7 @@ class StepExecutor:
         self.communicator = communicator
         self.names = list(names)
         self.sharded = plan.zero.shard_state
-        self.counts_squares = self.sharded or communicator.rank == 0  # each slice once in the norm
+        self.counts_squares = self.sharded or communicator.rank == 0  # each slice counts once in the norm
         self.bad_steps = 0
         self.late_params: LateParams | None = None
         self.before_step: list[Callable[[], None]] = []
@@ -115,7 +115,7 @@ class StepExecutor:
         return self._exchange() if report.late or any(report.woken) else report
 
     def admit(self, names: Sequence[str]) -> None:
-        """The store has the parameters of these names as well, at its end."""
+        """The store now also has the parameters with these names, at its end."""
         self.names += names
         self._lists = []
 
@@ -134,7 +134,7 @@ class StepExecutor:
         return GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
 
     def _gradient_lists(self) -> list[GroupTensors]:
-        """One entry per group, rebuilt only when buffers moved: kernels cache their pointers by list."""
+        """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
         key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
         if key != self._grad_key or len(self._lists) != len(self.store.by_group):
             self._lists = [GroupTensors.of(group) for group in self.store.by_group]
@@ -210,7 +210,7 @@ class StepExecutor:
                     optimizer.multi_tensor_step(
                         group, masters, grads, grad_scale=grad_scale, low_precision=lows
                     )
-            optimizer._opt_called = True  # what torch's schedulers look at to see that step() came first
+            optimizer._opt_called = True  # torch's schedulers check this to see that step() came first
         else:
             self._update_with_torch(lists, grad_scale)
 

@@ -1,10 +1,10 @@
 """Tensors in a file: stored on disk, and read when they are accessed, or in bulk through buffers.
 
 [Note: at rest] A tensor of ``SwapFile.new`` is a shared mapping of its part of the file. Reading or writing it goes
-through the page cache, whose memory the kernel reclaims at will, so code that touches state now and then
+through the page cache, whose memory the kernel reclaims at will, so code that touches state occasionally
 (checkpoints, ``safe_get_*``) needs no special case. The optimizer step and the gathers, which touch everything every
 time, bypass the page cache with ``read`` and ``write`` (io_uring and O_DIRECT where available). The kernel keeps
-both views coherent: direct transfers write back the cached pages of their range first, and drop them afterwards.
+both views coherent: direct transfers first write back the cached pages of their range, and drop them afterwards.
 
 [Note: nothing is left over] The file is unlinked as soon as it is open. However the process dies, the space is freed,
 and a restart cannot find an old file.
@@ -39,14 +39,14 @@ _TRIM_BYTES = 1 << 20
 
 
 def _trim() -> None:
-    """Give memory that was freed back to the system. glibc keeps blocks below 32 MB, and between the small objects of
-    a model under construction they would add up to the model's size."""
+    """Return freed memory to the system. glibc keeps blocks below 32 MB, and between the small objects of a model
+    under construction they would add up to the model's size."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Transfer(NamedTuple):
-    """A read or write that was started; ``buffer`` must live until it was finished."""
+    """A read or write in flight; ``buffer`` must live until it has finished."""
 
     ticket: int
     buffer: Tensor
@@ -55,16 +55,16 @@ class Transfer(NamedTuple):
 
 
 class SwapFile:
-    """One file of one rank, in ``folder``, that grows as tensors are made.
+    """One file of one rank, in ``folder``, that grows as tensors are created.
 
     Args:
-        folder: ``NVME_PATH/deepspeed/KIND``, which is made if ``NVME_PATH`` is there.
+        folder: ``NVME_PATH/deepspeed/KIND``, which is created if ``NVME_PATH`` exists.
         options: how ``read`` and ``write`` work (the config's ``aio`` section).
         key: the config key that named the folder, for messages.
 
     Raises:
         FileNotFoundError: ``NVME_PATH`` does not exist.
-        OSError: with what failed, the folder and the key, when the folder cannot be used or the disk is full.
+        OSError: the folder cannot be used or the disk is full; names what failed, the folder and the key.
     """
 
     def __init__(self, folder: Path, options: Options, *, key: str) -> None:
@@ -74,10 +74,10 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._grown = 0
-        root = folder.parents[1]  # what the user named; "deepspeed" and the kind of tensors below it are ours
+        root = folder.parents[1]  # what the user named; "deepspeed" and the kind below it are ours
         self._maps: list[
             tuple[int, int, int]
-        ] = []  # address, bytes, offset in the file; by address, disjoint
+        ] = []  # address, bytes, offset in the file; sorted by address, disjoint
         if not root.exists():
             raise FileNotFoundError(
                 errno.ENOENT,
@@ -105,7 +105,7 @@ class SwapFile:
     # Tensors at rest ----------------------------------------------------------------------------------------
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] zeros in the file (Note: at rest). The space is taken from the disk at once."""
+        """[numel] zeros in the file (Note: at rest). The disk space is allocated immediately."""
         nbytes = -(-max(1, numel * dtype.itemsize) // PAGE) * PAGE
         offset = self.size
         self._reserve(offset + nbytes)
@@ -116,7 +116,7 @@ class SwapFile:
         return raw.view(dtype)[:numel]
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` [any shape] in the file, 1-D; written bypassing the page cache."""
+        """A copy of ``tensor`` [any shape] in the file, 1-D; the write bypasses the page cache."""
         if not tensor.numel():
             return tensor.detach().reshape(-1).clone()
         resting = self.new(tensor.numel(), tensor.dtype)
@@ -135,7 +135,7 @@ class SwapFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._error(error.errno or errno.EIO, "cannot be used for swap files") from None
-            try:  # the step of growth did not fit: perhaps what is needed does
+            try:  # the growth increment did not fit: what is needed may
                 grow = end - self._grown
                 os.posix_fallocate(self._fd, self._grown, grow)
             except OSError as full:
@@ -146,7 +146,7 @@ class SwapFile:
         self._grown += grow
 
     def _remember(self, start: int, nbytes: int, offset: int) -> None:
-        """What was known of these addresses belonged to tensors that are gone: the system gives them out again."""
+        """Record a mapping. Older entries for these addresses are of tensors that are gone: addresses get reused."""
         low, high = bisect_left(self._maps, (start,)), bisect_left(self._maps, (start + nbytes,))
         if low and sum(self._maps[low - 1][:2]) > start:
             low -= 1
@@ -161,11 +161,11 @@ class SwapFile:
         return offset + address - start if address < start + nbytes else None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor rests here."""
+        """Whether the tensor is stored here."""
         return self._find(tensor.data_ptr()) is not None
 
     def offset_of(self, resting: Tensor) -> int:
-        """Where in the file a tensor of ``new``, or a view of one, begins. Bytes."""
+        """Offset in the file, in bytes, of a tensor from ``new`` or a view of one."""
         offset = self._find(resting.data_ptr())
         if offset is None:
             raise KeyError("this tensor is not in the swap file")
@@ -213,6 +213,6 @@ class SwapFile:
 
 
 def _close(engine: Engine, descriptor: int) -> None:
-    """Ends the transfers and the threads; tensors at rest stay readable while they are referenced."""
+    """Ends the transfers and the threads; stored tensors stay readable while they are referenced."""
     engine.close()
     os.close(descriptor)

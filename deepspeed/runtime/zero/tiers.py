@@ -1,12 +1,12 @@
 """Where master weights and optimizer state are kept, and how they reach the processor for the update.
 
-``ResidentTier``: they are where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021; ZeRO-Infinity,
-Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them sub-group by
-sub-group, while the next one is read and the previous one is written.
+``ResidentTier``: they are kept where the update happens. ``OffloadedTier`` (ZeRO-Offload, Ren et al. 2021;
+ZeRO-Infinity, Rajbhandari et al. 2021): they are kept in host memory or on storage, and the host updates them
+sub-group by sub-group, while the next one is read and the previous one is written.
 
 [Note: resting tensors] The optimizer keys its state by tensor object, so the objects stay and their memory changes:
 ``tensor.data`` is a mapping of the swap file between steps (an access reads the file) and a part of a slot while
-its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers keep remain valid.
+its sub-group is updated. A sub-group always uses the same slot, so addresses that optimizers cache remain valid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.swap_file import PAGE, SwapFile, Transfer
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.state_store import GroupTensors, OwnedFragment
 
-_ALIGN = 64  # bytes; of every tensor in a slot
+_ALIGN = 64  # bytes; alignment of every tensor in a slot
 
 Groups = list["GroupTensors"]
 StateOf = Callable[["OwnedFragment"], dict[str, Any]]
@@ -50,11 +50,11 @@ class ResidentTier:
         return self if self.takes(layout) else ResidentTier()
 
     def own_master(self, weights: Tensor) -> bool:
-        """Whether these weights need a master of their own even if they have the master dtype."""
+        """Whether these weights need a separate master even if they have the master dtype."""
         return False
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """The fragment as it is to be owned; an offloading tier splits large ones."""
+        """The fragment in the pieces to be owned; an offloading tier splits large ones."""
         return [fragment]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,21 +66,21 @@ class ResidentTier:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def adopt(self, groups: Sequence[Sequence[OwnedFragment]], state_of: StateOf) -> None:
-        """Take charge of these fragments, by optimizer group. Called when their masters exist."""
+        """Take over these fragments, by optimizer group. Called when their masters exist."""
 
     def update(self, groups: Groups, apply: Callable[[Groups], None]) -> None:
         """``apply`` the optimizer to ``groups``, in as many parts as fit."""
         apply(groups)
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
-        """``groups`` in parts whose state may be in memory together."""
+        """``groups`` in parts whose state may be in memory at the same time."""
         yield groups
 
     def rest(self) -> None:
-        """State was created or replaced outside ``update``: bring it to where it rests."""
+        """State was created or replaced outside ``update``: move it to where it is stored."""
 
     def forget_state(self) -> None:
-        """All optimizer state was dropped."""
+        """All optimizer state has been dropped."""
 
     def close(self) -> None:
         """The engine is done with the state."""
@@ -88,7 +88,7 @@ class ResidentTier:
 
 @dataclass(slots=True)
 class Record:
-    """Tensors that lie together in the swap file, at ``places`` (bytes) of ``resting`` and of their part of a slot."""
+    """Adjacent tensors in the swap file, at ``places`` (bytes) in ``resting`` and in their part of a slot."""
 
     resting: Tensor  # [nbytes] uint8
     tensors: list[Tensor]
@@ -113,12 +113,12 @@ class SubGroup:
     records: list[Record] = field(default_factory=list)
     known: set[int] = field(default_factory=set)  # ids of the tensors in records
     staged: list[OwnedFragment] = field(default_factory=list)  # their new weights pass through the slot
-    views: dict[int, Tensor] = field(default_factory=dict)  # id of such a fragment -> its part of the slot
-    resident: bool = False  # state and masters are where they are updated
+    views: dict[int, Tensor] = field(default_factory=dict)  # id of a staged fragment -> its part of the slot
+    resident: bool = False  # state and masters are kept where they are updated
     base: int = 0  # address of the slot that ``views`` belong to
 
     def spans(self) -> Iterator[tuple[Record, slice]]:
-        """The records with their bytes of a slot."""
+        """The records with their byte ranges in a slot."""
         start = 0
         for record in self.records:
             start = round_up(start, PAGE) + record.skew
@@ -139,7 +139,7 @@ class SubGroup:
         return [owned for group in self.groups for owned in group]
 
     def stage(self, buffer: Tensor) -> None:
-        """Lay the staged weights out in ``buffer``, behind the records; the same views as long as it is the same."""
+        """Lay out the staged weights in ``buffer``, after the records; same buffer, same views."""
         if self.views and buffer.data_ptr() == self.base:
             return
         self.base, self.views = buffer.data_ptr(), {}
@@ -177,7 +177,7 @@ class Slot:
             self.copied = None
 
     def finish_transfers(self) -> None:
-        """Wait for storage alone; copies to the device may continue into the next forward."""
+        """Wait only for storage; copies to the device may continue into the next forward."""
         transfers, self.transfers = self.transfers, []
         failure: OSError | None = None
         for swap, transfer in transfers:
@@ -192,7 +192,7 @@ class Slot:
 class OffloadedTier(ResidentTier):
     """Masters and state are kept in host memory, or with ``swap`` in a file; the host updates them.
 
-    ``weights_swap``: where the weights themselves rest in a file (``offload_param``).
+    ``weights_swap``: the file in which the weights themselves are stored (``offload_param``).
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class OffloadedTier(ResidentTier):
         self.sub_groups: list[SubGroup] = []
         memory = LockedMemory()
         self.slots = [Slot(memory) for _ in range(plan.slots)]
-        self.bytes_to_device = 0  # weights that went up the host link
+        self.bytes_to_device = 0  # weights sent to the device
         self._part_of: dict[int, int] = {}  # id of an owned fragment -> its sub-group
         self._state_of: StateOf = lambda _: {}
 
@@ -226,7 +226,7 @@ class OffloadedTier(ResidentTier):
         return off_host(weights.device) or self._rests(weights)
 
     def pieces(self, fragment: Fragment) -> Sequence[Fragment]:
-        """At most ``sub_group_numel`` elements each: elementwise optimizers do not notice."""
+        """At most ``sub_group_numel`` elements each, which makes no difference to elementwise optimizers."""
         if not self.cuts:
             return [fragment]
         f, size = fragment, self.group_numel
@@ -236,7 +236,7 @@ class OffloadedTier(ResidentTier):
         ]
 
     def masters(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """In the swap file piece by piece, or in (pinned) host memory."""
+        """In the swap file, piece by piece, or in (pinned) host memory."""
         if self.swap is None:
             host = host_empty(weights.numel(), dtype, pin=self.plan.pin)
             return host.copy_(weights)
@@ -248,8 +248,8 @@ class OffloadedTier(ResidentTier):
         return resting
 
     def new_gradients(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of a device: (pinned) host memory, which copies reach while backward runs. Of the host: a part of the swap
-        file. It is used as the mapping that it is: where memory is free, the page cache spares the storage."""
+        """From a device: (pinned) host memory, the target of copies while backward runs. From the host: a part of the
+        swap file, used directly as a mapping: while memory is free, the page cache spares the storage."""
         if off_host(device):
             return host_empty(numel, dtype, pin=self.plan.pin)
         if self.swap is not None:
@@ -261,9 +261,9 @@ class OffloadedTier(ResidentTier):
         here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
         away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
         new = list(_sub_groups(away, self.group_numel))
-        if any(here):  # first: a device works on it while the host does the others
+        if any(here):  # first: the device works on it while the host does the others
             new.insert(0, SubGroup(here, resident=True))
-        if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, also what comes later
+        if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, later ones too
             for sub_group in new:
                 self._enter(self.sub_groups[0], sub_group.groups, 0)
         else:
@@ -271,7 +271,7 @@ class OffloadedTier(ResidentTier):
                 groups, sub_group.groups = sub_group.groups, []
                 self.sub_groups.append(sub_group)
                 self._enter(sub_group, groups, len(self.sub_groups) - 1)
-        self.rest()  # state that the client's optimizer had already
+        self.rest()  # state that the client's optimizer already had
 
     def _enter(self, sub_group: SubGroup, groups: list[list[OwnedFragment]], number: int) -> None:
         """Fragments join sub-group ``number``."""
@@ -288,7 +288,7 @@ class OffloadedTier(ResidentTier):
             self._part_of[id(owned)] = number
             if not sub_group.resident and self._stages(owned):
                 sub_group.staged.append(owned)
-        sub_group.views = {}  # the staged weights lie behind the records
+        sub_group.views = {}  # the staged weights follow the records
 
     def _stages(self, owned: OwnedFragment) -> bool:
         """Whether the refreshed weights pass through the slot on their way to where they belong."""
@@ -312,7 +312,7 @@ class OffloadedTier(ResidentTier):
             sub_group.views = {}
 
     def _store_new(self, sub_group: SubGroup) -> None:
-        """State tensors that have no place in the file yet get one, together."""
+        """Give state tensors without a place in the file one, together."""
         assert self.swap is not None
         new: list[Tensor] = []
         for owned in sub_group.fragments:
@@ -341,7 +341,7 @@ class OffloadedTier(ResidentTier):
         record.bind(resting)
         sub_group.records.append(record)
         sub_group.known.update(map(id, new))
-        sub_group.views = {}  # the staged weights lie behind the records
+        sub_group.views = {}  # the staged weights follow the records
 
     def batches(self, groups: list[list[OwnedFragment]]) -> Iterator[list[list[OwnedFragment]]]:
         for number in range(len(self.sub_groups)):
@@ -376,14 +376,14 @@ class OffloadedTier(ResidentTier):
                 self._one(number, part, apply)
             for slot in self.slots:
                 slot.finish_transfers()
-        except BaseException:  # whatever is in flight ends, tensors rest again
+        except BaseException:  # finish what is in flight and put tensors back at rest
             for number, _ in parts:
                 self._bind_resting(self.sub_groups[number])
             self._settle_quietly()
             raise
 
     def _parts(self, groups: Groups) -> Iterator[tuple[int, Groups]]:
-        """``groups`` by sub-group, without those that have nothing to update."""
+        """``groups`` by sub-group, without sub-groups that have nothing to update."""
         chosen: dict[int, list[list[int]]] = {}
         for g, group in enumerate(groups):
             for i, owned in enumerate(group.fragments):
@@ -466,10 +466,10 @@ def _lend_views(part: Groups, views: dict[int, Tensor]) -> list[tuple[Tensor, Te
 
 
 def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
-    """The masters of a sub-group, which rest in the file already: one record for those of one bucket."""
+    """The masters of a sub-group, which are already in the file: one record for those of one bucket."""
     by_storage: dict[int, list[Tensor]] = {}
     for owned in fragments:
-        if owned.low is not None:  # else the master is the weight itself, which rests elsewhere
+        if owned.low is not None:  # else the master is the weight itself, stored elsewhere
             by_storage.setdefault(owned.master.untyped_storage().data_ptr(), []).append(owned.master)
     for base, masters in by_storage.items():
         start = min(master.data_ptr() for master in masters)
@@ -526,7 +526,7 @@ def make_tier(
 
 def device_share(layouts: Sequence[BucketLayout], ratio: float) -> frozenset[int]:
     """Twin-Flow: the buckets whose state stays on the device, about ``1 - ratio`` of the elements. The first ones:
-    backward reaches them last, when the others are on their way to the host."""
+    backward reaches them last, when the others are already being copied to the host."""
     room = (1.0 - ratio) * sum(layout.shard_numel for layout in layouts)
     chosen: set[int] = set()
     for layout in layouts:

@@ -1,7 +1,7 @@
 """A linear layer as a grid of smaller ones that run one after another.
 
 Under ZeRO stage 3 a module's parameters are gathered for its call. A layer with a huge weight (a vocabulary head)
-then needs the memory for all of it at once; in tiles it needs the memory for one tile at a time.
+then needs memory for all of it at once; a tiled one needs memory for one tile at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Output = Any
 def split_tensor_along_last_dim(
     tensor: Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split [..., n] into parts of the given sizes, which add up to n; views unless asked to be contiguous."""
+    """Split [..., n] into parts of the given sizes, which add up to n; views unless contiguous parts are requested."""
     parts = tensor.split(list(partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
@@ -35,7 +35,7 @@ class TiledLinear(nn.Module):
 
     The tiles of one row add up to one part of the output; only the last tile of a row has a bias. Sizes need not be
     divisible: the first parts are then one element larger. The result equals the whole layer's up to the order of
-    sums, and exactly where ``in_splits`` is 1.
+    summation, and exactly if ``in_splits`` is 1.
 
     Args:
         in_features, out_features, bias: as for ``torch.nn.Linear``.
@@ -43,9 +43,9 @@ class TiledLinear(nn.Module):
         input_is_already_split: ``forward`` takes a sequence of ``in_splits`` tensors instead of one.
         combine_out_splits: False makes ``forward`` return the ``out_splits`` parts as a list.
         linear_cls: class of the tiles.
-        init_linear: a whole layer whose values the tiles take over; None keeps their own initialization, which
-            follows the size of the tile.
-        kwargs: handed to every tile.
+        init_linear: a whole layer whose values are copied to the tiles; None keeps their own initialization, which
+            depends on the size of the tile.
+        kwargs: passed to every tile.
 
     Attributes:
         linears: ``ModuleList`` of rows, each a ``ModuleList`` of tiles: ``linears[out_part][in_part]``.
@@ -114,7 +114,7 @@ class TiledLinear(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take weight [out_features, in_features] and bias [out_features] of a whole layer. Collective under ZeRO-3.
+        """Copy weight [out_features, in_features] and bias [out_features] of a whole layer. Collective under ZeRO-3.
 
         Raises:
             ValueError: ``other`` has another shape, or one of the two lacks a bias.
@@ -145,7 +145,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """For layers that return ``(output, bias)`` and leave adding the bias (or None) to the caller, as this does."""
+    """For layers that, like this one, return ``(output, bias)`` and leave adding the bias (or None) to the caller."""
 
     def _sum(self, outputs: list[Output]) -> Output:
         total = super()._sum([output for output, _ in outputs])

@@ -9,10 +9,10 @@ NEVER = sys.maxsize
 
 
 class UseTrace:
-    """Records uses of buckets and follows the record of the step before.
+    """Records uses of buckets and follows the record of the previous step.
 
-    A changed order is followed, not punished: the cursor moves to the next place where the used bucket occurs, and
-    what was recorded meanwhile replaces the old trace at the end of the step.
+    A changed order is simply followed: the cursor moves to the next place where the used bucket occurs, and the new
+    record replaces the old trace at the end of the step.
     """
 
     def __init__(self, numels: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ class UseTrace:
 
     @property
     def begun(self) -> bool:
-        """Whether a bucket was used in this step."""
+        """Whether any bucket was used in this step."""
         return bool(self._now)
 
     def use(self, b: int) -> None:
@@ -40,7 +40,7 @@ class UseTrace:
                 return
 
     def distance(self, b: int) -> int:
-        """Elements that pass before bucket ``b`` is used again; NEVER if it is not, or nothing is known."""
+        """Elements used before bucket ``b`` is used again; NEVER if it is not, or nothing is known."""
         passed = 0
         for other in self._last[self._cursor :]:
             if other == b:
@@ -54,7 +54,7 @@ class UseTrace:
         self._cursor = 0
 
     def restart(self) -> None:
-        """The step starts over; what was recorded of it does not count."""
+        """The step starts over; its record so far is discarded."""
         self._now, self._cursor = [], 0
 
     def forget(self) -> None:

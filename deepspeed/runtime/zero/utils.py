@@ -1,4 +1,4 @@
-"""Documented helpers around ZeRO: agreement between ranks, walking structures, views of a flat buffer."""
+"""Documented helpers around ZeRO: agreement between ranks, traversing structures, views of a flat buffer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether ZeRO knows that this optimizer treats every element by itself, so that it can step on slices."""
+    """Whether ZeRO knows that this optimizer is elementwise, so that it can step on slices."""
     return is_elementwise(optimizer)
 
 
 def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
-    """Rank 0's list of whole numbers; the others' are as long."""
+    """Rank 0's list of integers; the others' must have the same length."""
     device = get_accelerator().current_device_name()
     numbers = torch.tensor(list(lst), dtype=torch.int64, device=device)
     torch.distributed.broadcast(numbers, src=0)
@@ -43,7 +43,7 @@ def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
 
 
 def assert_lst_len_same_as_other_ranks(lst: Sequence[int]) -> None:
-    """RuntimeError on the ranks whose list is not as long as rank 0's."""
+    """RuntimeError on ranks whose list differs in length from rank 0's."""
     expected = get_lst_from_rank0([len(lst)])[0]
     if expected != len(lst):
         rank = torch.distributed.get_rank()
@@ -53,7 +53,7 @@ def assert_lst_len_same_as_other_ranks(lst: Sequence[int]) -> None:
 
 
 def assert_ints_same_as_other_ranks(ints: Sequence[int]) -> None:
-    """RuntimeError on the ranks whose numbers are not rank 0's."""
+    """RuntimeError on ranks whose numbers differ from rank 0's."""
     expected = get_lst_from_rank0(ints)
     if expected != list(ints):
         rank = torch.distributed.get_rank()
@@ -63,7 +63,7 @@ def assert_ints_same_as_other_ranks(ints: Sequence[int]) -> None:
 
 
 def is_builtin_type(obj: Any) -> bool:
-    """Whether the object is of a type that Python itself brings."""
+    """Whether the object is of a built-in Python type."""
     return type(obj).__module__ in ("__builtin__", "builtins")
 
 
@@ -78,14 +78,14 @@ def apply_to_tensors_only(
     """`value` with `function` applied to the tensors in its tuples, lists and dicts, which keep their types.
 
     Args:
-        warning_msg_fn: Makes of a leaf that is neither a tensor nor of a built-in type the warning to log.
+        warning_msg_fn: Makes the warning to log for a leaf that is neither a tensor nor of a built-in type.
     """
     if isinstance_namedtuple(value):
         return type(value)(*(apply_to_tensors_only(function, item, warning_msg_fn) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(apply_to_tensors_only(function, item, warning_msg_fn) for item in value)
     if isinstance(value, dict):
-        for key in value:  # in place: the dict may be a class of its own
+        for key in value:  # in place: the dict may be of a subclass
             value[key] = apply_to_tensors_only(function, value[key], warning_msg_fn)
         return value
     if isinstance(value, Tensor):
@@ -96,7 +96,7 @@ def apply_to_tensors_only(
 
 
 def get_mapping_to_flat_buffer(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
-    """(tensor, offset, elements) of each tensor when they lie end to end."""
+    """(tensor, offset, elements) of each tensor when laid end to end."""
     mapping, offset = [], 0
     for tensor in tensors:
         mapping.append((tensor, offset, tensor.numel()))

@@ -2,7 +2,7 @@
 
 Each matrix has one *owner*, the rank that holds most of it. One all-to-all sends its fragments there, the owner
 computes, and a second one returns the result: 4 bytes per element each way in fp32. Since buckets spread the
-matrices over the ranks, they spread this work as well.
+matrices over the ranks, they also spread this work.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class WholeMatrices:
     ) -> None:
         """Replace ``values[i]``, shaped like the fragment ``params[i]``, by its part of ``function(whole)``.
 
-        All ranks participate in every matrix of the group; what is missing (a parameter that no rank used) is zero, and
-        its result goes nowhere. Collective.
+        All ranks participate in every matrix of the group; a missing one (a parameter that no rank used) is zero, and
+        its result is discarded. Collective.
         """
         index = next(i for i, known in enumerate(self.store.optimizer.param_groups) if known is group)
         fragment_of = {id(owned.master): owned for owned in self.store.fragments}
@@ -111,7 +111,7 @@ class WholeMatrices:
     def _compute(
         due: Sequence[Sequence[tuple[Matrix, Part]]], incoming: Tensor, function: Callable[[Tensor], Tensor]
     ) -> None:
-        """Put the parts in ``incoming`` together and replace them by the parts of the result."""
+        """Assemble the parts in ``incoming`` and replace them with the parts of the result."""
         gathered: dict[int, tuple[Matrix, list[tuple[Tensor, Part]]]] = {}
         for place, (matrix, part) in _places(due, incoming):
             gathered.setdefault(matrix.param, (matrix, []))[1].append((place, part))
@@ -141,7 +141,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
 
 
 def batches(matrices: Sequence[Matrix], numel: int) -> Iterator[list[Matrix]]:
-    """Runs of matrices of together at most ``numel`` elements, at least one each."""
+    """Runs of matrices with at most ``numel`` elements in total, at least one matrix each."""
     batch: list[Matrix] = []
     size = 0
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""`zero_optimization.zenflow`: important gradient columns at once on the device, the rest later on the
+"""`zero_optimization.zenflow`: important gradient columns immediately on the device, the rest later on the
 host.
 """
 

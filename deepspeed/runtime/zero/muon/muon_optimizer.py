@@ -1,7 +1,7 @@
 """Muon for hidden matrices and Adam for everything else, as one optimizer that ZeRO can shard.
 
 Momentum is per element, so its slices stay where the slices of the weights are. Only the orthogonalization needs
-whole matrices: ``whole_matrices`` brings those together at one owner each (``zero/whole_matrices.py``).
+whole matrices: ``whole_matrices`` assembles each at one owner (``zero/whole_matrices.py``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class WholeMatrixUpdate(Protocol):
 
 
 class MuonWithAuxAdam(MultiTensorAdam):
-    """Groups say ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
-    weight_decay). What a group does not give has the defaults of the paper's implementation."""
+    """Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
+    weight_decay). What a group does not set has the defaults of the paper's implementation."""
 
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
         self.whole_matrices: WholeMatrixUpdate | None = None
@@ -89,7 +89,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
         updates = momentum_update(scaled, momenta, group["momentum"], nesterov=True) if params else []
         lr = float(group["lr"])
         if lr == 0.0:
-            return  # no weight would change: nothing to orthogonalize
+            return  # no weight would change: no need to orthogonalize
         self._orthogonalize(group, params, updates)
         for param, update in zip(params, updates, strict=True):
             apply_update(param, update.view(param.shape), lr, group["weight_decay"])
@@ -111,7 +111,7 @@ class MuonWithAuxAdam(MultiTensorAdam):
         for group in self.param_groups:
             if group["use_muon"]:
                 for param in group["params"]:
-                    self.state.get(param, {}).pop("step", None)  # Muon counts no steps
+                    self.state.get(param, {}).pop("step", None)  # Muon does not count steps
 
 
 def build_muon(
@@ -128,8 +128,8 @@ def build_muon(
     """``optimizer.type: Muon``: parameters flagged ``use_muon`` (``set_optimizer_flags``) go to Muon, others to Adam.
 
     Args:
-        params: parameters or groups; a group that says ``use_muon`` is taken as it is, others are split.
-        lr: of both kinds, unless ``muon_lr`` or ``adam_lr`` or the group itself says otherwise.
+        params: parameters or groups; a group that sets ``use_muon`` is taken as it is, others are split.
+        lr: for both kinds, unless ``muon_lr`` or ``adam_lr`` or the group itself says otherwise.
     """
     shared: dict[bool, dict[str, Any]] = {
         True: {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method},

@@ -5,8 +5,8 @@ A step of Muon replaces the momentum of a matrix by (nearly) the closest orthogo
 move alike. Five steps of a quintic Newton-Schulz iteration bring every singular value near 1; the coefficients of
 the paper trade exactness (results lie between about 0.7 and 1.2) for speed.
 
-All products are in fp32 (the paper uses bf16 on GPUs), so that the result does not depend on the device's way of
-rounding more than any other sum does.
+All products are in fp32 (the paper uses bf16 on GPUs), so that the result depends on the device's rounding no more
+than any other sum does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
     """The same polynomial, iterated on the Gram matrix of the shorter side.
 
-    Each step multiplies x by a polynomial of x x^T, and all of them commute. So it is enough to follow the Gram
-    matrix and the product of the polynomials, both [short, short], and to multiply with the matrix once: for a
-    matrix of k times as many columns as rows, 2 long products instead of 2 per step.
+    Each step multiplies x by a polynomial of x x^T, and all of them commute. So it is enough to track the Gram
+    matrix and the product of the polynomials, both [short, short], and to multiply by the matrix once: for a
+    matrix with k times as many columns as rows, 2 long products instead of 2 per step.
     """
     a, b, c = COEFFICIENTS
     x, transposed = _prepared(G)
@@ -63,7 +63,7 @@ _ITERATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def _prepared(matrix: Tensor) -> tuple[Tensor, bool]:
-    """In fp32 (fp64 stays), not taller than wide, of a norm at most 1; and whether it was transposed."""
+    """In fp32 (fp64 stays), not taller than wide, with norm at most 1; and whether it was transposed."""
     if matrix.ndim < 2:
         raise ValueError(f"Muon updates matrices; a tensor of shape {tuple(matrix.shape)} is not one")
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
@@ -78,7 +78,7 @@ def orthogonalize(
 ) -> Tensor:
     """The direction in which Muon moves a parameter whose momentum is ``update``; same shape and dtype.
 
-    More than two dimensions are taken as [first, all others], or with ``is_expert_group`` as a batch of matrices. Tall
+    More than two dimensions are flattened to [first, all others], or with ``is_expert_group`` a batch of matrices. Tall
     matrices are scaled by sqrt(rows / cols), as in the paper's implementation.
     """
     if ns_method not in _ITERATIONS:
@@ -92,8 +92,8 @@ def orthogonalize(
 def momentum_update(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], beta: float, nesterov: bool
 ) -> list[Tensor]:
-    """Momenta (in place) and what is to be orthogonalized, element by element: single rounded operations only, so
-    that no bit depends on how tensors are partitioned."""
+    """Update momenta (in place) and compute what is to be orthogonalized, elementwise: single rounded operations
+    only, so that no bit depends on how tensors are partitioned."""
     fresh = torch._foreach_mul(list(grads), 1.0 - beta)
     torch._foreach_mul_(list(momenta), beta)
     torch._foreach_add_(list(momenta), fresh)
@@ -126,7 +126,7 @@ def apply_update(param: Tensor, update: Tensor, lr: float, weight_decay: float) 
 
 
 class SingleDeviceMuon(torch.optim.Optimizer):
-    """Muon for matrices, every one updated on this rank. State: ``momentum_buffer``."""
+    """Muon for matrices, all updated on this rank. State: ``momentum_buffer``."""
 
     def __init__(
         self,
