@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,6 +60,7 @@ class Communicator:
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
         self._cpu_transport: Transport | None = None  # the same one, for faster access
+        self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
@@ -172,8 +174,16 @@ class Communicator:
         assert self.group is not None
         return "cpu" if is_gloo(self.group) else get_accelerator().device_name()
 
+    def at_close(self, method: Callable[[], None]) -> None:
+        """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
+        self._at_close.append(weakref.WeakMethod(method))
+
     def close(self) -> None:
         """Release what the transports hold."""
+        for reference in self._at_close:
+            if (method := reference()) is not None:
+                method()
+        self._at_close.clear()
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()

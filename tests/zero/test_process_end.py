@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import deepspeed
 from tests.launcher.programs import environment
+from tests.pool import distributed
 
 SCRIPT = """\
 import sys, time
@@ -73,3 +77,25 @@ def test_a_failing_rank_does_not_stay(tmp_path: Path, how: str) -> None:
     done = launched(tmp_path, how)
     assert done.returncode != 0 and "on purpose" in done.stderr
     assert time.monotonic() - begin < 300  # half the timeout of a collective
+
+
+@distributed(world_size=2)
+def test_an_engine_that_nobody_destroyed_keeps_no_thread_after_its_group() -> None:
+    """A second run in the same process must not find the first one's servers."""
+    before = threading.active_count()
+    for _ in range(2):
+        config = {
+            "train_batch_size": 2,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        assert threading.active_count() > before
+    communicator = engine.mesh.communicator("dp", "sp")
+    communicator.close()  # as destroy_process_group() does first
+    end = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert threading.active_count() <= before

@@ -81,6 +81,9 @@ class ShardServer:
         self._token = everyone[0][2]
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
+        communicator.at_close(
+            self.retire
+        )  # else its threads would keep an engine's slices that nobody destroyed
 
     def advance(self) -> None:
         with self._changed:
