@@ -5,8 +5,6 @@ The training state is a fake: whatever implements ``TrainingState`` can be saved
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from deepspeed.checkpoint.save import Place, Training, save
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.upstream_export import export_checkpoint
 from tests.allocations import counted
+from tests.checkpoint.held_state import Entry, HeldState
 from tests.pool import distributed
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -32,17 +31,7 @@ SMALL = 300 << 10
 """Less than one of an interval's tensors."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    name: str
-    param: Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.bfloat16
-    group_index: int = 0
-    shared_names: tuple[str, ...] = ()
-
-
-class FileState:
+class FileState(HeldState):
     """Each ``interval`` elements (the last are fewer) belong to one rank in turn, ``first`` to begin with; their
     tensors are mapped from one file each."""
 
@@ -70,26 +59,6 @@ class FileState:
         for index, tensors in self.held:
             for kind in KINDS:
                 tensors[kind].copy_(value_of(index.name, kind, index.start, index.stop))
-
-    def trainable(self) -> list[Entry]:
-        return self.entries
-
-    def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        yield from self.held
-
-    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
-        for index, tensors in self.held:
-            if index.name in values:
-                tensors[key].copy_(values[index.name])
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def pending_gradients(self) -> None:
-        return None
-
-    def keep_state(self, names: Container[str]) -> None:
-        """It is there."""
 
 
 def value_of(name: str, kind: str, start: int, stop: int) -> Tensor:

@@ -6,7 +6,7 @@ The process group is torch's fake one, which moves nothing; the training state i
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,15 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.save import Place, Training, _Files, save
 from deepspeed.checkpoint.shards import ShardIndex
+from tests.checkpoint.held_state import Entry, HeldState
 from tests.checkpoint.models import config, make_engine, train
-from tests.checkpoint.test_intervals import KINDS, Entry, value_of
+from tests.checkpoint.test_intervals import KINDS, value_of
 from tests.pool import distributed, run
 
 WIDTH, LAYERS = 96, 4
 
 
-class EvenState:
+class EvenState(HeldState):
     """Two buckets of layers, each cut evenly over all ranks: masters and moments of this rank's slices."""
 
     def __init__(self, model: nn.Module, rank: int, world: int) -> None:
@@ -49,26 +50,6 @@ class EvenState:
                     tensors = {kind: value_of(entry.name, kind, low, high) for kind in KINDS}
                     self.held.append((index, {**tensors, "step": torch.tensor(7.0)}))
                 position += entry.param.numel()
-
-    def trainable(self) -> list[Entry]:
-        return self.entries
-
-    def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        yield from self.held
-
-    def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
-        for index, tensors in self.held:
-            if index.name in values:
-                tensors[key].copy_(values[index.name])
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def pending_gradients(self) -> None:
-        return None
-
-    def keep_state(self, names: Container[str]) -> None:
-        """It is there."""
 
 
 class Home:
