@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numbers
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from deepspeed.monitor.utils import run_folder
 from deepspeed.utils.logging import is_rank_zero, logger, warning_once
 
 Event = tuple[str, Any, int]
@@ -88,6 +90,26 @@ class Backend(Monitor):
             return False
         self._resting_until_s = 0.0
         return True
+
+
+class FolderBackend(Backend):
+    """A backend whose files lie in ``output_path/job_name``."""
+
+    @property
+    def output_path(self) -> str | None:
+        return self.monitor_config.output_path
+
+    @property
+    def job_name(self) -> str:
+        return self.monitor_config.job_name
+
+    def make_folder(self, base: str | None) -> str:
+        """Create the folder of this run and return it. ``base`` (default ``~/KEY``) replaces an empty
+        ``output_path``."""
+        base = base or os.path.join(os.path.expanduser("~"), self.key)
+        folder = run_folder(self.output_path, self.job_name, base)
+        os.makedirs(folder, exist_ok=True)
+        return folder
 
 
 def numeric(event_list: Iterable[Event]) -> list[Point]:

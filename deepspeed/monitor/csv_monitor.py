@@ -6,11 +6,10 @@ import csv
 import os
 from collections.abc import Iterable
 
-from deepspeed.monitor.base import Backend, Point
-from deepspeed.monitor.utils import run_folder
+from deepspeed.monitor.base import FolderBackend, Point
 
 
-class csvMonitor(Backend):
+class csvMonitor(FolderBackend):
     """One file per curve: ``output_path/job_name/Train_Samples_lr.csv`` with the columns ``step`` (samples) and ``lr``.
 
     An existing file is appended to, so that a resumed run has one curve.
@@ -22,20 +21,10 @@ class csvMonitor(Backend):
         self.log_dir: str | None = None
         super().__init__(csv_config)
 
-    @property
-    def output_path(self) -> str | None:
-        return self.monitor_config.output_path
-
-    @property
-    def job_name(self) -> str:
-        return self.monitor_config.job_name
-
     def setup_log_dir(self, base: str | None = None) -> str:
         """Create the folder of this run and return it. ``base`` (default ``~/csv_monitor``) replaces an empty
         ``output_path``."""
-        base = base or os.path.join(os.path.expanduser("~"), "csv_monitor")
-        self.log_dir = run_folder(self.output_path, self.job_name, base)
-        os.makedirs(self.log_dir, exist_ok=True)
+        self.log_dir = self.make_folder(base)
         return self.log_dir
 
     def _open(self) -> None:

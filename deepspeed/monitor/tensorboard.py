@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
-from deepspeed.monitor.base import Backend, Event, Point
-from deepspeed.monitor.utils import check_tb_availability, run_folder
+from deepspeed.monitor.base import Event, FolderBackend, Point
+from deepspeed.monitor.utils import check_tb_availability
 
 
-class TensorBoardMonitor(Backend):
+class TensorBoardMonitor(FolderBackend):
     """Event files in ``output_path/job_name``."""
 
     key = "tensorboard"
@@ -20,24 +19,13 @@ class TensorBoardMonitor(Backend):
         self._flush = True
         super().__init__(tensorboard_config)
 
-    @property
-    def output_path(self) -> str | None:
-        return self.monitor_config.output_path
-
-    @property
-    def job_name(self) -> str:
-        return self.monitor_config.job_name
-
     def get_summary_writer(self, base: str | None = None) -> Any:
         """A new ``SummaryWriter`` for the folder of this run. ``base`` (default ``~/tensorboard``) replaces an
         empty ``output_path``."""
         check_tb_availability()
         from torch.utils.tensorboard import SummaryWriter
 
-        base = base or os.path.join(os.path.expanduser("~"), "tensorboard")
-        folder = run_folder(self.output_path, self.job_name, base)
-        os.makedirs(folder, exist_ok=True)
-        self.summary_writer = SummaryWriter(log_dir=folder)
+        self.summary_writer = SummaryWriter(log_dir=self.make_folder(base))
         return self.summary_writer
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
