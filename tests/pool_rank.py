@@ -272,6 +272,7 @@ def _tear_down(job: Job) -> None:
         if after.get(name) != _before.get(name)
     ]
     assert not leaks, "the test left process-wide state behind:\n" + "\n".join(leaks)
+    gc.collect()  # else frozen with the rest: communicators that the end of their group has set free
     gc.freeze()  # what survived is modules and caches: the next test's collection need not look at them
 
 

@@ -8,8 +8,10 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from deepspeed.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL
 
@@ -93,6 +95,37 @@ def _is_alive(process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within the context, termination signals go to ``handler``; a hang-up that nohup ignores stays ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals only to it
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+            signum = getattr(signal, name, None)  # Windows has two of them
+            if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
+                continue
+            before[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Termination signals that arrive within the context take effect at its end.
+
+    Their handlers raise; raised inside ``Thread.start``, that leaves a thread which Python does not know, and the
+    thread prints a traceback when it ends.
+    """
+    held: list[int] = []
+    with handled_by(lambda signum, _: held.append(signum)):
+        yield
+    for signum in held:
+        signal.raise_signal(signum)
 
 
 def end_failed_ranks(run_dir: Path, pids: Mapping[int, int], ended_at: Mapping[int, float]) -> None:

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -45,6 +44,7 @@ from deepspeed.launcher.launch import (
 from deepspeed.launcher.processes import (
     adopt_orphans,
     grace_seconds,
+    handled_by,
     kill_descendants,
     own_children,
     run_dir_prefix,
@@ -241,23 +241,6 @@ def supervise(command: Sequence[str]) -> int:
         if code != 0:
             kill_descendants(not_ours)
     return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the context, termination signals go to ``handler``; a hang-up that nohup ignores stays ignored."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # Python delivers signals only to it
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
-            signum = getattr(signal, name, None)  # Windows has two of them
-            if signum is None or (name == "SIGHUP" and signal.getsignal(signum) is signal.SIG_IGN):
-                continue
-            before[signum] = signal.signal(signum, handler)
-    try:
-        yield
-    finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.pool import distributed
 
@@ -214,6 +218,23 @@ def test_several_engines_in_one_process(stages: tuple[int, int]) -> None:
     (first,), (second,) = run([start(stages[0])]), run([start(stages[1], bf16={"enabled": True})])
     assert same(together[0], first)
     assert same(together[1], second)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_an_engine_that_is_dropped_leaves_nothing(stage: int) -> None:
+    """Without destroy(): else its process group would live on, and gloo's threads with it, after
+    destroy_process_group."""
+    engine = start(stage)
+    for step in range(2):
+        engine.backward(engine(data(step, dist.get_rank())).mean())
+        engine.step()
+    del engine
+    gc.collect()
+    left = [
+        type(o).__name__ for o in gc.get_objects() if isinstance(o, GradReducer | ParamBucket | GradBucket)
+    ]
+    assert not left
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -233,3 +233,27 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
     assert job.returncode == 130 and (tmp_path / "saved").exists()
     assert said.splitlines()[-1] == "[deepspeed] stopped by SIGINT"
     assert all(line.startswith("[deepspeed]") for line in said.splitlines())
+
+
+def test_a_signal_waits_until_the_ranks_are_started() -> None:
+    """A handler that raises inside Thread.start leaves a thread that ends with a KeyError of its own."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(signum: int, _: object) -> None:
+        raise Stopped(signum)
+
+    steps: list[str] = []
+
+    def start() -> None:
+        with processes.holding_signals():
+            signal.raise_signal(signal.SIGTERM)
+            steps.append("started")
+        steps.append("not reached")
+
+    with processes.handled_by(stop):
+        with pytest.raises(Stopped):
+            start()
+        assert steps == ["started"]
+        assert signal.getsignal(signal.SIGTERM) is stop

@@ -12,6 +12,7 @@ arrives after its bucket was launched is set aside, and the ranks agree at the s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -103,9 +104,15 @@ class GradReducer:
             param.requires_grad_(trainable)
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        # A closure, not a bound method: modules and parameters get deep-copied with their hooks.
+        # A closure, not a bound method: modules and parameters get deep-copied with their hooks. It does not own the
+        # reducer: torch holds hooks where the garbage collector does not look, so that an engine that its user drops
+        # would never go, nor its process groups and their threads.
+        itself = weakref.ref(self)
+
         def hook(param: Tensor) -> None:
-            self.ready(index, param)
+            reducer = itself()
+            if reducer is not None:
+                reducer.ready(index, param)
 
         return untraced(hook)
 
