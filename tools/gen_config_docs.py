@@ -40,11 +40,11 @@ INTRODUCTION = """\
 
 `deepspeed.initialize(config=...)` takes a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON
 text. An object that holds a key twice is refused. Everything that is wrong is reported at once, before any
-process group is made or memory is taken: the key, its line in the file, its value, what is allowed, and for
+process group is created or memory is allocated: the key, its line in the file, its value, what is allowed, and for
 a misspelt key the right one.
 
     ds_check config.json --gpus 8          # the same without a model; exit code 1 when there are errors
-    ds_check config.json --fix             # corrects what is plain, shows the changes, keeps config.json.bak
+    ds_check config.json --fix             # makes the corrections that are clear, shows them, keeps config.json.bak
     deepspeed.check_config(config, 8)      # the same from Python
 
 **Numbers.** Whole floats such as `5e8` are accepted where an integer is expected. Sizes count elements

@@ -1,1 +1,1 @@
-"""Search for the quickest configuration."""
+"""Search for the fastest configuration."""

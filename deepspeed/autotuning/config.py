@@ -12,7 +12,7 @@ AUTOTUNING_METRICS = ("latency", "throughput", "flops")
 
 
 class AutotuningModelInfoConfig(LenientConfigModel):
-    """What is known of the model, or is to be measured."""
+    """What is known about the model, or should be measured."""
 
     profile: bool = Field(default=False, description="Measure it in a first run.")
     num_params: Int | None = Field(default=None, ge=0, description="Parameters.")
@@ -21,7 +21,7 @@ class AutotuningModelInfoConfig(LenientConfigModel):
 
 
 class DeepSpeedAutotuningConfig(LenientConfigModel):
-    """Search for the quickest configuration."""
+    """Search for the fastest configuration."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
     fast: bool = Field(default=True, description="Only ZeRO stage and micro-batch size are tuned.")
@@ -41,7 +41,7 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     tuner_early_stopping: Int = Field(
         default=5, ge=0, description="Stop after this many trials without improvement."
     )
-    tuner_num_trials: Int = Field(default=50, ge=1, description="Most trials.")
+    tuner_num_trials: Int = Field(default=50, ge=1, description="Maximum number of trials.")
     max_train_batch_size: Int | None = Field(
         default=None, ge=1, description="Largest global batch that is tried."
     )

@@ -42,7 +42,7 @@ class AutoEPConfig(LenientConfigModel):
         default="auto", description="Scores weight the experts' inputs or outputs."
     )
     combine_impl: Literal["auto", "weighted_sum", "legacy_bmm"] = Field(
-        default="auto", description="How outputs are put together."
+        default="auto", description="How the experts' outputs are combined."
     )
     route_norm: bool | None = Field(
         default=None, description="Scale the chosen scores to sum 1; null: as the preset."
@@ -66,10 +66,11 @@ class AutoEPConfig(LenientConfigModel):
         description="Name of the up weight; null: fused with the gate; left out: as the preset.",
     )
     num_experts_attr: str | None = Field(
-        default=None, description="Attribute of the model's config with the number of experts."
+        default=None, description="Attribute of the model's config that holds the number of experts."
     )
     top_k_attr: str | None = Field(
-        default=None, description="Attribute of the model's config with the experts per token."
+        default=None,
+        description="Attribute of the model's config that holds the number of experts per token.",
     )
     has_shared_experts: bool | None = Field(
         default=None, description="Whether every token also visits shared experts."

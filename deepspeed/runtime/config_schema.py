@@ -174,7 +174,7 @@ class TrainingConfig(LenientConfigModel):
         default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
     )
     zero_allow_untested_optimizer: bool = Field(
-        default=False, description="Omit the note about an optimizer that ZeRO does not know."
+        default=False, description="Suppress the note about an optimizer that ZeRO does not know."
     )
     zero_force_ds_cpu_optimizer: bool = Field(
         default=True,
@@ -252,7 +252,7 @@ class TrainingConfig(LenientConfigModel):
     elasticity: ElasticityConfig | None = Field(default=None, description="Elastic batch size.")
     compression_training: CompressionConfig = Field(default=CompressionConfig(), description="Compression.")
     quantize_training: QuantizeTrainingConfig | None = Field(
-        default=None, description="Left over from the first form of MoQ."
+        default=None, description="The first form of MoQ's section, kept for old files."
     )
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="Pipeline engine.")

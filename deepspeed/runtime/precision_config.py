@@ -106,7 +106,7 @@ class TorchAutocastConfig(LenientConfigModel):
 
 
 class AmpConfig(LenientConfigModel):
-    """The `amp` section of former times; here it means torch's own mixed precision."""
+    """The legacy `amp` section; here it turns on torch's own mixed precision."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -124,9 +124,9 @@ class DataTypesConfig(LenientConfigModel):
     grad_accum_dtype: Dtype = Field(
         default=None, description="Dtype in which the gradients of micro-batches are added up."
     )
-    param_dtype: Dtype = Field(default=None, description="Dtype that the module's parameters are cast to.")
+    param_dtype: Dtype = Field(default=None, description="Dtype to which the module's parameters are cast.")
     buffer_dtype: Dtype = Field(
-        default=None, description="Dtype that floating-point buffers are cast to; null: as they are."
+        default=None, description="Dtype to which floating-point buffers are cast; null: unchanged."
     )
 
 

@@ -8,7 +8,7 @@ from deepspeed.runtime.config_utils import Int, LenientConfigModel
 
 
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
-    """How inputs of checkpointed regions are kept until backward runs them again."""
+    """How the inputs of checkpointed regions are kept until backward recomputes the regions."""
 
     partition_activations: bool = Field(
         default=False, description="Partition the saved inputs across the model-parallel ranks."

@@ -70,7 +70,7 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     tp_overlap_comm: bool = Field(
         default=False, description="Overlap the all-reduce of one layer with the work of the next."
     )
-    partition_config: TPPartitionConfig | None = Field(default=None, description="Own rules.")
+    partition_config: TPPartitionConfig | None = Field(default=None, description="Your own rules.")
     tensor_parallel: TPConfig = Field(default=TPConfig(), alias="tp", description="Groups at run time.")
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."

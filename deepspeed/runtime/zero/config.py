@@ -47,7 +47,7 @@ def _offload_optimizer(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
-    """Cutting optimizer state, gradients and parameters over the ranks. Sizes count elements, not bytes."""
+    """Partitioning of optimizer state, gradients and parameters across ranks. Sizes count elements, not bytes."""
 
     stage: ZeroStageEnum = Field(
         default=ZeroStageEnum.disabled,
@@ -84,10 +84,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         message="every checkpoint is elastic",
     )
     offload_param: DeepSpeedZeroOffloadParamConfig | None = Field(
-        default=None, description="Parameters outside the device (stage 3)."
+        default=None, description="Keep parameters outside device memory (stage 3)."
     )
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = Field(
-        default=None, description="Optimizer state and update outside the device (stages 1 to 3)."
+        default=None, description="Keep optimizer state, and update, outside device memory (stages 1 to 3)."
     )
     zenflow: ZenFlowConfig | None = Field(
         default=None, description="ZenFlow: asynchronous offloaded updates."

@@ -31,7 +31,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
-    """Parameters of stage 3 outside the device memory."""
+    """Stage-3 parameters kept outside device memory."""
 
     device: OffloadDeviceEnum = Field(
         default=OffloadDeviceEnum.none, description="Where the parameter shards are kept."

@@ -23,7 +23,7 @@ class ZenFlowConfig(DeepSpeedConfigModel):
     select_strategy: Literal["auto", "step", "epoch"] = Field(
         default="auto", description="When the columns are selected again."
     )
-    select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two choices.")
+    select_interval: IntOrAuto = Field(default="auto", description="Steps or epochs between two selections.")
     update_interval: IntOrAuto = Field(default="auto", description="Steps between two host updates.")
     overlap_step: bool = Field(
         default=False,
