@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from jobs import OURS, Contender, Spread, differences, round_robin, started
 from report import Report, common_arguments
 
-GOALS_US = {0: 100, 1: 250, 2: 250, 3: 500}
+GOALS_US = {0: 20, 1: 20, 2: 25, 3: 60}
 PLAIN = "plain loop"
 
 
