@@ -8,14 +8,13 @@ outside.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
-
-def inside_transform() -> bool:
-    """Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
-    return torch._C._are_functorch_transforms_active()
+inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -90,7 +90,7 @@ class ParamCoordinator:
         self.budget = budget
         self.trace = UseTrace([b.layout.padded_numel for b in self.buckets])
         self.active: list[Frame] = []
-        self._calls = _Calls()
+        self.calls = _Calls()
         self._lock = gatherer.lock
         self._quiet = threading.Condition(self._lock)
         self._waiting = 0  # publishers waiting for other threads' passes to end
@@ -110,28 +110,28 @@ class ParamCoordinator:
     @property
     def frames(self) -> list[Frame]:
         """The open calls of this thread, outermost first."""
-        return self._calls.frames
+        return self.calls.frames
 
     # Forward ------------------------------------------------------------------------------------------------
 
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
         """A call begins. ``phase`` applies to outermost calls; nested calls belong to the same pass, and a call
         inside backward is a recomputation."""
+        frames = self.calls.frames
         with self._lock:
-            phase = self._phase_of(phase)
-            if phase is Phase.APART and not self.frames:
+            phase = frames[0].phase if frames else self._phase_of(phase)
+            if phase is Phase.APART and not frames:
                 self._quiet.wait_for(lambda: not self._waiting)
             self._clock += 1
             frame = Frame(needs, [], self._clock, phase)
-            self.frames.append(frame)
-            if len(self.frames) == 1:
+            frames.append(frame)
+            if len(frames) == 1:
                 self._begin_pass(phase, root)
             for b in needs:
                 self._hold(frame, b)
 
     def _phase_of(self, phase: Phase) -> Phase:
-        if self.frames:
-            return self.frames[0].phase
+        """What an outermost call belongs to."""
         if torch._C._current_graph_task_id() != _OUTSIDE:
             return Phase.RECOMPUTATION
         return phase if threading.get_ident() == self._trainer else Phase.APART
@@ -158,11 +158,12 @@ class ParamCoordinator:
     def leave(self) -> Frame:
         with self._lock:
             self._clock += 1
-            frame = self.frames.pop()
+            frames = self.calls.frames
+            frame = frames.pop()
             frame.exit = self._clock
             for b in frame.held:
                 self._uses[b] -= 1
-            if not self.frames:
+            if not frames:
                 self._end_pass(frame.phase)
             return frame
 

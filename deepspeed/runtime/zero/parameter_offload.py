@@ -114,15 +114,24 @@ class DeepSpeedZeRoOffload:
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
         coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
 
+        calls = coordinator.calls  # these run around every module: no call is made that is not needed
+
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not coordinator.frames and torch.is_grad_enabled() and not inside_transform():
+            phase = calls.frames[0].phase if calls.frames else _phase_of_call(module)
+            if inside_transform():
+                with outside_transforms():
+                    coordinator.enter(needs, phase, number)
+                return
+            if not calls.frames and torch.is_grad_enabled():
                 for tensor in tensors_in((args, kwargs)):
                     coordinator.watch_input(tensor)
-            with outside_transforms():
-                coordinator.enter(needs, _phase_of_call(module), number)
+            coordinator.enter(needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-            with outside_transforms():
+            if inside_transform():
+                with outside_transforms():
+                    frame = coordinator.leave()
+            else:
                 frame = coordinator.leave()
             if frame.held and torch.is_grad_enabled():
                 if inside_transform():  # backwards at several levels reach the outputs in an unknown order
@@ -144,13 +153,18 @@ class DeepSpeedZeRoOffload:
 
     def _watch_reads(self) -> None:
         coordinator, index = self.param_coordinator, self._index
+        calls = coordinator.calls
 
         def read(param: nn.Parameter) -> None:
-            if not torch.compiler.is_compiling() and coordinator.frames:
+            if not torch.compiler.is_compiling() and calls.frames:
                 b = index.get(id(param))
-                if b is not None and not coordinator.buckets[b].persistent:
+                if b is None or coordinator.buckets[b].persistent:
+                    return
+                if inside_transform():
                     with outside_transforms():
                         coordinator.touch(b)
+                else:
+                    coordinator.touch(b)
 
         for module in self.module.modules():
             if any(is_zero_param(param) for param in module._parameters.values()):
