@@ -21,9 +21,11 @@ from deepspeed.comm.collectives import Pending
 from deepspeed.comm.native_sums import SCRATCH_BYTES
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.plan import Cadence, Plan
+from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.coordinator import Frame, LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather
-from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
+from deepspeed.runtime.zero.gradient_sums import DenseSum
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
@@ -272,12 +274,12 @@ class Rehearsal:
         buckets = [
             GradBucket(
                 layout,
-                others,
+                DenseSum(layout, others, pool, scatter=plan.zero.reduce_scatter),
                 pool,
                 META,
+                rank=0,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
-                reduce_scatter=plan.zero.reduce_scatter,
                 new_slice=partial(ResidentTier().new_gradients, device=META),
             )
             for layout in trained

@@ -21,6 +21,7 @@ from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
+from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.client_state import ClientState, has_hooks
 from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import (
@@ -28,16 +29,15 @@ from deepspeed.runtime.zero.cutting import (
     cut_sharded,
     cut_whole,
     param_specs,
-    rows_travel,
     trained_params,
     with_frozen,
 )
 from deepspeed.runtime.zero.gather_rules import mark_leaves
-from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
+from deepspeed.runtime.zero.gradient_sums import gradient_sum
 from deepspeed.runtime.zero.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
-from deepspeed.runtime.zero.mics import ReplicatedGradBucket
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -46,12 +46,12 @@ from deepspeed.runtime.zero.optimizer import (
     ZeroOptimizer,
 )
 from deepspeed.runtime.zero.param_storage import ParamStorage
-from deepspeed.runtime.zero.params import full_numel, is_zero_param
+from deepspeed.runtime.zero.params import full_numel, full_shape, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.sharded_model import ShardedModel
-from deepspeed.runtime.zero.sparse_grads import SparseGradBucket, sparse_parameters
+from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
@@ -274,26 +274,23 @@ def _grad_buckets(
     plan: Plan,
     tier: ResidentTier,
 ) -> list[GradBucket]:
-    by_rows = sparse_parameters(module) if rows_travel(plan) else set()
+    by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
     pool = BufferPool()
     copies = HostCopies(buckets[0].params[0].device) if plan.state_offload is not None and buckets else None
-    replicated = groups.replicas.size > 1
-    dense = partial(ReplicatedGradBucket, replicas=groups.replicas) if replicated else GradBucket
     result: list[GradBucket] = []
     for bucket in buckets:
-        first = bucket.params[0]
-        kind = partial(SparseGradBucket, shape=first.shape) if first in by_rows else dense
+        layout, first = bucket.layout, bucket.params[0]
         result.append(
-            kind(
-                bucket.layout,
-                groups.shard,
+            GradBucket(
+                layout,
+                gradient_sum(layout, groups, pool, plan, full_shape(first) if first in by_rows else None),
                 pool,
                 first.device,
-                accumulate_dtype=plan.precision.accumulate or bucket.layout.dtype,
+                rank=bucket.rank,
+                accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
-                reduce_scatter=plan.zero.reduce_scatter,
-                new_slice=partial(tier.of(bucket.layout).new_gradients, device=first.device),
-                host=copies if off_host(first.device) and tier.takes(bucket.layout) else None,
+                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
+                host=copies if off_host(first.device) and tier.takes(layout) else None,
             )
         )
     return result

@@ -7,6 +7,7 @@ code carries these objects and never asks which stage or precision mode it serve
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,8 @@ class GradientPlan:
     predivide: float
     mean: bool
     sparse: bool
+    formats: tuple[Callable[[Any], Any], ...] = ()
+    """Wire formats around the dense sum, the innermost first (``zero/gradient_sums.py``)."""
 
     def factors(self, ranks: int) -> tuple[float, float]:
         """``(pre, post)``: with the defaults (1, 1/ranks)."""

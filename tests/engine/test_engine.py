@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.runtime.zero.bucket import ParamBucket
-from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.pool import distributed

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.zero.grad_sinks import BufferPool, GradBucket
+from deepspeed.runtime.zero.buffer_pool import BufferPool
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.tiers import OffloadedTier, Slot
 

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
-from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.runtime.zero.reducer import GradReducer

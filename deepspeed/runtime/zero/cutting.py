@@ -95,7 +95,7 @@ def param_specs(
 ) -> list[ParamSpec]:
     """One row per parameter. ``dtype_of``: the dtype that a parameter will have once the engine has cast it."""
     special = wire_dtypes(module, plan.precision)
-    by_rows = sparse_parameters(module) if rows_travel(plan) else set()
+    by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
     return [
         ParamSpec(
             index=i,
@@ -109,11 +109,6 @@ def param_specs(
         )
         for i, param in enumerate(trained.params)
     ]
-
-
-def rows_travel(plan: Plan) -> bool:
-    """Rows can be sent alone only if gradients are kept whole; sharded stages sum densely."""
-    return plan.gradients.sparse and not plan.zero.shard_state
 
 
 def cut_whole(specs: Sequence[ParamSpec], plan: Plan, ranks: int) -> tuple[BucketLayout, ...]:

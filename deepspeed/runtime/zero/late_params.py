@@ -23,7 +23,7 @@ from deepspeed.utils.logging import log_dist, logger
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.access import StateAccess
     from deepspeed.runtime.zero.bucket import ParamBucket
-    from deepspeed.runtime.zero.grad_sinks import GradBucket
+    from deepspeed.runtime.zero.grad_bucket import GradBucket
     from deepspeed.runtime.zero.step import StepExecutor
 
 Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]

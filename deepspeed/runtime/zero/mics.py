@@ -16,36 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.grad_sinks import GradBucket
 from deepspeed.runtime.zero.init_context import Init, read_config
 from deepspeed.runtime.zero.shard_groups import ShardGroups
 from deepspeed.runtime.zero.solo_shard import shard_alone
-
-
-class ReplicatedGradBucket(GradBucket):
-    """A gradient bucket whose slices have ``replicas``: the sum inside the group is followed by one over those.
-
-    [Note: order of sums] The result is (sum within group 0) + (sum within group 1) + ..., each in rank order in fp32: a
-    regrouping of plain stage 3's sum, equal to it up to rounding. A 16-bit wire rounds once more, between the two.
-    """
-
-    def __init__(self, *args: Any, replicas: Communicator, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.replicas = replicas
-        self._post = 1.0
-
-    def launch(self, pre: float, post: float) -> None:
-        self._post = post
-        super().launch(pre, 1.0)
-
-    def collect(self) -> None:
-        # Buckets are collected in the order in which they were launched, which all ranks share.
-        if self.in_flight is not None:
-            self.in_flight.pending.wait()
-            self.replicas.all_reduce(self.in_flight.out, scale=self._post).wait()
-        super().collect()
 
 
 class MiCS_Init(Init):

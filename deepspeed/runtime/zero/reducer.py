@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.plan import Cadence, GradientPlan
-from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced

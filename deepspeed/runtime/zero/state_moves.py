@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.host_copies import host_empty, off_host
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket

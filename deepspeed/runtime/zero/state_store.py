@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.optim.first_state import constructed_state, first_state
 from deepspeed.runtime.zero.bucket import ParamBucket
-from deepspeed.runtime.zero.grad_sinks import GradBucket
+from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import Fragment
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.tiers import ResidentTier

@@ -1,66 +1,17 @@
-"""The life of a gradient bucket: the local sum, the sum over ranks, and where its shard is kept."""
+"""The life of a gradient bucket: the local sum, the sum over ranks, and where this rank's slice of it is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.runtime.zero.buffer_pool import BufferPool
+from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
 from deepspeed.runtime.zero.host_copies import HostCopies
 from deepspeed.runtime.zero.layout import BucketLayout
-
-
-class BufferPool:
-    """Flat scratch buffers that are reused, so that memory is touched (and paged in) only once."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self._read_until: dict[int, Any] = {}  # address of a free buffer -> event after its last use
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of exactly ``numel`` elements with undefined contents."""
-        free = self._free.setdefault((dtype, device), [])
-        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
-        if fitting:
-            buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
-            self._settle(buffer)
-            return buffer[:numel]
-        for buffer in free:  # all too small: a larger one takes their place
-            self._settle(buffer)
-        free.clear()
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def give(self, buffer: Tensor, read_until: Any = None) -> None:
-        """``read_until``: an event after the last use of the buffer on another stream."""
-        whole = buffer if buffer._base is None else buffer._base
-        if read_until is not None:
-            self._read_until[whole.data_ptr()] = read_until
-        self._free.setdefault((whole.dtype, whole.device), []).append(whole)
-
-    def _settle(self, buffer: Tensor) -> None:
-        """Order the current stream's next work after the buffer's last use on another stream."""
-        event = self._read_until.pop(buffer.data_ptr(), None)
-        if event is not None:
-            event.wait()
-
-    def clear(self) -> None:
-        """Release the free buffers."""
-        for free in self._free.values():
-            for buffer in free:
-                self._settle(buffer)
-        self._free.clear()
-
-
-class InFlight(NamedTuple):
-    """A sum over ranks that was started; ``out`` and ``wire`` must live until ``pending.wait()`` returns."""
-
-    pending: Pending
-    out: Tensor  # [shard_numel]
-    wire: Tensor  # [padded_numel]
-    borrowed: bool
 
 
 class GradBucket:
@@ -74,33 +25,33 @@ class GradBucket:
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
 
-    ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
-    memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
+    ``over_ranks``: how the sum over ranks is taken; ``rank``: which slice is this rank's. ``host``: set if the slice
+    leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory. ``new_slice(numel,
+    dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
-        communicator: Communicator,
+        over_ranks: GradientSum,
         pool: BufferPool,
         device: torch.device,
         *,
+        rank: int,
         accumulate_dtype: torch.dtype,
         keep_local: bool,
-        reduce_scatter: bool,
         new_slice: Callable[[int, torch.dtype], Tensor],
         host: HostCopies | None = None,
     ) -> None:
         self.host = host
         self.new_slice = new_slice
         self.layout = layout
-        self.communicator = communicator
+        self.over_ranks = over_ranks
         self.pool = pool
         self.device = device
         self.dtype = accumulate_dtype
         self.keep_local = keep_local
-        self.reduce_scatter = reduce_scatter and layout.num_shards > 1
-        self.start, self.stop = layout.shard_range(communicator.rank if layout.num_shards > 1 else 0)
+        self.start, self.stop = layout.shard_range(rank)
         self.local: Tensor | None = None
         self.views: list[Tensor] = []  # 1-D, one per slot, of the open or last local buffer
         self.written = [False] * len(layout.slots)
@@ -156,32 +107,17 @@ class GradBucket:
         for view, written in zip(self.views, self.written, strict=True):
             if not written:
                 view.zero_()
-        wire = self._to_wire(self.local)
-        if pre != 1.0:
-            wire.mul_(pre)
-        if self.reduce_scatter:
-            out, borrowed = self._output(wire)
-            pending = self.communicator.reduce_scatter(out, wire, scale=post)
-        else:
-            out, borrowed = wire[self.start : self.stop], True
-            pending = self.communicator.all_reduce(wire, scale=post)
-        self.in_flight = InFlight(pending, out, wire, borrowed)
+        kept = self._kept_slice if self._can_keep() else None
+        self.in_flight = self.over_ranks.start(self.local, kept, pre, post)
 
-    def _to_wire(self, local: Tensor) -> Tensor:
-        if local.dtype == self.layout.wire_dtype:
-            return local
-        wire = self.pool.take(local.numel(), self.layout.wire_dtype, self.device)
-        return wire.copy_(local)
-
-    def _output(self, wire: Tensor) -> tuple[Tensor, bool]:
-        """Where the slice goes, and whether that memory is borrowed for this round only.
-
-        The sum is rounded to the wire dtype even if wider memory is available: stage 0 has to forward it in that
-        dtype, and every stage gives the same bits.
-        """
-        if not self.keep_local and self.reduced is None and self.dtype == wire.dtype and self.host is None:
-            return self._kept_slice(), False
-        return wire[self.start : self.stop], True
+    def _can_keep(self) -> bool:
+        """Whether the sum may be written to its final place at once."""
+        return (
+            not self.keep_local
+            and self.reduced is None
+            and self.dtype == self.layout.wire_dtype
+            and self.host is None
+        )
 
     def _kept_slice(self) -> Tensor:
         if self._slice is None:
