@@ -18,8 +18,9 @@ import torch
 from deepspeed.client_config import ClientConfig, client_of, read_any, read_client
 from deepspeed.config_fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.axes import axes_of, least_ranks
 from deepspeed.runtime.batch import Batch
-from deepspeed.runtime.config import data_parallel_share, world_size
+from deepspeed.runtime.config import NO_LAUNCHER, world_size
 from deepspeed.runtime.config_analysis import BATCH_KEYS, Analysis, analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, Remedy, nearest, shown
 from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig
@@ -107,8 +108,9 @@ def _checked_for(client: ClientConfig, source: ConfigSource, ranks: int, origin:
 
 
 def _checked(source: ConfigSource, ranks: int, origin: str) -> ConfigReport:
-    share = data_parallel_share(source.data, ranks)
-    analysis = analyse(source, share, world_from=origin, auto_is_open=True)
+    if origin == NO_LAUNCHER:
+        ranks = max(ranks, least_ranks(source.data))
+    analysis = analyse(source, axes_of(source.data, ranks, origin), auto_is_open=True)
     errors = analysis.errors + list(_argument_problems(analysis, source))
     return ConfigReport(
         source.name,

@@ -60,6 +60,7 @@ LAYER_OF = {
     "deepspeed*.config": "schemas and plan",
     "deepspeed*_config": "schemas and plan",
     "deepspeed.runtime.config_*": "schemas and plan",
+    "deepspeed.runtime.axes": "schemas and plan",
     "deepspeed.runtime.batch": "schemas and plan",
     "deepspeed.runtime.constants": "schemas and plan",
     "deepspeed.runtime.plan": "schemas and plan",

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Communicator, communicator
 from .groups import new_group
@@ -33,6 +35,10 @@ _DERIVED_AXES = {
     "cross_node": ("node", False),
 }
 AXES = (*BASE_AXES, *_DERIVED_AXES)
+_DEVICE_MESH_AXES = {  # names of dimensions in device meshes -> ours
+    "pp": "pp", "dp": "dp", "data_parallel": "dp", "sp": "sp", "sequence_parallel": "sp", "tp": "tp",
+    "tensor_parallel": "tp",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +198,48 @@ class ProcessMesh:
             )
         layout = MeshLayout(pp=pp, dp=dp, sp=sp, tp=tp, ep=ep, node=dp * sp if node is None else node)
         return cls(rank, {}, layout=layout, timeout=timeout)
+
+    @classmethod
+    def from_layout(cls, layout: MeshLayout, *, timeout: timedelta | None = None) -> ProcessMesh:
+        """The mesh of all ranks of this job, which must be those of the layout."""
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if world != layout.world_size:
+            raise ValueError(f"the mesh was planned for {layout.world_size} ranks, but the job has {world}")
+        return cls(rank, {}, layout=layout, timeout=timeout)
+
+    @classmethod
+    def from_device_mesh(cls, mesh: DeviceMesh, *, timeout: timedelta | None = None) -> ProcessMesh:
+        """Mesh with the groups of a torch DeviceMesh, whose dimensions must have known names."""
+        names = mesh.mesh_dim_names or ()
+        unknown = [name for name in names if name not in _DEVICE_MESH_AXES]
+        if not names or unknown:
+            raise ValueError(
+                f"the dimensions of the device mesh are {list(names)}; their names must be among "
+                f"{', '.join(_DEVICE_MESH_AXES)}"
+            )
+        ordered = sorted(names, key=lambda name: BASE_AXES.index(_DEVICE_MESH_AXES[name]))
+        if list(names) != ordered:
+            raise ValueError(f"the dimensions of the device mesh are {list(names)}; order them as {ordered}")
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if not torch.equal(mesh.mesh.flatten(), torch.arange(world)):
+            raise ValueError(f"the device mesh must hold the job's {world} ranks in ascending order")
+        sizes = {_DEVICE_MESH_AXES[name]: mesh.size(i) for i, name in enumerate(names)}
+        layout = MeshLayout(**sizes, node=sizes.get("dp", 1) * sizes.get("sp", 1))
+        theirs = [mesh.get_group(i) for i in range(len(names))]
+        groups = {tuple(dist.get_process_group_ranks(group)): group for group in theirs}
+        return cls(dist.get_rank(), {}, groups=groups, layout=layout, timeout=timeout)
+
+    def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """The same ranks and groups as a torch DeviceMesh, for libraries that want one. Its dimensions are the axes
+        with more than one rank (and always dp), outermost first. Collective."""
+        if self.layout is None:
+            raise ValueError(
+                "a model-parallel unit does not tell where other ranks are, which a device mesh has to"
+            )
+        axes = [axis for axis in BASE_AXES if axis == "dp" or self.size(axis) > 1]
+        ranks = torch.arange(self.layout.world_size).view([self.size(axis) for axis in axes])
+        groups = [self.group(axis) for axis in axes]
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
 
     @classmethod
     def from_mpu(cls, mpu: Any, *, ep: int = 1, timeout: timedelta | None = None) -> ProcessMesh:

@@ -23,6 +23,7 @@ from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Request, answer
+from deepspeed.runtime.axes import axes_of
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.config_reader import UnreadableConfig
 from deepspeed.runtime.plan import make_plan
@@ -128,10 +129,14 @@ def make_request(args: argparse.Namespace) -> Request:
         _set(config, text)
     module = build_model(args.model, _DTYPES[args.dtype])
     device_type = args.device or _device_type(args)
+    axes = axes_of(config, args.gpus * args.nodes, "as asked for")
+    if axes.problems:
+        raise DeepSpeedConfigError.of(axes.problems)
     request = Request(
         module=module,
         config=config,
         ranks=args.gpus * args.nodes,
+        ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
         nodes=args.nodes,
         device_type=device_type,
         zero_init=args.zero_init,

@@ -68,6 +68,7 @@ def check_fits(
         module=module,
         config=config._param_dict,
         ranks=ranks,
+        ranks_per_sequence=mesh.size("sp"),
         nodes=max(1, ranks // near),
         device_type=device_type,
         optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,

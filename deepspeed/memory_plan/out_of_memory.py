@@ -33,6 +33,7 @@ def request_of(engine: DeepSpeedEngine) -> Request:
         module=engine.module,
         config=engine._config._param_dict,
         ranks=engine.seq_dp_world_size,
+        ranks_per_sequence=engine.mesh.size("sp"),
         device_type=engine.device.type,
         optimizer=engine.basic_optimizer,
         zero_init=any(is_zero_param(param) for param in engine.module.parameters()),

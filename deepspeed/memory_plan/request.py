@@ -37,6 +37,9 @@ class Request:
     module: nn.Module
     config: Mapping[str, Any]
     ranks: int
+    """Those that share the model states."""
+    ranks_per_sequence: int = 1
+    """How many of them work on the same data."""
     nodes: int = 1
     device_type: str = "cuda"
     optimizer: torch.optim.Optimizer | None = None
@@ -98,7 +101,8 @@ class _Ranks:
 def answer(request: Request) -> Answer:
     """Plan the request. Raises DeepSpeedConfigError as ``initialize`` would."""
     with _quiet():
-        config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=_Ranks(request.ranks))
+        readers = _Ranks(request.ranks // request.ranks_per_sequence)
+        config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
     facts = facts_of(request.module, plan, groups)

@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.axes import Axes
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import is_elementwise
@@ -76,6 +77,18 @@ class TrainingCore:
     client_state: ClientState | None
     late_params: LateParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
+
+
+def make_mesh(axes: Axes, mpu: Any = None, mesh_device: Any = None) -> ProcessMesh:
+    """The mesh of this job: from the caller's groups if there are any, else as planned."""
+    if mpu is not None:
+        return ProcessMesh.from_mpu(mpu)
+    if isinstance(mesh_device, ProcessMesh):
+        return mesh_device
+    if mesh_device is not None:
+        return ProcessMesh.from_device_mesh(mesh_device)
+    assert axes.layout is not None
+    return ProcessMesh.from_layout(axes.layout)
 
 
 def resolve_optimizer(

@@ -99,7 +99,6 @@ MISSING: tuple[Missing, ...] = (
     ),
     # Parallelism
     Missing("tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1, "use 0 or 1"),
-    Missing("sequence_parallel_size", lambda c: (c.sequence_parallel_size or 1) > 1, "use 1"),
     Missing("expert_parallel.enabled", lambda c: c.expert_parallel.enabled, _REMOVE),
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),

@@ -45,7 +45,8 @@ def initialize(
         mpu: a Megatron-style model-parallel unit.
         dist_init_required: False asserts that torch.distributed is already initialised.
         config: dict, path to JSON or HJSON, or base64 text; ``config_params`` is its old name.
-        mesh_param: sizes of the (data, sequence) parallel mesh.
+        mesh_param: sizes of the mesh, (data-parallel ranks, ranks that share a sequence); the config's
+            ``data_parallel_size`` and ``sequence_parallel_size`` say the same.
 
     Raises:
         DeepSpeedConfigError: lists every problem of the config at once, before anything is allocated.
@@ -54,11 +55,7 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
-    if mesh_param is not None:
-        raise NotImplementedError(
-            "mesh_param (sequence parallelism through initialize) is not available yet."
-        )
-    parsed = DeepSpeedConfig(given, mpu)
+    parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param)
     if optimizer is None and parsed.optimizer_name is not None:
         problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
         if problems:

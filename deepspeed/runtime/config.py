@@ -13,6 +13,7 @@ import torch.distributed
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.runtime import constants
+from deepspeed.runtime.axes import axes_of
 from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config_analysis import analyse
 from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
@@ -65,22 +66,34 @@ __all__ = [
 ]
 
 
+NO_LAUNCHER = "no launcher and no process group found"
+
+
 class DeepSpeedConfig:
     """A config, read, validated and resolved for the ranks of this job. Values do not change afterwards.
 
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
-    parallel ranks comes from `mpu`, else `mesh_device`, else `torch.distributed`, else the launcher's
-    environment, else it is 1. Raises DeepSpeedConfigError listing everything that is wrong. No process
-    group is created and nothing is allocated.
+    parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
+    launcher's environment (else 1) and the sizes of the other axes (`runtime/axes.py`). Raises
+    DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
+    allocated.
     """
 
     def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any],
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        mesh_param: Any = None,
     ) -> None:
         source = load_source(config)
         self.global_rank = global_rank()
-        self.world_size, world_from = data_parallel_world(source.data, mpu, mesh_device)
-        analysis = analyse(source, self.world_size, world_from=world_from)
+        self.axes = axes_of(
+            source.data, *world_size(), mpu=mpu, mesh_device=mesh_device, mesh_param=mesh_param
+        )
+        self.world_size = self.axes.data_parallel
+        analysis = analyse(source, self.axes)
         if analysis.errors or analysis.config is None or analysis.batch is None:
             raise DeepSpeedConfigError.of(analysis.errors, source.name)
         if self.global_rank == 0:
@@ -314,7 +327,7 @@ def world_size() -> tuple[int, str]:
         return torch.distributed.get_world_size(), "from torch.distributed"
     identity = _identity()
     if identity.source == ALONE:
-        return 1, "no launcher and no process group found"
+        return 1, NO_LAUNCHER
     return identity.world_size, "from the launcher's environment"
 
 
@@ -325,42 +338,6 @@ def _identity() -> Identity:
     except ValueError as error:
         text = f"the ranks of the job are unknown: {error}"
         raise DeepSpeedConfigError(text, problems=[Problem("world size", str(error))]) from None
-
-
-def data_parallel_world(data: Mapping[str, Any], mpu: Any = None, mesh_device: Any = None) -> tuple[int, str]:
-    """(data-parallel ranks, where the number comes from), given the config as written."""
-    if mpu is not None:
-        if hasattr(mpu, "get_data_parallel_world_size"):
-            return int(mpu.get_data_parallel_world_size()), "from mpu"
-        if hasattr(mpu, "get_sequence_parallel_world_size"):
-            return world_size()[0] // int(mpu.get_sequence_parallel_world_size()), "from mpu"
-    if mesh_device is not None:
-        return _mesh_ranks(mesh_device), "from the device mesh"
-    count, origin = world_size()
-    return data_parallel_share(data, count), origin
-
-
-def data_parallel_share(data: Mapping[str, Any], ranks: int) -> int:
-    """Data-parallel ranks among `ranks`, with tensor- and sequence-parallel sizes read from the config."""
-    tensor = data.get("tensor_parallel")
-    sizes = (
-        data.get("sequence_parallel_size"),
-        tensor.get("autotp_size") if isinstance(tensor, Mapping) else None,
-    )
-    share = 1
-    for size in sizes:
-        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
-            share *= size
-    return max(1, ranks // share)
-
-
-def _mesh_ranks(mesh: Any) -> int:
-    """Size of the data-parallel axis of a torch DeviceMesh or of our ProcessMesh."""
-    names = getattr(mesh, "mesh_dim_names", None)
-    if names:
-        axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
-        return int(mesh[axis].size())
-    return int(mesh.size("dp"))
 
 
 def __getattr__(name: str) -> Any:

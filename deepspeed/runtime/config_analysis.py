@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from deepspeed.runtime import batch
 from deepspeed.runtime.availability import missing_features
+from deepspeed.runtime.axes import Axes
 from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config_keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
 from deepspeed.runtime.config_meaning import plain_meaning
@@ -59,10 +60,8 @@ class Analysis:
         self.errors.append(Problem(key, message, self.source.line(path), remedy, path))
 
 
-def analyse(
-    source: ConfigSource, dp_world: int | None, *, world_from: str = "", auto_is_open: bool = False
-) -> Analysis:
-    """Validate a config for `dp_world` data-parallel ranks (None: the batch triangle is skipped).
+def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False) -> Analysis:
+    """Validate a config for ranks with these axes (None: they are not known, and the batch triangle is skipped).
 
     With `auto_is_open`, batch keys that are "auto" are left for someone else to fill in, so their absence is
     not an error.
@@ -75,8 +74,12 @@ def analyse(
         result.config = _validate(data, result)
         if result.config is not None:
             _check_rules(result.config, result)
-        if dp_world is not None and result.config is not None and not result.doubtful & set(BATCH_KEYS):
-            _resolve_batch(result.config, dp_world, world_from, auto_is_open, result)
+        if axes is not None:
+            for problem in axes.problems:
+                result.error(problem.key, problem.message)
+        fits = axes is not None and not axes.problems and not result.doubtful & set(BATCH_KEYS)
+        if fits and axes is not None and result.config is not None:
+            _resolve_batch(result.config, axes.data_parallel, axes.origin, auto_is_open, result)
     result.warnings = notes
     return result
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import CommunicationError
-from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
@@ -23,6 +22,7 @@ from deepspeed.runtime.assembly import (
     build_core,
     check_ranks_agree,
     left_out,
+    make_mesh,
     require_optimizer,
     resolve_optimizer,
     shard_module,
@@ -87,7 +87,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.plan: Plan = make_plan(self._config)
         dist.init_distributed(dist_init_required=dist_init_required, config=self._config)
         self.mpu = mpu
-        self._find_place(args)
+        self._find_place(args, mesh_device)
         self.device = self._choose_device(model, dont_change_device)
         self.clock = AccumulationClock(
             self._config.gradient_accumulation_steps, managed=self.plan.managed_accumulation
@@ -114,9 +114,9 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         attach_observers(self)
         log_start(self)
 
-    def _find_place(self, args: Any) -> None:
+    def _find_place(self, args: Any, mesh_device: Any) -> None:
         """Which rank this is, and among whom."""
-        self.mesh = ProcessMesh.from_mpu(self.mpu) if self.mpu is not None else ProcessMesh.build()
+        self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device)
         groups.set_mesh(self.mesh)
         self.accelerator = get_accelerator()
         self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)

@@ -16,6 +16,7 @@ import torch
 
 from deepspeed.ops.aio.engine import Options
 from deepspeed.runtime.aio_config import storage_options
+from deepspeed.runtime.axes import Axes
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -148,6 +149,7 @@ class Plan:
     zero: ZeroPlan
     gradients: GradientPlan
     managed_accumulation: bool
+    axes: Axes = Axes(1, "")
     state_offload: StateOffload | None = None
     param_offload: ParamOffload | None = None
     max_bad_steps: int = 50
@@ -173,6 +175,7 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
             sparse=bool(config.sparse_gradients_enabled),
         ),
         managed_accumulation=bool(config.managed_gradient_accumulation),
+        axes=config.axes,
         state_offload=_state_offload(config),
         param_offload=_param_offload(config),
     )

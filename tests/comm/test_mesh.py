@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as torch_dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.comm.mesh import AXES, BASE_AXES, MeshLayout, ProcessMesh, split_ranks
 from tests.pool import distributed
@@ -99,6 +100,33 @@ def test_groups_and_communicators():
     alone = mesh.communicator("pp")
     assert (alone.size, alone.group) == (1, None)
     assert torch_dist.get_world_size(mesh.group("pp")) == 1
+
+
+@distributed(world_size=4)
+def test_there_and_back_as_a_device_mesh():
+    """The ranks and groups stay: a library that wants a DeviceMesh communicates in the same groups."""
+    mesh = ProcessMesh.build(sp=2)
+    exported = mesh.device_mesh()
+    assert exported.mesh_dim_names == ("dp", "sp") and exported.mesh.tolist() == [[0, 1], [2, 3]]
+    assert exported.get_group("sp") is mesh.group("sp") and exported["dp"].size() == 2
+    back = ProcessMesh.from_device_mesh(exported)
+    assert back.layout == mesh.layout
+    assert back.group("sp") is mesh.group("sp") and back.group("dp") is mesh.group("dp")
+    plain = ProcessMesh.build().device_mesh()
+    assert plain.mesh_dim_names == ("dp",) and plain.mesh.tolist() == [0, 1, 2, 3]
+    made = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "sequence_parallel"))
+    assert ProcessMesh.from_device_mesh(made).ranks("sp") == mesh.ranks("sp")
+    for shape, names, said in (
+        ((2, 2), ("rows", "columns"), "must be among"),
+        ((2, 2), ("tp", "dp"), r"order them as \['dp', 'tp'\]"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ProcessMesh.from_device_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if torch_dist.get_rank() < 2:
+        with pytest.raises(ValueError, match="must hold the job's 4 ranks"):
+            ProcessMesh.from_device_mesh(
+                DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",), _init_backend=False)
+            )
 
 
 class Megatron:

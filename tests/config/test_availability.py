@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed.runtime.availability import MISSING
+from deepspeed.runtime.axes import axes_of
 from deepspeed.runtime.config_analysis import analyse
 from deepspeed.runtime.config_keys import field_at
 from deepspeed.runtime.config_reader import read_config
@@ -135,7 +136,7 @@ def test_rows_name_known_keys(row: Any) -> None:
 @pytest.mark.parametrize(("key", "keys"), ASKING, ids=lambda value: value if isinstance(value, str) else "")
 def test_refused_or_warned_by_name(key: str, keys: dict[str, Any]) -> None:
     rows = [row for row in MISSING if row.key == key]
-    found = analyse(read_config({"train_batch_size": 8, **keys}), 1)
+    found = analyse(read_config({"train_batch_size": 8, **keys}), axes_of({"train_batch_size": 8, **keys}, 1))
     if not rows:  # the feature exists by now
         assert not any("not implemented" in str(problem) for problem in found.errors)
         return
@@ -156,7 +157,7 @@ def test_required_keys_of_an_enabled_section() -> None:
         "train_batch_size": 8,
         "data_efficiency": {"data_routing": {"random_ltd": {"enabled": True, **LTD}}},
     }
-    messages = [str(problem) for problem in analyse(read_config(config), 1).errors]
+    messages = [str(problem) for problem in analyse(read_config(config), axes_of(config, 1)).errors]
     assert any(
         "random_ltd" in text and "model_mask_name" in text and "total_layer_num" not in text
         for text in messages

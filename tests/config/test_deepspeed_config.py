@@ -17,7 +17,6 @@ from deepspeed.runtime.config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
     DeepSpeedConfigWriter,
-    data_parallel_world,
     global_rank,
     world_size,
 )
@@ -364,20 +363,22 @@ def test_a_batch_script_of_slurm_is_one_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sources_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(data: dict[str, Any], *args: Any) -> tuple[int, str]:
+        axes = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **data}, *args).axes
+        return axes.data_parallel, axes.origin
+
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert data_parallel_world({}, Mpu(data=2))[0] == 2
-    assert data_parallel_world({}, Mpu(sequence=4))[0] == 2
-    assert data_parallel_world({}, None, Mesh(3))[0] == 3
-    assert data_parallel_world({})[0] == 8
-    assert data_parallel_world({"sequence_parallel_size": 2})[0] == 4
-    assert data_parallel_world({"sequence_parallel_size": 2}, Mpu(data=8))[0] == 8
-    assert (
-        data_parallel_world({"tensor_parallel": {"autotp_size": 4}, "sequence_parallel_size": "auto"})[0] == 2
-    )
+    assert ranks({}, Mpu(data=2)) == (2, "from mpu")
+    assert ranks({}, Mpu(sequence=4)) == (2, "from mpu")
+    assert ranks({}, None, Mesh(3)) == (3, "from the device mesh")
+    assert ranks({}) == (8, "from the launcher's environment")
+    assert ranks({"sequence_parallel_size": 2})[0] == 4
+    assert ranks({"sequence_parallel_size": 2}, Mpu(data=8))[0] == 8
+    assert ranks({"sequence_parallel_size": "auto"})[0] == 8
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("RANK")
-    assert data_parallel_world({}) == (1, "no launcher and no process group found")
+    assert ranks({}) == (1, "no launcher and no process group found")
 
 
 def test_nonsense_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

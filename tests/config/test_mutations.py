@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed.runtime.axes import axes_of
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_analysis import Analysis, analyse
 from deepspeed.runtime.config_keys import documented_name, keys_of
@@ -246,7 +247,7 @@ def mutated(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def look_at(config: dict[str, Any]) -> Analysis:
-    return analyse(read_config(config), 1)
+    return analyse(read_config(config), axes_of(config, 1))
 
 
 def test_the_original_is_fine() -> None:

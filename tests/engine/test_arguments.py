@@ -241,9 +241,20 @@ def test_dist_init_required_and_distributed_port() -> None:
 
 
 @distributed(world_size=1)
-def test_mesh_param_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="mesh_param"):
-        deepspeed.initialize(model=make_model(), config=make_config(0), mesh_param=(1, 1))
+def test_mesh_param_must_fit_the_ranks_and_the_config() -> None:
+    """Each with the other errors of the config."""
+    config = {**make_config(0), "gradient_clipping": "much"}
+    for mesh_param, more, said in (
+        ((2, 2), {}, "sequence_parallel_size 2 does not divide the job's 1 rank"),
+        ((2, 1), {}, "data_parallel_size 2 = 2 is not the number of ranks, 1 rank"),
+        ((1, 1), {"sequence_parallel_size": 2}, "mesh_param: (1, 1) asks for sequence_parallel_size 1, but"),
+        (4, {}, "mesh_param: 4 is not the sizes of the mesh"),
+    ):
+        with pytest.raises(DeepSpeedConfigError) as caught:
+            deepspeed.initialize(model=make_model(), config={**config, **more}, mesh_param=mesh_param)
+        assert said in str(caught.value) and "gradient_clipping" in str(caught.value)
+    engine, *_ = deepspeed.initialize(model=make_model(), config=make_config(0), mesh_param=(1, 1))
+    engine.destroy()
 
 
 @distributed(world_size=1)

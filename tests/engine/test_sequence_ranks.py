@@ -1,4 +1,7 @@
-"""A model-parallel unit with sequence parallelism: 4 ranks are 2 data-parallel ones with 2 sequence shards each."""
+"""4 ranks are 2 data-parallel ones with 2 sequence shards each.
+
+A model-parallel unit says so, or `mesh_param`, or the config.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.memory_plan.out_of_memory import request_of
+from deepspeed.memory_plan.request import answer
 from tests.pool import distributed
 
 
@@ -49,7 +54,12 @@ class FullUnit(SequenceUnit):
         return dist.get_rank() // 2
 
 
-UNITS = {"sequences only": SequenceUnit, "data and sequences": FullUnit}
+UNITS = {
+    "sequences only": lambda: {"mpu": SequenceUnit()},
+    "data and sequences": lambda: {"mpu": FullUnit()},
+    "mesh_param": lambda: {"mesh_param": (2, 2)},
+    "config": dict,
+}
 
 
 def start(unit: str, stage: int = 2, **config: Any) -> Any:
@@ -66,9 +76,10 @@ def start(unit: str, stage: int = 2, **config: Any) -> Any:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            **({"sequence_parallel_size": 2} if unit == "config" else {}),
             **config,
         },
-        mpu=UNITS[unit](),
+        **UNITS[unit](),
         training_data=torch.arange(64.0).view(16, 4),
     )
     return engine
@@ -88,6 +99,8 @@ def test_every_number_counts_data_parallel_ranks(unit: str) -> None:
     assert engine.train_batch_size() == 5 * 6 * 2
     with pytest.raises(ValueError, match="data-parallel ranks = 5 x 2"):
         engine.set_train_batch_size(24)
+    planned = answer(request_of(engine))
+    assert (planned.setting.ranks, planned.config.world_size) == (4, 2)  # states over four, data over two
     # Ranks of one sequence get the same samples, and both halves together all of them.
     seen = torch.cat([batch[:, 0] for batch in engine.training_dataloader])
     everyone = [torch.empty_like(seen) for _ in range(4)]

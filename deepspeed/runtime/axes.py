@@ -1,0 +1,143 @@
+"""Which axes of parallelism the ranks of a job form: one plan, from whatever names them.
+
+The config (`sequence_parallel_size`, `data_parallel_size`, `tensor_parallel.autotp_size`) and `mesh_param` of
+`initialize` become one `MeshLayout`. A model-parallel unit or a device mesh that the caller hands over has its groups
+already; then only the number of data-parallel ranks is read here. Errors are problems of the config, like all others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.comm.mesh import MeshLayout
+from deepspeed.runtime.config_problems import Problem, shown
+
+SEQUENCE, DATA, TENSOR = "sequence_parallel_size", "data_parallel_size", "tensor_parallel.autotp_size"
+MESH_PARAM = "mesh_param"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
+
+    data_parallel: int
+    origin: str
+    layout: MeshLayout | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+def axes_of(
+    data: Mapping[str, Any],
+    ranks: int,
+    origin: str = "",
+    *,
+    mpu: Any = None,
+    mesh_device: Any = None,
+    mesh_param: Sequence[int] | None = None,
+) -> Axes:
+    """The axes of a job of `ranks` ranks, given the config as written; `origin` says where their number comes from.
+
+    The ranks of a sequence are neighbours, and those of a tensor-parallel group inside it. What does not fit leaves
+    problems, and then a layout that only serves to find more of them.
+    """
+    if mpu is not None:
+        if hasattr(mpu, "get_data_parallel_world_size"):
+            return Axes(int(mpu.get_data_parallel_world_size()), "from mpu")
+        if hasattr(mpu, "get_sequence_parallel_world_size"):
+            return Axes(ranks // int(mpu.get_sequence_parallel_world_size()), "from mpu")
+    if mesh_device is not None:
+        return Axes(_data_axis(mesh_device), "from the device mesh")
+    problems: list[Problem] = []
+    sizes = _sizes_in(data)
+    if mesh_param is not None:
+        sizes = _with_mesh_param(sizes, mesh_param, problems)
+    _check_product(sizes, ranks, origin, problems)
+    sp, tp = sizes.get(SEQUENCE, 1), sizes.get(TENSOR, 1)
+    data_parallel = max(1, ranks // (sp * tp))
+    layout = None
+    if not problems:
+        layout = MeshLayout(dp=data_parallel, sp=sp, tp=tp, node=data_parallel * sp)
+    return Axes(data_parallel, origin, layout, problems)
+
+
+def least_ranks(data: Mapping[str, Any]) -> int:
+    """The smallest job that the sizes in a config describe."""
+    return math.prod(_sizes_in(data).values())
+
+
+def _sizes_in(data: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that the config states; what is no number is reported with the types."""
+    tensor = data.get("tensor_parallel")
+    stated = {
+        SEQUENCE: data.get(SEQUENCE),
+        TENSOR: tensor.get("autotp_size") if isinstance(tensor, Mapping) else None,
+        DATA: data.get(DATA),
+    }
+    return {
+        key: size
+        for key, size in stated.items()
+        if isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    }
+
+
+def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Problem]) -> dict[str, int]:
+    try:
+        shape = tuple(int(size) for size in mesh_param)
+    except (TypeError, ValueError):
+        shape = ()
+    if len(shape) != 2 or min(shape) < 1:
+        problems.append(
+            Problem(
+                MESH_PARAM,
+                f"{shown(mesh_param)} is not the sizes of the mesh, (data-parallel ranks, ranks that share a "
+                "sequence), such as (4, 2)",
+            )
+        )
+        return sizes
+    asked = {DATA: shape[0], SEQUENCE: shape[1]}
+    problems.extend(
+        Problem(
+            MESH_PARAM,
+            f"{shape} asks for {key} {size}, but the config says {sizes[key]}; state it in one place",
+        )
+        for key, size in asked.items()
+        if sizes.get(key, size) != size
+    )
+    return {**sizes, **asked}
+
+
+def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: list[Problem]) -> None:
+    wide = {key: size for key, size in sizes.items() if size > 1 and key != DATA}
+    share = math.prod(wide.values())
+    told = " x ".join(f"{key} {size}" for key, size in wide.items())
+    of = f"{ranks} rank{'s' if ranks != 1 else ''}" + (f" ({origin})" if origin else "")
+    if share and ranks % share:
+        fitting = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        total = f" = {share}" if len(wide) > 1 else ""
+        problems.append(
+            Problem(
+                next(iter(wide)),
+                f"{told}{total} does not divide the job's {of}; these do: {', '.join(map(str, fitting))}",
+            )
+        )
+    elif DATA in sizes and sizes[DATA] * share != ranks:
+        product = " x ".join([f"{DATA} {sizes[DATA]}", *([told] if told else [])])
+        problems.append(
+            Problem(
+                DATA,
+                f"{product} = {sizes[DATA] * share} is not the number of ranks, {of}; for these, {DATA} is "
+                f"{ranks // share}, or leave it out",
+            )
+        )
+
+
+def _data_axis(mesh: Any) -> int:
+    """Size of the data-parallel axis of a torch DeviceMesh or of our ProcessMesh."""
+    names = getattr(mesh, "mesh_dim_names", None)
+    if names:
+        axis = next((name for name in ("data_parallel", "dp") if name in names), names[0])
+        return int(mesh[axis].size())
+    return int(mesh.size("dp"))

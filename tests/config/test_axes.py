@@ -1,0 +1,72 @@
+"""One plan of the axes, from everything that names a size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed.comm.mesh import MeshLayout
+from deepspeed.config_check import check_config
+from deepspeed.runtime.axes import axes_of
+
+
+@pytest.mark.parametrize(
+    ("data", "ranks", "expected"),
+    [
+        ({}, 8, MeshLayout(dp=8, node=8)),
+        ({"sequence_parallel_size": 2}, 8, MeshLayout(dp=4, sp=2, node=8)),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 4}, 8, MeshLayout(dp=4, sp=2, node=8)),
+        ({"tensor_parallel": {"autotp_size": 4}}, 8, MeshLayout(dp=2, tp=4, node=2)),
+        (
+            {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2},
+            8,
+            MeshLayout(dp=2, sp=2, tp=2, node=4),
+        ),
+        (
+            {"sequence_parallel_size": "auto", "tensor_parallel": {"autotp_size": 0}},
+            3,
+            MeshLayout(dp=3, node=3),
+        ),
+    ],
+)
+def test_sizes_become_a_layout(data: dict[str, Any], ranks: int, expected: MeshLayout) -> None:
+    axes = axes_of(data, ranks)
+    assert not axes.problems
+    assert axes.layout == expected and axes.data_parallel == expected.dp
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "said"),
+    [
+        (
+            {"sequence_parallel_size": 3},
+            "sequence_parallel_size",
+            "does not divide the job's 8 ranks (as asked for)",
+        ),
+        (
+            {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 4}},
+            "sequence_parallel_size",
+            "sequence_parallel_size 4 x tensor_parallel.autotp_size 4 = 16 does not divide",
+        ),
+        ({"data_parallel_size": 4}, "data_parallel_size", "for these, data_parallel_size is 8"),
+        (
+            {"data_parallel_size": 8, "sequence_parallel_size": 2},
+            "data_parallel_size",
+            "data_parallel_size 8 x sequence_parallel_size 2 = 16 is not the number of ranks",
+        ),
+    ],
+)
+def test_what_does_not_fit(data: dict[str, Any], key: str, said: str) -> None:
+    axes = axes_of(data, 8, "as asked for")
+    assert axes.layout is None
+    (problem,) = axes.problems
+    assert problem.key == key and said in problem.message
+    report = check_config({"train_micro_batch_size_per_gpu": 1, **data}, 8)
+    assert said in str(report)
+
+
+def test_without_ranks_the_smallest_job_is_meant() -> None:
+    """`ds_check` of a config on a machine without a launcher: it is not wrong there that one process is not two."""
+    report = check_config({"train_batch_size": 6, "sequence_parallel_size": 2, "data_parallel_size": 3})
+    assert not report.errors
