@@ -20,6 +20,7 @@ from deepspeed.runtime.plan import ParamOffload, Plan
 from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
 from deepspeed.runtime.zero.layout import BucketLayout
+from deepspeed.runtime.zero.scopes import DENSE, expert_parallel_size
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -52,9 +53,15 @@ class Setting:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy: all, or those of a MiCS group."""
+        """Ranks that share one copy of dense weights: all, or those of a MiCS group."""
+        return self.shards_by_scope()[DENSE]
+
+    def shards_by_scope(self) -> dict[str, int]:
+        """Ranks that share one copy, by the scope of the weights."""
         size = int(self.zero.mics_shard_size)
-        return size if self.plan.zero.shard_params and size > 0 else self.ranks
+        wanted = size if self.plan.zero.shard_params and size > 0 else self.ranks
+        names = {DENSE, *(spec.scope for spec in self.facts.specs)}
+        return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
 
     @property
     def near(self) -> Place:
@@ -83,7 +90,7 @@ def plan_memory(setting: Setting) -> Ledger:
 def cut_buckets(setting: Setting) -> list[BucketUse]:
     facts, plan = setting.facts, setting.plan
     if not plan.zero.shard_params:
-        layouts = cut_whole(facts.specs[: facts.trained], plan, setting.ranks)
+        layouts = cut_whole(facts.specs[: facts.trained], plan, setting.shards_by_scope())
         flat = plan.state_offload is not None
         return [
             BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
@@ -98,7 +105,7 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
             trained=any(slot.param < facts.trained for slot in layout.slots),
             persistent=persistent,
         )
-        for layout, persistent in cut_sharded(facts.specs, setting.zero, setting.shards)
+        for layout, persistent in cut_sharded(facts.specs, setting.zero, setting.shards_by_scope())
     ]
 
 

@@ -150,8 +150,11 @@ class _Reducer(GradReducer):
 class PaperBucket:
     """A bucket of parameters that is gathered and released without memory."""
 
-    def __init__(self, layout: BucketLayout, persistent: bool, meter: Meter) -> None:
+    def __init__(
+        self, layout: BucketLayout, persistent: bool, meter: Meter, communicator: PaperCommunicator
+    ) -> None:
         self.layout = layout
+        self.communicator = communicator
         self.persistent = persistent
         self.meter = meter
         self.status = Status.GATHERED if persistent else Status.SHARDED
@@ -210,8 +213,9 @@ class Rehearsal:
     meter: Meter = field(default_factory=Meter)
 
     def run(self) -> dict[Phase, Counter[Kind]]:
+        others = PaperCommunicator(self.ranks, self.meter, native=False)
         buckets = [
-            PaperBucket(layout, persistent, self.meter)
+            PaperBucket(layout, persistent, self.meter, others)
             for layout, persistent in zip(self.layouts, self.persistent, strict=True)
         ]
         gatherer = self._gatherer(buckets)
@@ -261,8 +265,11 @@ class Rehearsal:
         others: Any = PaperCommunicator(self.ranks, self.meter, native=False)
         server: Any = SimpleNamespace(fetch=lambda index, full: None, advance=lambda: None)
         if self.apart:
-            return ScheduledGather(buckets, others, server, prefetch_numel=rules.prefetch_numel)
-        return FetchingGather(buckets, others, server)
+            channels: Any = {layout.scope: others for layout in self.layouts}
+            return ScheduledGather(
+                buckets, channels, server, prefetch_numel=rules.prefetch_numel, everyone=others
+            )
+        return FetchingGather(buckets, server)
 
     def _reducer(
         self, coordinator: ParamCoordinator | None, boundary: list[bool]
@@ -297,7 +304,6 @@ class Rehearsal:
             params,
             buckets,
             everyone,
-            gradients=plan.gradients,
             cadence=cadence,
             overlap=plan.zero.overlap,
             expose=not plan.zero.shard_state,

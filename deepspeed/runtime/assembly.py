@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.optimizer import (
 from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.params import full_numel, full_shape, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.shard_groups import ShardGroups
+from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
@@ -159,7 +159,7 @@ def build_core(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    mesh: ProcessMesh,
+    scopes: Scopes,
     clock: AccumulationClock,
     sharded: ShardedModel | None = None,
     spare: Sequence[nn.Parameter] = (),
@@ -168,15 +168,15 @@ def build_core(
     ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
-    communicator = mesh.communicator("dp", "sp")
     if sharded is None:
-        layouts = cut_whole(param_specs(module, trained, plan), plan, communicator.size)
-        param_buckets = [ParamBucket(layout, trained.params, communicator) for layout in layouts]
+        layouts = cut_whole(param_specs(module, trained, plan), plan, scopes.shards())
+        param_buckets = [
+            ParamBucket(layout, trained.params, scopes[layout.scope].shard) for layout in layouts
+        ]
         for bucket in param_buckets:
             bucket.flatten(flat=plan.state_offload is not None)
     else:
         param_buckets = list[ParamBucket](sharded.trained_buckets)
-    groups = sharded.groups if sharded is not None else ShardGroups.whole(communicator)
     device = trained.params[0].device if trained.params else torch.device("cpu")
     tier = make_tier(
         plan.state_offload,
@@ -185,13 +185,12 @@ def build_core(
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not joins_ranks(optimizer),
     )
-    make_grads = partial(_grad_buckets, module, groups=groups, plan=plan, tier=tier)
+    make_grads = partial(_grad_buckets, module, scopes=scopes, plan=plan, tier=tier)
     grad_buckets = make_grads(param_buckets)
     reducer = GradReducer(
         trained.params,
         grad_buckets,
-        communicator,
-        gradients=plan.gradients,
+        scopes.everyone,
         cadence=sharded.cadence if sharded is not None else plan.zero.cadence,
         overlap=plan.zero.overlap,
         expose=not plan.zero.shard_state,
@@ -201,11 +200,10 @@ def build_core(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master, tier=tier
     )
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
-        optimizer.whole_matrices = WholeMatrices(store, groups.shard)  # type: ignore[attr-defined]
+        optimizer.whole_matrices = WholeMatrices(store, scopes)  # type: ignore[attr-defined]
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
-    executor = StepExecutor(plan, reducer, store, scaler, publisher, communicator, trained.names)
-    executor.counts_squares &= groups.first_replica
+    executor = StepExecutor(plan, reducer, store, scaler, publisher, scopes, trained.names)
     executor.before_step += [
         copies.synchronize for copies in {b.host for b in grad_buckets} if copies is not None
     ]
@@ -213,12 +211,12 @@ def build_core(
         sharded.join_sums(reducer)
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
-    access = StateAccess(store, reducer, scaler, publisher, groups.shard, trained.names, trained.shared)
+    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
     make_late = partial(_late_buckets, module, plan, executor, make_grads, sharded=sharded is not None)
     late_params = executor.late_params = LateParams(module, executor, access, make_late, spare)
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
         late_params.on_admit.append(
-            lambda: setattr(optimizer, "whole_matrices", WholeMatrices(store, groups.shard))
+            lambda: setattr(optimizer, "whole_matrices", WholeMatrices(store, scopes))
         )
     reducer.install_hooks()
     return TrainingCore(
@@ -242,7 +240,7 @@ def shard_module(
     optimizer: torch.optim.Optimizer | None,
     plan: Plan,
     config: DeepSpeedConfig,
-    mesh: ProcessMesh,
+    scopes: Scopes,
 ) -> ShardedModel:
     """Stage 3: shard every parameter of ``module`` and install the hooks that gather them around their use."""
     held = [p for group in (optimizer.param_groups if optimizer is not None else []) for p in group[PARAMS]]
@@ -251,9 +249,6 @@ def shard_module(
     )
     everything = with_frozen(module, trained)
     zero = config.zero_config
-    groups = ShardGroups.whole(mesh.communicator("dp", "sp"))
-    if zero.mics_shard_size > 0:
-        groups = ShardGroups.mics(groups.everyone, int(zero.mics_shard_size))
     mark_leaves(module, zero)
     specs = param_specs(module, everything, plan)
     storage = ParamStorage(plan.param_offload)
@@ -261,18 +256,18 @@ def shard_module(
         ShardedBucket(
             layout,
             everything.params,
-            groups.shard,
-            everyone=groups.everyone,
+            scopes[layout.scope].shard,
+            everyone=scopes[layout.scope].everyone,
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
         )
-        for layout, persistent in cut_sharded(specs, zero, groups.shard.size)
+        for layout, persistent in cut_sharded(specs, zero, scopes.shards())
     ]
     known = {id(p) for p in held if p.requires_grad}
     return ShardedModel(
         module,
         buckets,
-        groups,
+        scopes,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
         budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
         prefetch_numel=int(zero.prefetch_bucket_size),
@@ -283,7 +278,7 @@ def shard_module(
 def _grad_buckets(
     module: nn.Module,
     buckets: Sequence[ParamBucket],
-    groups: ShardGroups,
+    scopes: Scopes,
     plan: Plan,
     tier: ResidentTier,
 ) -> list[GradBucket]:
@@ -293,13 +288,17 @@ def _grad_buckets(
     result: list[GradBucket] = []
     for bucket in buckets:
         layout, first = bucket.layout, bucket.params[0]
+        scope = scopes[layout.scope]
+        first_holder = scope.first_replica if plan.zero.shard_state else scope.everyone.rank == 0
         result.append(
             GradBucket(
                 layout,
-                gradient_sum(layout, groups, pool, plan, full_shape(first) if first in by_rows else None),
+                gradient_sum(layout, scope, pool, plan, full_shape(first) if first in by_rows else None),
                 pool,
                 first.device,
                 rank=bucket.rank,
+                factors=plan.gradients.factors(scope.divisor),
+                counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
                 keep_local=not plan.zero.shard_grads,
                 new_slice=partial(tier.of(layout).new_gradients, device=first.device),
@@ -324,12 +323,13 @@ def _late_buckets(
     if sharded:
         weights = _renumber_homes(store, reducer, added, first)
     else:
-        layouts = cut_whole(param_specs(module, added, plan), plan, executor.communicator.size)
+        scopes = executor.scopes
+        layouts = cut_whole(param_specs(module, added, plan), plan, scopes.shards())
         weights = [
             ParamBucket(
                 layout.renumbered(lambda _, slot: first + slot.param, len(store.param_buckets) + i),
                 [*store.params, *added.params],
-                executor.communicator,
+                scopes[layout.scope].shard,
             )
             for i, layout in enumerate(layouts)
         ]
@@ -384,12 +384,19 @@ def _facade(
     return kind(optimizer, executor, access, mover)
 
 
-def broadcast_weights(module: nn.Module, communicator: Communicator) -> None:
-    """Every rank starts from the weights and buffers of rank 0: one flat broadcast per dtype."""
-    if communicator.size == 1:
-        return
-    # Parameters sharded by zero.Init already came from rank 0.
-    tensors = [p.data for p in module.parameters() if not is_zero_param(p)] + list(module.buffers())
+def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
+    """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
+    rank: one flat broadcast per scope and dtype."""
+    by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
+    for param in module.parameters():
+        if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
+            by_scope.setdefault(scope_name(param), []).append(param.data)
+    for name, tensors in sorted(by_scope.items()):
+        if scopes[name].everyone.size > 1:
+            _broadcast(tensors, scopes[name].everyone)
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

@@ -41,6 +41,7 @@ from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_modu
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.start_report import log_start
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
 from deepspeed.utils.logging import apply_log_level
@@ -135,9 +136,11 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         cast_module(model, self.plan.precision)
         lay_out_contiguously(model)
         self.module = model
-        communicator = self.mesh.communicator("dp", "sp")
-        check_ranks_agree(model, communicator)
-        broadcast_weights(model, communicator)
+        self.scopes = Scopes(self.mesh, int(self._config.zero_config.mics_shard_size)).find(
+            model.parameters()
+        )
+        check_ranks_agree(model, self.scopes.everyone)
+        broadcast_weights(model, self.scopes)
 
     def _build_training(self, optimizer: Any, model_parameters: list[Any] | None) -> None:
         """Build the optimizer and everything between gradients and updated weights."""
@@ -148,13 +151,15 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             set_state_dtype(self.basic_optimizer, self.plan.precision.state)
         self.sharded: ShardedModel | None = None
         if self.plan.zero.shard_params:
-            self.sharded = shard_module(self.module, self.basic_optimizer, self.plan, self._config, self.mesh)
+            self.sharded = shard_module(
+                self.module, self.basic_optimizer, self.plan, self._config, self.scopes
+            )
         self.core: TrainingCore | None = None
         self.optimizer: Any = self.sharded.offload if self.sharded is not None else None
         if self.basic_optimizer is not None:
             spare = left_out(model_parameters, self.module, self.basic_optimizer) if optimizer is None else []
             self.core = build_core(
-                self.module, self.basic_optimizer, self.plan, self.mesh, self.clock, self.sharded, spare
+                self.module, self.basic_optimizer, self.plan, self.scopes, self.clock, self.sharded, spare
             )
             self.optimizer = self.core.optimizer
         self.param_names = {param: name for name, param in self.module.named_parameters()}

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
 from deepspeed.utils.tensor_fragment import write_pieces
 
@@ -42,7 +42,7 @@ class StateAccess:
     """A view on the live training state: nothing is copied, and writes go through.
 
     ``names[i]`` and ``shared[i]`` belong to ``params[i]`` of the store. Methods marked *collective* must be called
-    by all ranks of the data-parallel group.
+    by all ranks that hold the parameter.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StateAccess:
         reducer: GradReducer,
         scaler: LossScaler,
         publisher: WeightPublisher,
-        communicator: Communicator,
+        scopes: Scopes,
         names: Sequence[str],
         shared: Sequence[tuple[str, ...]],
     ) -> None:
@@ -59,7 +59,7 @@ class StateAccess:
         self.reducer = reducer
         self.scaler = scaler
         self.publisher = publisher
-        self.communicator = communicator
+        self.scopes = scopes
         self.names: list[str] = []
         self.shared: list[tuple[str, ...]] = []
         self._index: dict[int, int] = {}
@@ -383,7 +383,7 @@ class StateAccess:
             full[start : start + owned.fragment.numel] = tensor.reshape(-1)
         if self._cut(param):
             full = full.float()
-            self.communicator.all_reduce(full).wait()
+            self.scopes.of(param).shard.all_reduce(full).wait()
         return full.view(shape)
 
     def _cut(self, param: nn.Parameter) -> bool:

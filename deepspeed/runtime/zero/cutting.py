@@ -5,7 +5,7 @@ Both the engine and the memory planner (``deepspeed/memory_plan``) start here, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from deepspeed.runtime.precision import wire_dtypes
 from deepspeed.runtime.zero.gather_rules import persistence_threshold
 from deepspeed.runtime.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
 from deepspeed.runtime.zero.params import full_numel
+from deepspeed.runtime.zero.scopes import scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.runtime.zero.units import assign_units
 
@@ -103,6 +104,7 @@ def param_specs(
             numel=full_numel(param),
             dtype=dtype_of(param),
             unit=trained.units[i],
+            scope=scope_name(param),
             wire_dtype=plan.precision.reduce or special.get(param, dtype_of(param)),
             requires_grad=i < trained.held,  # what is in no optimizer is not reduced, whatever its flag says
             alone=param in by_rows,
@@ -111,14 +113,16 @@ def param_specs(
     ]
 
 
-def cut_whole(specs: Sequence[ParamSpec], plan: Plan, ranks: int) -> tuple[BucketLayout, ...]:
-    """Stages 0 to 2: parameters stay whole on every rank."""
+def cut_whole(
+    specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int]
+) -> tuple[BucketLayout, ...]:
+    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by scope."""
     policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
     return cut(specs, policy, ranks if plan.zero.shard_state else 1)
 
 
 def cut_sharded(
-    specs: Sequence[ParamSpec], zero: DeepSpeedZeroConfig, ranks: int
+    specs: Sequence[ParamSpec], zero: DeepSpeedZeroConfig, ranks: int | Mapping[str, int]
 ) -> list[tuple[BucketLayout, bool]]:
     """Stage 3: ``(layout, persistent)``; persistent buckets hold small parameters and stay gathered."""
     persist = persistence_threshold(

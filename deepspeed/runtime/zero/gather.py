@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero.phases import Phase
-from deepspeed.runtime.zero.shard_server import ShardServer
+from deepspeed.runtime.zero.shard_servers import ShardServers
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
 
 
@@ -156,11 +155,8 @@ class ReadingGather(LocalGather):
 class FetchingGather(LocalGather):
     """Every bucket is fetched when needed. Used on CPUs, where this costs no more than a collective."""
 
-    def __init__(
-        self, buckets: Sequence[ShardedBucket], communicator: Communicator, server: ShardServer
-    ) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> None:
         super().__init__(buckets)
-        self.communicator = communicator
         self.server = server
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
@@ -171,9 +167,9 @@ class FetchingGather(LocalGather):
         finally:
             bucket.arrived()
         # This rank sends as many bytes for the others' copies as it receives.
-        size = self.communicator.size
-        self.communicator.collectives["fetch"] += 1
-        self.communicator.bytes_sent += full.numel() * full.element_size() * (size - 1) // size
+        size = bucket.communicator.size
+        bucket.communicator.collectives["fetch"] += 1
+        bucket.communicator.bytes_sent += full.numel() * full.element_size() * (size - 1) // size
 
     def changed(self) -> None:
         self.server.advance()

@@ -25,7 +25,8 @@ class GradBucket:
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
 
-    ``over_ranks``: how the sum over ranks is taken; ``rank``: which slice is this rank's. ``host``: set if the slice
+    ``over_ranks``: how the sum over ranks is taken, times ``factors`` before and after; ``rank``: which slice is this
+    rank's; ``counts``: whether its norm counts, as no other rank's counts the same weights. ``host``: set if the slice
     leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory. ``new_slice(numel,
     dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
     """
@@ -38,6 +39,8 @@ class GradBucket:
         device: torch.device,
         *,
         rank: int,
+        factors: tuple[float, float] = (1.0, 1.0),
+        counts: bool = True,
         accumulate_dtype: torch.dtype,
         keep_local: bool,
         new_slice: Callable[[int, torch.dtype], Tensor],
@@ -51,6 +54,8 @@ class GradBucket:
         self.device = device
         self.dtype = accumulate_dtype
         self.keep_local = keep_local
+        self.factors = factors
+        self.counts = counts
         self.start, self.stop = layout.shard_range(rank)
         self.local: Tensor | None = None
         self.views: list[Tensor] = []  # 1-D, one per slot, of the open or last local buffer
@@ -99,8 +104,8 @@ class GradBucket:
 
     # The sum over ranks -------------------------------------------------------------------------------------
 
-    def launch(self, pre: float, post: float) -> None:
-        """Start the sum over ranks of what arrived, times ``pre`` before and ``post`` after; missing ones are zero."""
+    def launch(self) -> None:
+        """Start the sum over ranks of what arrived; missing gradients are zero."""
         if self.local is None:
             self._open()
         assert self.local is not None
@@ -108,7 +113,7 @@ class GradBucket:
             if not written:
                 view.zero_()
         kept = self._kept_slice if self._can_keep() else None
-        self.in_flight = self.over_ranks.start(self.local, kept, pre, post)
+        self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
 
     def _can_keep(self) -> bool:
         """Whether the sum may be written to its final place at once."""

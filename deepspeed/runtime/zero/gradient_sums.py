@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.layout import BucketLayout
-from deepspeed.runtime.zero.shard_groups import ShardGroups
+from deepspeed.runtime.zero.scopes import Scope
 
 
 class InFlight(NamedTuple):
@@ -169,17 +169,17 @@ class RowSum:
 
 def gradient_sum(
     layout: BucketLayout,
-    groups: ShardGroups,
+    scope: Scope,
     pool: BufferPool,
     plan: Plan,
     rows_of: torch.Size | None = None,
 ) -> GradientSum:
     """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
-    result: GradientSum = DenseSum(layout, groups.shard, pool, scatter=plan.zero.reduce_scatter)
+    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
     for wrap in plan.gradients.formats:
         result = wrap(result)
     if rows_of is not None:
-        result = RowSum(result, layout, groups.shard, rows_of)
-    if groups.replicas.size > 1:
-        result = ReplicatedSum(result, groups.replicas)
+        result = RowSum(result, layout, scope.shard, rows_of)
+    if scope.replicas.size > 1:
+        result = ReplicatedSum(result, scope.replicas)
     return result

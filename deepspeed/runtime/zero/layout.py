@@ -7,7 +7,7 @@ to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,8 @@ class ParamSpec:
     dtype: torch.dtype
     unit: int
     wire_dtype: torch.dtype
-    axis: str = "dp"
+    scope: str = "dense"
+    """The kind of weights, by which ranks hold them (``zero/scopes.py``)."""
     requires_grad: bool = True
     alone: bool = False
     """Gets a bucket to itself."""
@@ -37,7 +38,7 @@ class ParamSpec:
     @property
     def key(self) -> tuple[str, torch.dtype, torch.dtype, bool]:
         """Parameters with different keys never share a bucket."""
-        return (self.axis, self.dtype, self.wire_dtype, self.requires_grad)
+        return (self.scope, self.dtype, self.wire_dtype, self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class BucketLayout:
     """One bucket: its slots in order, its padded length and the number of equal shards it is divided into."""
 
     index: int
-    axis: str
+    scope: str
     dtype: torch.dtype
     wire_dtype: torch.dtype
     requires_grad: bool
@@ -135,16 +136,20 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def cut(params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int) -> tuple[BucketLayout, ...]:
-    """Lay out ``params`` (in the order given) in buckets and divide each into ``num_shards`` equal shards.
+def cut(
+    params: Sequence[ParamSpec], policy: CutPolicy, num_shards: int | Mapping[str, int]
+) -> tuple[BucketLayout, ...]:
+    """Lay out ``params`` (in the order given) in buckets and divide each into ``num_shards`` equal shards: a number, or
+    one per scope.
 
     The result depends on the arguments alone, so every rank computes the same layout without communication.
     """
-    if num_shards < 1:
-        raise ValueError(f"num_shards must be at least 1, not {num_shards}")
     buckets: list[BucketLayout] = []
     for run in _runs(params, policy):
-        buckets.append(_lay(run, len(buckets), num_shards))
+        shards = num_shards if isinstance(num_shards, int) else num_shards[run[0].scope]
+        if shards < 1:
+            raise ValueError(f"num_shards must be at least 1, not {shards}")
+        buckets.append(_lay(run, len(buckets), shards))
     return tuple(buckets)
 
 
@@ -183,7 +188,7 @@ def _lay(run: list[ParamSpec], index: int, num_shards: int) -> BucketLayout:
     first = run[0]
     return BucketLayout(
         index=index,
-        axis=first.axis,
+        scope=first.scope,
         dtype=first.dtype,
         wire_dtype=first.wire_dtype,
         requires_grad=first.requires_grad,

@@ -18,7 +18,7 @@ from torch import nn
 
 from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.init_context import Init, read_config
-from deepspeed.runtime.zero.shard_groups import ShardGroups
+from deepspeed.runtime.zero.scopes import Scope
 from deepspeed.runtime.zero.solo_shard import shard_alone
 
 
@@ -64,15 +64,15 @@ class MiCS_Init(Init):
         )
 
     @cached_property
-    def groups(self) -> ShardGroups:
-        return ShardGroups.mics(self.communicator, self.shard_size)
+    def scope(self) -> Scope:
+        return Scope.whole(self.communicator).mics(self.shard_size)
 
     def _cut(self, param: nn.Parameter) -> None:
-        shard_alone(param, self.groups.shard, self.groups.everyone)
+        shard_alone(param, self.scope.shard, self.scope.everyone)
 
     def get_partition_rank(self) -> int:
-        return self.groups.shard.rank
+        return self.scope.shard.rank
 
     @property
     def num_partitions(self) -> int:
-        return self.groups.shard.size
+        return self.scope.shard.size

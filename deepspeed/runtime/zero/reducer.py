@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.runtime.plan import Cadence, GradientPlan
+from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
@@ -55,7 +55,6 @@ class GradReducer:
         buckets: Sequence[GradBucket],
         communicator: Communicator,
         *,
-        gradients: GradientPlan,
         cadence: Cadence,
         overlap: bool,
         expose: bool,
@@ -69,7 +68,6 @@ class GradReducer:
         self.expose = expose
         self.at_boundary = at_boundary
         self.sync_enabled = True
-        self.factors = gradients.factors(communicator.size)
         self.used = [False] * len(self.params)  # since the last boundary, on this rank
         self.waiting: list[nn.Parameter] = []
         """Not trained, so far: autograd sums their gradients, if any, where it always does (``LateParams``)."""
@@ -213,7 +211,7 @@ class GradReducer:
         bucket = self.buckets[b]
         if self._last is not None and (previous := self.buckets[self._last]).borrows:
             previous.collect()  # borrowed buffers are returned early: besides those being filled, one is in flight
-        bucket.launch(*self.factors)
+        bucket.launch()
         self._launched[b] = True
         self._last = b
         if not self.overlap:
@@ -312,7 +310,7 @@ class GradReducer:
             self.buckets[b].accept(position, grad)
         self._late.clear()
         for bucket in self.buckets:
-            bucket.launch(*self.factors)
+            bucket.launch()
             bucket.collect()
         self._recorded = self.communicator.size == 1  # observe the order again: the graph has changed
 
@@ -336,7 +334,7 @@ class GradReducer:
                 self.used[index] = True
                 param.grad = None
         for bucket in buckets:
-            bucket.launch(*self.factors)
+            bucket.launch()
             bucket.collect()
             if bucket.host is not None:
                 bucket.host.synchronize()

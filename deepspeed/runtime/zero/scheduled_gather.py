@@ -18,7 +18,7 @@ Entries of its order that a pass did not use are gathered and released at its en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.gather import FetchingGather
 from deepspeed.runtime.zero.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
 from deepspeed.runtime.zero.meeting import Visit
 from deepspeed.runtime.zero.phases import Phase
-from deepspeed.runtime.zero.shard_server import ShardServer
+from deepspeed.runtime.zero.shard_servers import ShardServers
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
 
 PATIENCE_S = 1.0
@@ -66,20 +66,22 @@ class Evaluation:
 class ScheduledGather(FetchingGather):
     """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
 
-    ``everyone`` joins all ranks that take a step together; ``communicator`` those that hold one copy of the weights.
+    ``everyone`` joins all ranks that take a step together; ``channels``, by scope, those that hold one copy of
+    the weights.
     """
 
     def __init__(
         self,
         buckets: Sequence[ShardedBucket],
-        communicator: Communicator,
-        server: ShardServer,
+        channels: Mapping[str, Communicator],
+        server: ShardServers,
         *,
         prefetch_numel: int,
-        everyone: Communicator | None = None,
+        everyone: Communicator,
     ) -> None:
-        super().__init__(buckets, communicator, server)
-        self.everyone = everyone or communicator
+        super().__init__(buckets, server)
+        self.channels = channels
+        self.everyone = everyone
         self.prefetch_numel = prefetch_numel
         self.order = LaunchOrder()
         self.counts = GatherCounts()
@@ -156,12 +158,12 @@ class ScheduledGather(FetchingGather):
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
             full = bucket.allocate()
-            self.in_flight[index] = self.communicator.all_gather(full, bucket.own_slice())
+            self.in_flight[index] = self.channels[bucket.layout.scope].all_gather(full, bucket.own_slice())
             return
         # Already whole here, or not needed: the others still need this rank's slice.
         assert bucket.shard is not None
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
-        self.communicator.all_gather(spare, bucket.shard.to(bucket.device)).wait()
+        self.channels[bucket.layout.scope].all_gather(spare, bucket.shard.to(bucket.device)).wait()
 
     def _advance(self) -> None:
         """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import communicator
+from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import default_timeout
 from deepspeed.runtime.plan import Cadence
 from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.row_norms import RowNorms
 from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
-from deepspeed.runtime.zero.shard_groups import ShardGroups
-from deepspeed.runtime.zero.shard_server import ShardServer
+from deepspeed.runtime.zero.scopes import DENSE, Scopes
+from deepspeed.runtime.zero.shard_servers import ShardServers
 from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 
@@ -34,7 +34,7 @@ class ShardedModel:
         self,
         module: nn.Module,
         buckets: Sequence[ShardedBucket],
-        groups: ShardGroups,
+        scopes: Scopes,
         *,
         trained: set[int],
         budget: LiveBudget,
@@ -43,17 +43,17 @@ class ShardedModel:
     ) -> None:
         self.storage = storage
         self.buckets = list(buckets)
-        self.groups = groups
+        self.scopes = scopes
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.gatherer = make_gatherer(self.buckets, groups, prefetch_numel, storage)
+        self.gatherer = make_gatherer(self.buckets, scopes, prefetch_numel, storage)
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator
             bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
-        self.row_norms = RowNorms(module, self.coordinator, groups.everyone)
+        self.row_norms = RowNorms(module, self.coordinator, scopes.everyone)
 
     @property
     def cadence(self) -> Cadence:
@@ -93,33 +93,36 @@ class ShardedModel:
 
 
 def make_gatherer(
-    buckets: Sequence[ShardedBucket], groups: ShardGroups, prefetch_numel: int, storage: ParamStorage
+    buckets: Sequence[ShardedBucket], scopes: Scopes, prefetch_numel: int, storage: ParamStorage
 ) -> LocalGather:
     """The one place that chooses how slices are gathered."""
-    dp = groups.shard
-    if dp.size == 1 and storage.swap is not None and not off_host(buckets[0].device):
+    used = sorted({DENSE, *(bucket.layout.scope for bucket in buckets)})
+    alone = all(scopes[name].shard.size == 1 for name in used)
+    if alone and storage.swap is not None and not off_host(buckets[0].device):
         return ReadingGather(
             buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
         )
-    if dp.size == 1 or not buckets:
+    if alone or not buckets:
         return LocalGather(buckets)
-    shards = [bucket.shard for bucket in buckets if bucket.shard is not None]
-    server = ShardServer(dp, shards, default_timeout().total_seconds())
+    server = ShardServers(buckets, scopes, default_timeout().total_seconds())
     if prefers_collectives(buckets[0].device.type):
-        # A separate group, so that gathers and sums can be in flight at the same time. They are still launched in
-        # one order (Note: one order in launch_order.py).
-        group = torch.distributed.new_group(
-            list(dp.ranks), timeout=default_timeout(), use_local_synchronization=True
-        )
-        assert isinstance(group, torch.distributed.ProcessGroup)
+        channels = {name: _second_group(scopes[name].shard) for name in used}
         return ScheduledGather(
-            buckets,
-            communicator(group),
-            server,
-            prefetch_numel=prefetch_numel,
-            everyone=groups.everyone,
+            buckets, channels, server, prefetch_numel=prefetch_numel, everyone=scopes.everyone
         )
-    return FetchingGather(buckets, dp, server)
+    return FetchingGather(buckets, server)
+
+
+def _second_group(ranks: Communicator) -> Communicator:
+    """The same ranks once more, so that gathers and sums can be in flight at the same time. They are still launched in
+    one order (Note: one order in launch_order.py)."""
+    if ranks.size == 1:
+        return ranks
+    group = torch.distributed.new_group(
+        list(ranks.ranks), timeout=default_timeout(), use_local_synchronization=True
+    )
+    assert isinstance(group, torch.distributed.ProcessGroup)
+    return communicator(group)
 
 
 def prefers_collectives(device_type: str) -> bool:

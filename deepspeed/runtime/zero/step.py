@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
@@ -54,7 +55,7 @@ class StepExecutor:
         store: StateStore,
         scaler: LossScaler,
         publisher: WeightPublisher,
-        communicator: Communicator,
+        scopes: Scopes,
         names: Sequence[str],
     ) -> None:
         self.plan = plan
@@ -62,10 +63,11 @@ class StepExecutor:
         self.store = store
         self.scaler = scaler
         self.publisher = publisher
-        self.communicator = communicator
+        self.scopes = scopes
+        self.communicator = scopes.everyone
         self.names = list(names)
+        self.members = self._members()
         self.sharded = plan.zero.shard_state
-        self.counts_squares = self.sharded or communicator.rank == 0  # each slice counts once in the norm
         self.bad_steps = 0
         self.late_params: LateParams | None = None
         self.before_step: list[Callable[[], None]] = []
@@ -75,6 +77,7 @@ class StepExecutor:
         )
         self._grad_key: tuple[int, ...] = ()
         self._lists: list[GroupTensors] = []
+        self._counted: list[Tensor] = []  # gradients whose norm counts on this rank
         optimizer: Any = store.optimizer
         if self.sharded and hasattr(optimizer, "segment_sum"):
             optimizer.segment_sum = self._segment_sum
@@ -117,27 +120,57 @@ class StepExecutor:
     def admit(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
+        self.members = self._members()
         self._lists = []
 
+    def _members(self) -> dict[Scope, list[int]]:
+        """Numbers of the parameters of each scope."""
+        found: dict[Scope, list[int]] = {}
+        for index, param in enumerate(self.store.params):
+            found.setdefault(self.scopes.of(param), []).append(index)
+        return found
+
     def _exchange(self) -> GradReport:
-        squares = sum_of_squares([grads for _, _, grads, _ in self._gradient_lists() for grads in grads])
+        self._gradient_lists()
+        squares = sum_of_squares(self._counted)
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
         if self.communicator.size == 1:
             return GradReport(squares, used, late, woken)
-        share = squares if self.counts_squares else 0.0
-        message = torch.tensor([share, float(late), *map(float, used + woken)], dtype=torch.float64)
-        message = message.to(self.reducer.device)
-        self.communicator.all_reduce(message).wait()
-        values = message.tolist()
+        values = self._sum([squares, late, *used, *woken], self.communicator)
         flags = [count > 0 for count in values[2:]]
-        return GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
+        report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
+        self._ask_holders(used, report.used)
+        return report
+
+    def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
+        packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
+        communicator.all_reduce(packed).wait()
+        return packed.tolist()
+
+    def _ask_holders(self, mine: Sequence[bool], used: list[bool]) -> None:
+        """Correct ``used`` where other ranks hold other weights under the same number (experts): only those that hold
+        the same ones count."""
+        for scope, indices in self.members.items():
+            if scope is self.scopes.dense:
+                continue
+            counts = [float(mine[i]) for i in indices]
+            if scope.everyone.size > 1:
+                counts = self._sum(counts, scope.everyone)
+            for i, count in zip(indices, counts, strict=True):
+                used[i] = count > 0
 
     def _gradient_lists(self) -> list[GroupTensors]:
         """One entry per group, rebuilt only when buffers have moved: kernels cache their pointers by list."""
         key = tuple(b.reduced.data_ptr() if b.reduced is not None else 0 for b in self.reducer.buckets)
         if key != self._grad_key or len(self._lists) != len(self.store.by_group):
             self._lists = [GroupTensors.of(group) for group in self.store.by_group]
+            self._counted = [
+                grad
+                for fragments, _, grads, _ in self._lists
+                for owned, grad in zip(fragments, grads, strict=True)
+                if owned.grad_bucket.counts
+            ]
             self._grad_key = key
         return self._lists
 
@@ -219,10 +252,12 @@ class StepExecutor:
         index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
         indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
         whole = torch.zeros(len(self.names), 2, dtype=torch.float64)
-        if self.counts_squares:
-            whole.index_add_(0, indices, sums.cpu())
+        whole.index_add_(0, indices, sums.cpu())
         whole = whole.to(self.reducer.device)
-        self.communicator.all_reduce(whole.view(-1)).wait()
+        for scope, params in self.members.items():
+            share = whole[params]
+            scope.shard.all_reduce(share.view(-1)).wait()
+            whole[params] = share
         return whole[indices.to(whole.device)].to(sums.device)
 
     def _update_with_torch(self, lists: Sequence[GroupTensors], scale: float) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import StateStore
 
 BATCH_NUMEL = 32 * 1024 * 1024
@@ -53,13 +54,14 @@ class Matrix:
 class WholeMatrices:
     """Applies a function of whole matrices to values that are partitioned like the weights of ``store``."""
 
-    def __init__(self, store: StateStore, communicator: Communicator) -> None:
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
         self.store = store
-        self.communicator = communicator
-        self.matrices = [
-            [matrix for matrix in matrices_of(store) if store.group_of[matrix.param] == g]
-            for g in range(len(store.optimizer.param_groups))
-        ]
+        self.matrices: list[dict[Communicator, list[Matrix]]] = [{} for _ in store.optimizer.param_groups]
+        for matrix in matrices_of(store):
+            if store.group_of[matrix.param] < 0:
+                continue
+            holders = scopes.of(store.params[matrix.param]).shard
+            self.matrices[store.group_of[matrix.param]].setdefault(holders, []).append(matrix)
 
     def __call__(
         self,
@@ -78,13 +80,18 @@ class WholeMatrices:
         mine: dict[int, Tensor] = {}
         for param, value in zip(params, values, strict=True):
             mine[fragment_of[id(param)].param_index] = value.view(-1)
-        for batch in batches(self.matrices[index], BATCH_NUMEL):
-            self._exchange(batch, mine, function)
+        for holders, matrices in self.matrices[index].items():
+            for batch in batches(matrices, BATCH_NUMEL):
+                self._exchange(holders, batch, mine, function)
 
     def _exchange(
-        self, batch: Sequence[Matrix], mine: dict[int, Tensor], function: Callable[[Tensor], Tensor]
+        self,
+        holders: Communicator,
+        batch: Sequence[Matrix],
+        mine: dict[int, Tensor],
+        function: Callable[[Tensor], Tensor],
     ) -> None:
-        rank, size = self.communicator.rank, self.communicator.size
+        rank, size = holders.rank, holders.size
         held = [
             [(m, p) for m in batch if m.owner == r for p in m.parts if p.rank == rank] for r in range(size)
         ]
@@ -100,9 +107,9 @@ class WholeMatrices:
             if matrix.param in mine:
                 place.copy_(mine[matrix.param])
         incoming = torch.empty(sum(received), dtype=dtype, device=first.device)
-        self.communicator.all_to_all(incoming, outgoing, received, sent).wait()
+        holders.all_to_all(incoming, outgoing, received, sent).wait()
         self._compute(due, incoming, function)
-        self.communicator.all_to_all(outgoing, incoming, sent, received).wait()
+        holders.all_to_all(outgoing, incoming, sent, received).wait()
         for place, (matrix, _) in _places(held, outgoing):
             if matrix.param in mine:
                 mine[matrix.param].copy_(place)

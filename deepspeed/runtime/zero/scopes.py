@@ -1,0 +1,132 @@
+"""Which ranks hold the same weights, per kind of weights.
+
+A *scope* is the ranks over which the gradients of a bucket are summed, how one copy of its states is sharded among
+them, and by what the mean divides. Dense weights have one scope, all data-parallel ranks (times those that share a
+sequence). Other kinds, such as experts that are spread over neighbouring ranks, have scopes of their own over fewer
+ranks, with a factor that fits.
+
+Plain ZeRO shards one copy across the whole scope. MiCS (Z. Zhang et al.: MiCS: Near-linear scaling for training
+gigantic model on public cloud, VLDB 2022) shards it across runs of ``mics_shard_size`` neighbouring ranks, so that
+parameters are gathered within a run (one node, a fast link), and every run holds a replica.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.groups import new_group
+from deepspeed.comm.mesh import ProcessMesh, split_ranks
+from deepspeed.runtime.config_problems import DeepSpeedConfigError
+
+DENSE = "dense"
+"""The weights that all ranks hold."""
+_EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
+
+
+def expert_parallel_size(name: str, ranks: int) -> int:
+    """Over how many neighbouring ranks the weights of a scope are spread. ValueError: the name does not fit."""
+    if name == DENSE:
+        return 1
+    match = _EXPERT_GROUP.fullmatch(name)
+    size = int(match.group(1)) if match else 0
+    if size < 1 or ranks % size:
+        raise ValueError(
+            f"a parameter with allreduce=False has group_name={name!r}: expected 'ep_size_N', where N divides the "
+            f"{ranks} ranks with the same dense weights"
+        )
+    return size
+
+
+def scope_name(param: torch.Tensor) -> str:
+    """The kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such as
+    "ep_size_4": experts that are spread over runs of 4 neighbouring ranks."""
+    if getattr(param, "allreduce", True):
+        return DENSE
+    return str(getattr(param, "group_name", "ep_size_1"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scope:
+    """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
+    ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
+    """
+
+    name: str
+    everyone: Communicator
+    shard: Communicator
+    replicas: Communicator
+    divisor: int
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's copy counts where each slice must count once (norms)."""
+        return self.replicas.rank == 0
+
+    @classmethod
+    def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> Scope:
+        """Plain ZeRO: one copy."""
+        return cls(name, everyone, everyone, Communicator(None), divisor or everyone.size)
+
+    def mics(self, shard_size: int) -> Scope:
+        """One copy per ``shard_size`` ranks. Collective."""
+        if self.everyone.size % shard_size:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.mics_shard_size={shard_size} must divide the number of data-parallel ranks, "
+                f"{self.everyone.size}"
+            )
+        if shard_size == self.everyone.size:
+            return self
+        me = self.everyone.ranks[self.everyone.rank]
+        inner = split_ranks(self.everyone.ranks, me, shard_size, inner=True)
+        across = split_ranks(self.everyone.ranks, me, shard_size, inner=False)
+        return replace(self, shard=_communicator(inner), replicas=_communicator(across))
+
+
+class Scopes:
+    """The scopes of a run. ``everyone``: all ranks that take a step together, and agree on order, norm and skips."""
+
+    def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1) -> None:
+        self.everyone = mesh.communicator("dp", "sp")
+        self.mics_shard_size = mics_shard_size
+        self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
+
+    @cached_property
+    def dense(self) -> Scope:
+        return self._known[DENSE]
+
+    def find(self, params: Iterable[torch.Tensor]) -> Scopes:
+        """Make the scopes of all ``params``. Collective; the same kinds must occur, in any order, on every rank."""
+        for name in sorted({scope_name(param) for param in params} - self._known.keys()):
+            self._known[name] = self._sharded(self._experts(name))
+        return self
+
+    def __getitem__(self, name: str) -> Scope:
+        return self._known[name]
+
+    def of(self, param: torch.Tensor) -> Scope:
+        return self._known[scope_name(param)]
+
+    def shards(self) -> dict[str, int]:
+        """In how many slices one copy is cut, by the name of the scope."""
+        return {name: scope.shard.size for name, scope in self._known.items()}
+
+    def _sharded(self, scope: Scope) -> Scope:
+        return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
+
+    def _experts(self, name: str) -> Scope:
+        """Experts spread over runs of neighbours: the ranks with the same place in their run hold the same ones. Each
+        sees tokens of a whole run, so that the mean is over all ranks."""
+        ranks = self.everyone.ranks
+        size = expert_parallel_size(name, len(ranks))
+        same = split_ranks(ranks, ranks[self.everyone.rank], size, inner=False)
+        return Scope.whole(_communicator(same), name, divisor=len(ranks))
+
+
+def _communicator(ranks: tuple[int, ...]) -> Communicator:
+    return communicator(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
