@@ -71,7 +71,7 @@ _NAMES = {
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",
     "init_inference": "deepspeed.inference.entry",
-    "initialize": "deepspeed.runtime.build",
+    "initialize": "deepspeed.runtime.initialize",
     "is_compile_supported": "deepspeed.runtime.compiler",
     "log_dist": "deepspeed.utils",
     "logger": "deepspeed.utils",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.config_problems import Problem, shown
-from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, copy_containers, read_config
+from deepspeed.config.problems import Problem, shown
+from deepspeed.config.reader import ConfigSource, UnreadableConfig, copy_containers, read_config
 
 ACCELERATE, TRAINER = "Accelerate", "Trainer"
 AUTO = "auto"

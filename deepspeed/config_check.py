@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from deepspeed.client_config import ClientConfig, client_of, read_any, read_client
+from deepspeed.config.analysis import BATCH_KEYS, Analysis, analyse
+from deepspeed.config.axes import axes_of, least_ranks
+from deepspeed.config.batch import Batch
+from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, nearest, shown
+from deepspeed.config.reader import ConfigSource, UnreadableConfig
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.config_fix import CannotFix, corrected, start_text, unified, write_fixed
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.axes import axes_of, least_ranks
-from deepspeed.runtime.batch import Batch
 from deepspeed.runtime.config import NO_LAUNCHER, world_size
-from deepspeed.runtime.config_analysis import BATCH_KEYS, Analysis, analyse
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem, Remedy, nearest, shown
-from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig
-from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.constants import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import check_optimizer
 from deepspeed.tool_arguments import ArgumentParser, positive

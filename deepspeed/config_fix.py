@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from deepspeed.config.analysis import OLD_TOP_LEVEL
+from deepspeed.config.keys import documented_name, is_deprecated, keys_of
+from deepspeed.config.problems import Problem
+from deepspeed.config.reader import ConfigSource
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.config_edit import Edit, Path, apply_edits
-from deepspeed.runtime.config_analysis import OLD_TOP_LEVEL
-from deepspeed.runtime.config_keys import documented_name, is_deprecated, keys_of
-from deepspeed.runtime.config_problems import Problem
-from deepspeed.runtime.config_reader import ConfigSource
-from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import extra_facts, is_auto, keeps_value
 
 ROUNDS = 100

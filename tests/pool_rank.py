@@ -102,7 +102,7 @@ def _warm_up() -> None:
     """Import what every test needs and put all of it out of the garbage collector's sight."""
     torch.set_num_threads(1)
     with contextlib.suppress(Exception):  # if it cannot be imported, let the tests say so
-        importlib.import_module("deepspeed.runtime.build")
+        importlib.import_module("deepspeed.runtime.initialize")
     _rewrite_assertions()
     gc.collect()
     gc.freeze()

@@ -16,10 +16,8 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from deepspeed.inference.config import DeepSpeedInferenceConfig  # noqa: E402
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa: E402
-from deepspeed.runtime.availability import MISSING  # noqa: E402
-from deepspeed.runtime.config_keys import (  # noqa: E402
+from deepspeed.config.availability import MISSING  # noqa: E402
+from deepspeed.config.keys import (  # noqa: E402
     Key,
     constraint_of,
     documented_name,
@@ -27,7 +25,9 @@ from deepspeed.runtime.config_keys import (  # noqa: E402
     keys_of,
     type_of,
 )
-from deepspeed.runtime.config_schema import TrainingConfig  # noqa: E402
+from deepspeed.config.schema import TrainingConfig  # noqa: E402
+from deepspeed.inference.config import DeepSpeedInferenceConfig  # noqa: E402
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa: E402
 from deepspeed.runtime.config_utils import LenientConfigModel, extra_facts  # noqa: E402
 
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -14,9 +14,10 @@ MODULES = {
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.pipe": "deepspeed.runtime.pipe",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
-    "deepspeed.runtime.model_checkpointing.constants": "deepspeed.runtime.checkpoint_config",
+    "deepspeed.runtime.model_checkpointing.constants": "deepspeed.config.checkpoint",
     "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
-    "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.init_context",
+    "deepspeed.runtime.precision_config": "deepspeed.config.precision",
+    "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.gathering.init_context",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
     "deepspeed.zero": "deepspeed.runtime.zero",
@@ -143,7 +144,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ZeroParamStatus": "deepspeed.runtime.zero.partition_parameters",
         "ZeroParamType": "deepspeed.runtime.zero.partition_parameters",
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
-        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
     "deepspeed.runtime.zero.optimizer": {
         "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
@@ -152,7 +153,7 @@ NAMES: dict[str, dict[str, str]] = {
         "estimate_zero3_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
         "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
-        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathered",
+        "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
     "deepspeed.sequence": {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
@@ -186,7 +187,7 @@ get_sparse_gradients_enabled get_sparse_variable_config get_steps_per_print get_
 get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_gpu
 get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer
 """.split()
-NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.runtime.config_getters")
+NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.config.getters")
 
 # Modules of `deepspeed.ops.op_builder` -> the builders found there.
 _BUILDERS = {

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.memory_plan.ledger import Phase, Place
 from deepspeed.memory_plan.request import Answer, Request, answer
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
 
 SMALL_BUCKET = 50_000_000
 """Elements; of a bucket that still travels at full speed."""

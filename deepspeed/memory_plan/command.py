@@ -18,15 +18,15 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.client_config import read_any, read_client
+from deepspeed.config.axes import axes_of
+from deepspeed.config.plan import make_plan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import UnreadableConfig
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Request, answer
-from deepspeed.runtime.axes import axes_of
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.config_reader import UnreadableConfig
-from deepspeed.runtime.plan import make_plan
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.plan import Plan
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.ledger import Place
 from deepspeed.memory_plan.machine import all_there_is
 from deepspeed.memory_plan.request import Answer, Request, answer
-from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.utils.logging import logger
 

@@ -13,8 +13,8 @@ import psutil
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_memory import machine_available_bytes
+from deepspeed.config.plan import Plan
 from deepspeed.memory_plan.ledger import Place
-from deepspeed.runtime.plan import Plan
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.plan import Plan, PrecisionPlan
+from deepspeed.config.plan import Plan, PrecisionPlan
 from deepspeed.runtime.zero.cutting import TrainedParams, param_specs, trained_params, with_frozen
 from deepspeed.runtime.zero.layout import ParamSpec
 from deepspeed.runtime.zero.params import full_numel

@@ -1,4 +1,4 @@
-"""Where masters and optimizer state are stored, and the host memory and files this takes (``zero/tiers.py``)."""
+"""Where masters and optimizer state are stored (``zero/offload/tiers.py``), and the host memory and files this takes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from deepspeed.config.plan import Plan
 from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.states import OptimizerFacts
-from deepspeed.runtime.plan import Plan
-from deepspeed.runtime.zero import swap_file
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
-from deepspeed.runtime.zero.tiers import _ALIGN, OffloadedTier, ResidentTier, _sub_groups, device_share
+from deepspeed.runtime.zero.offload import swap_file
+from deepspeed.runtime.zero.offload.tiers import (
+    _ALIGN,
+    OffloadedTier,
+    ResidentTier,
+    _sub_groups,
+    device_share,
+)
 
 
 @dataclass(slots=True)

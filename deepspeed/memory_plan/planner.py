@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
 from deepspeed.memory_plan.rehearsal import GatherRules, Rehearsal
 from deepspeed.memory_plan.states import OptimizerFacts
 from deepspeed.ops.native import DEVICE_PIECE
-from deepspeed.runtime.plan import ParamOffload, Plan
-from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
+from deepspeed.runtime.zero.gathering.coordinator import LiveBudget
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.scopes import DENSE, expert_parallel_size
 

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Pending
 from deepspeed.comm.native_sums import SCRATCH_BYTES
+from deepspeed.config.plan import Cadence, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
-from deepspeed.runtime.plan import Cadence, Plan
 from deepspeed.runtime.zero.buffer_pool import BufferPool
-from deepspeed.runtime.zero.coordinator import Frame, LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.runtime.zero.gathering.coordinator import Frame, LiveBudget, ParamCoordinator
+from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
+from deepspeed.runtime.zero.gathering.sharded_bucket import Status
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.gradient_sums import DenseSum
 from deepspeed.runtime.zero.layout import BucketLayout
+from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
-from deepspeed.runtime.zero.sharded_bucket import Status
-from deepspeed.runtime.zero.tiers import ResidentTier
 
 META = torch.device("meta")
 
@@ -181,7 +181,7 @@ class PaperBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRules:
-    """Stage 3: how slices are gathered (``make_gatherer`` in ``zero/sharded_model.py``)."""
+    """Stage 3: how slices are gathered (``make_gatherer`` in ``zero/gathering/sharded_model.py``)."""
 
     budget: LiveBudget
     prefetch_numel: int

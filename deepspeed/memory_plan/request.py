@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes
 from deepspeed.memory_plan.ledger import STEADY, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
@@ -20,7 +21,6 @@ from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.utils.logging import logger
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -12,19 +12,18 @@ from torch import nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.axes import Axes
+from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.accumulation import AccumulationClock
-from deepspeed.runtime.axes import Axes
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.client_state import ClientState, has_hooks
-from deepspeed.runtime.zero.coordinator import LiveBudget
 from deepspeed.runtime.zero.cutting import (
     TrainedParams,
     cut_sharded,
@@ -33,12 +32,18 @@ from deepspeed.runtime.zero.cutting import (
     trained_params,
     with_frozen,
 )
-from deepspeed.runtime.zero.gather_rules import mark_leaves
+from deepspeed.runtime.zero.gathering.coordinator import LiveBudget
+from deepspeed.runtime.zero.gathering.gather_rules import mark_leaves
+from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.gradient_sums import gradient_sum
-from deepspeed.runtime.zero.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
+from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.runtime.zero.offload.state_moves import StateMover
+from deepspeed.runtime.zero.offload.tiers import ResidentTier, make_tier
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -46,17 +51,12 @@ from deepspeed.runtime.zero.optimizer import (
     FP16_Optimizer,
     ZeroOptimizer,
 )
-from deepspeed.runtime.zero.param_storage import ParamStorage
 from deepspeed.runtime.zero.params import full_numel, full_shape, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
-from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
-from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
-from deepspeed.runtime.zero.tiers import ResidentTier, make_tier
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
 
 if TYPE_CHECKING:

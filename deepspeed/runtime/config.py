@@ -11,14 +11,15 @@ import torch
 import torch.distributed
 
 from deepspeed.comm.config import DeepSpeedCommsConfig
+from deepspeed.config.analysis import analyse
+from deepspeed.config.axes import axes_of
+from deepspeed.config.batch import Batch
+from deepspeed.config.hybrid_engine import HybridEngineConfig
+from deepspeed.config.problems import DeepSpeedConfigError, Problem
+from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.runtime import constants
-from deepspeed.runtime.axes import axes_of
-from deepspeed.runtime.batch import Batch
-from deepspeed.runtime.config_analysis import analyse
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, Problem
-from deepspeed.runtime.config_reader import ConfigSource, UnreadableConfig, read_config
-from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import DtypeEnum, ScientificNotationEncoder
 from deepspeed.runtime.constants import (
     ADAGRAD_OPTIMIZER,
@@ -36,7 +37,6 @@ from deepspeed.runtime.constants import (
     ZERO_ONE_ADAM_OPTIMIZER,
     ValidationMode,
 )
-from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 from deepspeed.utils.environment import ALONE, Identity, this_process
 from deepspeed.utils.logging import logger
@@ -74,7 +74,7 @@ class DeepSpeedConfig:
 
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
     parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
-    launcher's environment (else 1) and the sizes of the other axes (`runtime/axes.py`). Raises
+    launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`). Raises
     DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
     allocated.
     """

@@ -2,7 +2,7 @@
 helpers.
 
 A *section model* says which keys a user may write, with their documented defaults and bounds. It decides
-nothing: `runtime/plan.py` reads the finished models. Each field's `description` is its text in
+nothing: `config/plan.py` reads the finished models. Each field's `description` is its text in
 `docs/config.md`.
 """
 

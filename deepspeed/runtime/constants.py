@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.checkpoint_config import ValidationMode
+from deepspeed.config.checkpoint import ValidationMode
 
 __all__ = ["ValidationMode"]
 
@@ -58,7 +58,7 @@ VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)
 def __getattr__(name: str) -> Any:
     """The constants of config keys, from the schema, which is imported here because it imports this module."""
     if name.isupper() and not name.startswith("_"):
-        from deepspeed.runtime.config_getters import constant_of_key
+        from deepspeed.config.getters import constant_of_key
 
         try:
             return constant_of_key(name)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import CommunicationError
+from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
@@ -34,15 +35,14 @@ from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.engine_state import EngineState
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously
-from deepspeed.runtime.observers import attach_observers
+from deepspeed.runtime.observers.attach import attach_observers
+from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
-from deepspeed.runtime.plan import Plan, make_plan
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
-from deepspeed.runtime.start_report import log_start
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.scopes import Scopes
-from deepspeed.runtime.zero.sharded_model import ShardedModel
 from deepspeed.utils import groups
 from deepspeed.utils.logging import apply_log_level
 from deepspeed.utils.transforms import inside_transform

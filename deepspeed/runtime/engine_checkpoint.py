@@ -26,7 +26,7 @@ from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
-from deepspeed.runtime.zero.gathered import GatheredParameters
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:

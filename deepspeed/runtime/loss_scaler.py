@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.runtime.plan import LossScalePlan
+from deepspeed.config.plan import LossScalePlan
 
 
 class LossScaleError(RuntimeError):

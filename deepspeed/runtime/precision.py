@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.runtime.plan import PrecisionPlan
+from deepspeed.config.plan import PrecisionPlan
 from deepspeed.runtime.zero.params import follow_dtype, is_zero_param
 
 

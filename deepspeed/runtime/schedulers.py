@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.arguments import WHOLE_NUMBERS
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.config_arguments import WHOLE_NUMBERS
 
 
 def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:

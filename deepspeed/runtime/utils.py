@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import sum_of_squares
-from deepspeed.runtime.gradient_checks import (
+from deepspeed.runtime.helpers.gradient_checks import (
     CheckOverflow,
     DummyOptim,
     filter_empty_parameters,
@@ -23,9 +23,9 @@ from deepspeed.runtime.gradient_checks import (
     get_inactive_params,
     mask_nan_or_inf_with_val_inplace,
 )
-from deepspeed.runtime.partitioned_tensor import PartitionedTensor
-from deepspeed.runtime.partitions import partition_balanced, partition_uniform, prefix_sum_inc
-from deepspeed.runtime.tensor_structures import (
+from deepspeed.runtime.helpers.partitioned_tensor import PartitionedTensor
+from deepspeed.runtime.helpers.partitions import partition_balanced, partition_uniform, prefix_sum_inc
+from deepspeed.runtime.helpers.tensor_structures import (
     align_dense_tensors,
     all_gather_dp_groups,
     all_gather_into_tensor_dp_groups,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.config.arguments import OPTIMIZER, SCHEDULES, WHOLE_NUMBERS
+from deepspeed.config.problems import Problem
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.config_arguments import OPTIMIZER, SCHEDULES, WHOLE_NUMBERS
-from deepspeed.runtime.config_problems import Problem
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.optim.registry import BUILT_IN, check_optimizer
 from deepspeed.runtime.schedulers import resolve_scheduler

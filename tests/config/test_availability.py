@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from deepspeed.runtime.availability import MISSING
-from deepspeed.runtime.axes import axes_of
-from deepspeed.runtime.config_analysis import analyse
-from deepspeed.runtime.config_keys import field_at
-from deepspeed.runtime.config_reader import read_config
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config.analysis import analyse
+from deepspeed.config.availability import MISSING
+from deepspeed.config.axes import axes_of
+from deepspeed.config.keys import field_at
+from deepspeed.config.reader import read_config
+from deepspeed.config.schema import TrainingConfig
 
 # For every row of the table a config that asks for the feature.
 LTD = {"total_layer_num": 1, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0]}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deepspeed.comm.mesh import MeshLayout
+from deepspeed.config.axes import axes_of
 from deepspeed.config_check import check_config
-from deepspeed.runtime.axes import axes_of
 
 
 @pytest.mark.parametrize(

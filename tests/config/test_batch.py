@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.runtime.batch import DEFAULT, DERIVED, GAS, GIVEN, MICRO, TRAIN, BatchError, resolve
+from deepspeed.config.batch import DEFAULT, DERIVED, GAS, GIVEN, MICRO, TRAIN, BatchError, resolve
 
 # (train, micro, accumulation, ranks) -> (train, micro, accumulation)
 FITTING = [

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from deepspeed.runtime.axes import axes_of
+from deepspeed.config.analysis import Analysis, analyse
+from deepspeed.config.axes import axes_of
+from deepspeed.config.keys import documented_name, keys_of
+from deepspeed.config.problems import distance
+from deepspeed.config.reader import read_config
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.config_analysis import Analysis, analyse
-from deepspeed.runtime.config_keys import documented_name, keys_of
-from deepspeed.runtime.config_problems import distance
-from deepspeed.runtime.config_reader import read_config
-from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import LenientConfigModel
 
 GOOD: dict[str, Any] = {

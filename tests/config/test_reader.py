@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.runtime.config_reader import UnreadableConfig, key_lines, parse_text, read_config
+from deepspeed.config.reader import UnreadableConfig, key_lines, parse_text, read_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
 

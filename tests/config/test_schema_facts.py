@@ -17,10 +17,10 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError
 
+from deepspeed.config.keys import Key, is_deprecated, keys_of, type_of
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
-from deepspeed.runtime.config_keys import Key, is_deprecated, keys_of, type_of
-from deepspeed.runtime.config_schema import TrainingConfig
 from deepspeed.runtime.config_utils import extra_facts, parse_dtype
 from deepspeed.runtime.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 

@@ -19,11 +19,18 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.runtime import live_line
-from deepspeed.runtime.curves import LossMeter
 from deepspeed.runtime.events import Events
-from deepspeed.runtime.live_line import Display, Form, LiveLine, choose_display, made_by_client, total_steps
-from deepspeed.runtime.start_report import held_bytes
+from deepspeed.runtime.observers.attach import live_line
+from deepspeed.runtime.observers.curves import LossMeter
+from deepspeed.runtime.observers.live_line import (
+    Display,
+    Form,
+    LiveLine,
+    choose_display,
+    made_by_client,
+    total_steps,
+)
+from deepspeed.runtime.observers.start_report import held_bytes
 from deepspeed.utils import logger, terminal
 from deepspeed.utils.logging import LEVEL_VARIABLE, level_of_environment, report
 from deepspeed.utils.terminal import StatusLine, another_display_is_active

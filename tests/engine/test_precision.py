@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.config.plan import LossScalePlan
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
-from deepspeed.runtime.plan import LossScalePlan
-from deepspeed.runtime.start_report import precision_rows
+from deepspeed.runtime.observers.start_report import precision_rows
 from tests.pool import distributed
 
 WIDTH = 16

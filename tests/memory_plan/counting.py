@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.zero.buffer_pool import BufferPool
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
-from deepspeed.runtime.zero.tiers import OffloadedTier, Slot
+from deepspeed.runtime.zero.offload.tiers import OffloadedTier, Slot
 
 
 def owned_bytes(engine: Any) -> int:

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.memory_plan.ledger import ESTIMATED, STEADY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.planner import cut_buckets
 from deepspeed.memory_plan.request import Answer, Request, answer
-from deepspeed.runtime.zero import swap_file
+from deepspeed.runtime.zero.offload import swap_file
 from tests.memory_plan.counting import Allocations, file_bytes, owned_bytes, watched
 from tests.memory_plan.models import MODELS, NOTHING_KEPT, VOCABULARY, config_for
 from tests.pool import distributed

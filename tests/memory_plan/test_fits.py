@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.config.plan import make_plan
 from deepspeed.memory_plan import fits, machine
 from deepspeed.memory_plan.fits import MemoryPlanError, check_fits
 from deepspeed.memory_plan.ledger import Place
 from deepspeed.memory_plan.machine import Capacity
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.plan import make_plan
 from tests.memory_plan.models import Gpt, config_for
 from tests.pool import distributed
 

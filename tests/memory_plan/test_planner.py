@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.config.plan import make_plan
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, shape_of
 from deepspeed.memory_plan.ledger import Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ParamRow, facts_of, facts_of_rows
@@ -18,7 +19,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.plan import make_plan
 from tests.memory_plan.models import MODELS, config_for
 
 STATES = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS)

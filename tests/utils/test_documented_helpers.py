@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
+from deepspeed.config import getters as config_getters
 from deepspeed.io.utils import bytes_to_tensor, required_minimum_torch_version, tensor_to_bytes
-from deepspeed.runtime import config_getters
 from deepspeed.runtime import utils as ds
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.topology import _prime_factors

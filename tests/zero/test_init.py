@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.config.problems import DeepSpeedConfigError
 from tests.pool import distributed
 
 SETTINGS: dict[str, Any] = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero import sharded_model
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.gathering import sharded_model
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.zero.layout import BucketLayout, Slot
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

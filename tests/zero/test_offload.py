@@ -20,13 +20,14 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.aio.engine import Failure, Options
 from deepspeed.runtime import assembly
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero import param_storage, sharded_model, state_moves, swap_file, tiers
+from deepspeed.runtime.zero.gathering import param_storage, sharded_model
+from deepspeed.runtime.zero.offload import state_moves, swap_file, tiers
+from deepspeed.runtime.zero.offload.swap_file import SwapFile
+from deepspeed.runtime.zero.offload.tiers import OffloadedTier, ResidentTier, device_share
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.swap_file import SwapFile
-from deepspeed.runtime.zero.tiers import OffloadedTier, ResidentTier, device_share
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.zero import sharded_model
+from deepspeed.runtime.zero.gathering import sharded_model
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tests.pool import distributed
 from tests.zero.models import (

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import read_config
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, KeptInputs
 from deepspeed.runtime.activation_checkpointing.rng import (
@@ -32,8 +34,6 @@ from deepspeed.runtime.activation_checkpointing.rng import (
     reseed_tensor_parallel,
     seed_model_parallel,
 )
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.config_reader import read_config
 from deepspeed.utils.logging import print_dist
 from deepspeed.utils.memory import GIB
 from deepspeed.utils.timer import SynchronizedWallClockTimer

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from deepspeed.config.arguments import remedy, wrong_optimizer_arguments
+from deepspeed.config.problems import DeepSpeedConfigError, nearest
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
-from deepspeed.runtime.config_arguments import remedy, wrong_optimizer_arguments
-from deepspeed.runtime.config_problems import DeepSpeedConfigError, nearest
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.plan import Plan
+from deepspeed.config.plan import Plan
 from deepspeed.runtime.precision import wire_dtypes
-from deepspeed.runtime.zero.gather_rules import persistence_threshold
+from deepspeed.runtime.zero.gathering.gather_rules import persistence_threshold
 from deepspeed.runtime.zero.layout import BucketLayout, CutPolicy, ParamSpec, cut
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.runtime.zero.scopes import scope_name

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
-from deepspeed.runtime.zero.host_copies import HostCopies
 from deepspeed.runtime.zero.layout import BucketLayout
+from deepspeed.runtime.zero.offload.host_copies import HostCopies
 
 
 class GradBucket:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.runtime.plan import Plan
+from deepspeed.config.plan import Plan
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.scopes import Scope

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.init_context import Init, read_config
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.gathering.init_context import Init, read_config
+from deepspeed.runtime.zero.gathering.solo_shard import shard_alone
 from deepspeed.runtime.zero.scopes import Scope
-from deepspeed.runtime.zero.solo_shard import shard_alone
 
 
 class MiCS_Init(Init):

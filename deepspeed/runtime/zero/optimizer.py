@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.state_moves import StateMover
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
 
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.backward import output_tensors, tensors_in
-from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.params import is_zero_param
-from deepspeed.runtime.zero.phases import Phase
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.transforms import inside_transform, outside_transforms
 from deepspeed.utils.untraced import untraced

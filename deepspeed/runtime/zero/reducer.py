@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.runtime.plan import Cadence
+from deepspeed.config.plan import Cadence
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape

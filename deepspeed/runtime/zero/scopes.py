@@ -22,7 +22,7 @@ import torch
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh, split_ranks
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
+from deepspeed.config.problems import DeepSpeedConfigError
 
 DENSE = "dense"
 """The weights that all ranks hold."""

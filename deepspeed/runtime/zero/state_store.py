@@ -13,8 +13,8 @@ from deepspeed.runtime.optim.first_state import constructed_state, first_state
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import Fragment
+from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.params import full_shape
-from deepspeed.runtime.zero.tiers import ResidentTier
 
 PARAMS = "params"
 

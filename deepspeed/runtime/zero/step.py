@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.config.plan import Plan
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
-from deepspeed.runtime.plan import Plan
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares

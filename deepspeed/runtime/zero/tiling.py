@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.runtime.zero.gathered import GatheredParameters
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
 from deepspeed.utils.exceptions import SplitError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from deepspeed.runtime.zero.phases import Phase
-from deepspeed.runtime.zero.shard_servers import ShardServers
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
+from deepspeed.runtime.zero.gathering.phases import Phase
+from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 
 class LocalGather:

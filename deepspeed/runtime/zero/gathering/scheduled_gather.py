@@ -24,12 +24,19 @@ from dataclasses import dataclass, field
 import torch
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.runtime.zero.gather import FetchingGather
-from deepspeed.runtime.zero.launch_order import Entry, Kind, LaunchOrder, decode, encode, with_foresight
-from deepspeed.runtime.zero.meeting import Visit
-from deepspeed.runtime.zero.phases import Phase
-from deepspeed.runtime.zero.shard_servers import ShardServers
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
+from deepspeed.runtime.zero.gathering.gather import FetchingGather
+from deepspeed.runtime.zero.gathering.launch_order import (
+    Entry,
+    Kind,
+    LaunchOrder,
+    decode,
+    encode,
+    with_foresight,
+)
+from deepspeed.runtime.zero.gathering.meeting import Visit
+from deepspeed.runtime.zero.gathering.phases import Phase
+from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
 
 PATIENCE_S = 1.0
 LEAST_PATIENCE_S = 0.02

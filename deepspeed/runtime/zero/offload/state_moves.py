@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.host_copies import host_empty, off_host
+from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.state_store import StateStore
 
 Kind = OffloadStateTypeEnum

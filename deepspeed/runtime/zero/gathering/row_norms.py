@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.runtime.zero.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.params import full_shape
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.utils.untraced import untraced
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.memory_plan.out_of_memory import OutOfMemoryAdvice
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.runtime.curves import Curves
-from deepspeed.runtime.live_line import attach_live_line
+from deepspeed.runtime.observers.curves import Curves
+from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (

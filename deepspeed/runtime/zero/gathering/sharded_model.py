@@ -10,18 +10,18 @@ from torch import nn
 
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import default_timeout
-from deepspeed.runtime.plan import Cadence
-from deepspeed.runtime.zero.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gather import FetchingGather, LocalGather, ReadingGather
-from deepspeed.runtime.zero.host_copies import off_host
-from deepspeed.runtime.zero.param_storage import ParamStorage
+from deepspeed.config.plan import Cadence
+from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
+from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
+from deepspeed.runtime.zero.gathering.row_norms import RowNorms
+from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
+from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.runtime.zero.offload.host_copies import off_host
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.row_norms import RowNorms
-from deepspeed.runtime.zero.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.scopes import DENSE, Scopes
-from deepspeed.runtime.zero.shard_servers import ShardServers
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 
 class ShardedModel:

@@ -12,14 +12,23 @@ from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.comm.config import CommConfig, CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compression.config import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
+from deepspeed.config.aio import AioConfig
+from deepspeed.config.checkpoint import CheckpointConfig
+from deepspeed.config.hybrid_engine import HybridEngineConfig
+from deepspeed.config.precision import (
+    AmpConfig,
+    DataTypesConfig,
+    DeepSpeedBF16Config,
+    DeepSpeedFP16Config,
+    TorchAutocastConfig,
+)
+from deepspeed.config.sparse_attention import SparseAttentionConfig
 from deepspeed.elasticity.config import ElasticityConfig
 from deepspeed.moe.config import AutoEPConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.nebula.config import DeepSpeedNebulaConfig
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.aio_config import AioConfig
-from deepspeed.runtime.checkpoint_config import CheckpointConfig
 from deepspeed.runtime.config_utils import (
     Dtype,
     Float,
@@ -34,16 +43,7 @@ from deepspeed.runtime.data_pipeline.config import (
     DataEfficiencyConfig,
     ProgressiveLayerDropConfig,
 )
-from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 from deepspeed.runtime.pipe.config import PipelineConfig
-from deepspeed.runtime.precision_config import (
-    AmpConfig,
-    DataTypesConfig,
-    DeepSpeedBF16Config,
-    DeepSpeedFP16Config,
-    TorchAutocastConfig,
-)
-from deepspeed.runtime.sparse_attention_config import SparseAttentionConfig
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.runtime import config_reader
-from deepspeed.runtime.aio_config import get_aio_config, storage_options
-from deepspeed.runtime.config_problems import DeepSpeedConfigError
-from deepspeed.runtime.zero.gathered import GatheredParameters
+from deepspeed.config import reader as config_reader
+from deepspeed.config.aio import get_aio_config, storage_options
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.gathering.solo_shard import shard_alone
+from deepspeed.runtime.zero.offload.swap_file import SwapFile
 from deepspeed.runtime.zero.parameter_offload import (
     register_external_parameter,
     unregister_external_parameter,
 )
 from deepspeed.runtime.zero.params import ZeroParamStatus, ZeroParamType, is_zero_param
-from deepspeed.runtime.zero.solo_shard import shard_alone
-from deepspeed.runtime.zero.swap_file import SwapFile
 
 __all__ = [
     "DeepSpeedTensorOverride",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config.schema import TrainingConfig
 
 Predicate = Callable[[TrainingConfig], object]
 

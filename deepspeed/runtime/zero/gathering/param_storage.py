@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from deepspeed.runtime.plan import ParamOffload
-from deepspeed.runtime.zero.host_copies import host_empty, off_host
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
-from deepspeed.runtime.zero.swap_file import SwapFile
+from deepspeed.config.plan import ParamOffload
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
+from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
+from deepspeed.runtime.zero.offload.swap_file import SwapFile
 
 KEY = "zero_optimization.offload_param.nvme_path"
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from deepspeed.runtime.zero.meeting import Visit
+from deepspeed.runtime.zero.gathering.meeting import Visit
+from deepspeed.runtime.zero.gathering.shard_server import ShardServer
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.scopes import DENSE, Scopes
-from deepspeed.runtime.zero.shard_server import ShardServer
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 
 
 class ShardServers:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.config.aio import storage_options
+from deepspeed.config.axes import Axes
 from deepspeed.ops.aio.engine import Options
-from deepspeed.runtime.aio_config import storage_options
-from deepspeed.runtime.axes import Axes
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig

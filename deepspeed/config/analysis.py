@@ -14,16 +14,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deepspeed.runtime import batch
-from deepspeed.runtime.availability import missing_features
-from deepspeed.runtime.axes import Axes
-from deepspeed.runtime.batch import Batch
-from deepspeed.runtime.config_keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
-from deepspeed.runtime.config_meaning import plain_meaning
-from deepspeed.runtime.config_problems import Problem, Remedy, misspelt, nearest, shown
-from deepspeed.runtime.config_reader import ConfigSource, Path, copy_containers
-from deepspeed.runtime.config_rules import check_rules
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config import batch
+from deepspeed.config.availability import missing_features
+from deepspeed.config.axes import Axes
+from deepspeed.config.batch import Batch
+from deepspeed.config.keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
+from deepspeed.config.meaning import plain_meaning
+from deepspeed.config.problems import Problem, Remedy, misspelt, nearest, shown
+from deepspeed.config.reader import ConfigSource, Path, copy_containers
+from deepspeed.config.rules import check_rules
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.runtime.config_utils import LenientConfigModel, collect_notes, is_auto, note
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host_memory import resident_bytes
-from deepspeed.runtime.curves import LossMeter
+from deepspeed.runtime.observers.curves import LossMeter
 from deepspeed.utils.logging import is_rank_zero, logger, report, wants_reports
 from deepspeed.utils.memory import GIB
 from deepspeed.utils.terminal import StatusLine, another_display_is_active, is_terminal

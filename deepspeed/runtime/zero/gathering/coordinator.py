@@ -34,10 +34,10 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed.runtime.backward import GraphTask
-from deepspeed.runtime.zero.gather import LocalGather
-from deepspeed.runtime.zero.phases import Phase
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket, Status
-from deepspeed.runtime.zero.trace import UseTrace
+from deepspeed.runtime.zero.gathering.gather import LocalGather
+from deepspeed.runtime.zero.gathering.phases import Phase
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
+from deepspeed.runtime.zero.gathering.trace import UseTrace
 
 _OUTSIDE = -1  # not in any graph task
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.runtime.config_problems import FROM_BASE64, FROM_DICT, named
+from deepspeed.config.problems import FROM_BASE64, FROM_DICT, named
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from deepspeed.runtime.config_keys import field_at, keys_of
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config.hybrid_engine import HybridEngineConfig
+from deepspeed.config.keys import field_at, keys_of
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.runtime.config_utils import parse_dtype
-from deepspeed.runtime.hybrid_engine_config import HybridEngineConfig
 
 COMMUNICATION_DATA_TYPE = "communication_data_type"
 COMMUNICATION_DATA_TYPE_DEFAULT = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.comm.mesh import MeshLayout
-from deepspeed.runtime.config_problems import Problem, shown
+from deepspeed.config.problems import Problem, shown
 
 SEQUENCE, DATA, TENSOR = "sequence_parallel_size", "data_parallel_size", "tensor_parallel.autotp_size"
 MESH_PARAM = "mesh_param"

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from deepspeed.runtime.config_keys import choices_of, field_at, keys_of, section_at, type_of
-from deepspeed.runtime.config_problems import Remedy, nearest
-from deepspeed.runtime.config_reader import Path
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config.keys import choices_of, field_at, keys_of, section_at, type_of
+from deepspeed.config.problems import Remedy, nearest
+from deepspeed.config.reader import Path
+from deepspeed.config.schema import TrainingConfig
 
 # The key that a section's bare value stands for, where it is not `enabled`.
 NAMED_BY: dict[Path, str] = {("optimizer",): "type", ("scheduler",): "type"}

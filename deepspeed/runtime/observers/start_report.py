@@ -14,10 +14,10 @@ from deepspeed.memory_plan.out_of_memory import request_of
 from deepspeed.memory_plan.report import size
 from deepspeed.memory_plan.request import answer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
-from deepspeed.runtime.live_line import VARIABLE, Form, asked_form, made_by_client
+from deepspeed.runtime.observers.live_line import VARIABLE, Form, asked_form, made_by_client
 from deepspeed.runtime.precision import precision_table
+from deepspeed.runtime.zero.offload.tiers import OffloadedTier
 from deepspeed.runtime.zero.params import full_numel
-from deepspeed.runtime.zero.tiers import OffloadedTier
 from deepspeed.utils.logging import is_rank_zero, log_dist, logger, report, wants_reports
 
 if TYPE_CHECKING:

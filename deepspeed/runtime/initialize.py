@@ -13,7 +13,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.optim.registry import check_optimizer
-from deepspeed.runtime.zero.init_context import suspended_init_context
+from deepspeed.runtime.zero.gathering.init_context import suspended_init_context
 
 
 def initialize(

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.plan import StateOffload
 from deepspeed.ops.aio.memory import LockedMemory
-from deepspeed.runtime.plan import StateOffload
-from deepspeed.runtime.zero.host_copies import host_empty, off_host
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
-from deepspeed.runtime.zero.swap_file import PAGE, SwapFile, Transfer
+from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
+from deepspeed.runtime.zero.offload.swap_file import PAGE, SwapFile, Transfer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.state_store import GroupTensors, OwnedFragment

@@ -10,7 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.partitions import partition_uniform
+from deepspeed.runtime.helpers.partitions import partition_uniform
 
 
 class PartitionedTensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.config_arguments import (
+from deepspeed.config.arguments import (
     REQUIRED,
     WrongArgument,
     meant,
@@ -21,8 +21,8 @@ from deepspeed.runtime.config_arguments import (
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
-from deepspeed.runtime.config_problems import Remedy, nearest, shown
-from deepspeed.runtime.config_schema import TrainingConfig
+from deepspeed.config.problems import Remedy, nearest, shown
+from deepspeed.config.schema import TrainingConfig
 from deepspeed.runtime.constants import (
     BUILT_IN_OPTIMIZERS,
     ONE_BIT_OPTIMIZERS,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from deepspeed.runtime.config_problems import Remedy
+from deepspeed.config.problems import Remedy
 
 LARGEST = 1e6
 """No rate, decay or factor of a training run is larger."""

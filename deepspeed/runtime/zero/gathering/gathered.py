@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.runtime.zero import params as zero_params
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, register_external_parameter
-from deepspeed.runtime.zero.sharded_bucket import ShardedBucket
 from deepspeed.utils.logging import logger
 from deepspeed.utils.transforms import outside_transforms
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import CommunicationError, Communicator
 from deepspeed.constants import RANK_ENDED
-from deepspeed.runtime.zero.meeting import (
+from deepspeed.runtime.zero.gathering.meeting import (
     ANSWER_HEAD,
     Meeting,
     Visit,

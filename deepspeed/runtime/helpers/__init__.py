@@ -1,0 +1,1 @@
+"""Documented helper functions that the engine itself does not need."""

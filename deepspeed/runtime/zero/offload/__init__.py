@@ -1,0 +1,1 @@
+"""Model states outside the device: tiers, swap files, transfers."""
