@@ -192,7 +192,37 @@ def resharding() -> Drawing:
     return d
 
 
-DIAGRAMS = {"one_step": one_step, "life_of_a_parameter": life_of_a_parameter, "resharding": resharding}
+def house() -> Drawing:
+    """The rooms of the package, by layer: imports point downward."""
+    d = Drawing(960, 560, "The rooms of the package: imports point downward")
+    floors = (
+        ("tools", "plain", ("launcher", "ds_check, ds plan", "env_report", "_compat")),
+        ("assemblies", "file", ("runtime: engine,\nassembly, initialize", "runtime/observers")),
+        ("mechanisms", "weights", ("runtime/zero:\nthe core", "zero/gathering:\nstage 3", "zero/offload",
+                                   "checkpoint", "memory_plan")),
+        ("config and plan", "gradients", ("config: schema, rules, plan", "sections beside the\nmechanism they configure")),
+        ("foundations", "state", ("comm", "ops, io, nvme", "csrc: native kernels")),
+        ("ground", "plain", ("utils", "accelerator")),
+    )  # fmt: skip
+    for floor, (name, kind, rooms) in enumerate(floors):
+        y = 24 + 84 * floor
+        d.text(20, y + 32, name, size=14, bold=True, anchor="start")
+        width = (760 - 12 * (len(rooms) - 1)) / len(rooms)
+        for number, room in enumerate(rooms):
+            d.box(180 + number * (width + 12), y, width, 64, room, kind, size=13)
+        if floor + 1 < len(floors):
+            d.arrow((560, y + 64), (560, y + 84))
+    d.text(480, 540, "A module imports from its own floor and from those below; no files import each other in a circle.",
+           size=13, colour=SOFT)  # fmt: skip
+    return d
+
+
+DIAGRAMS = {
+    "house": house,
+    "one_step": one_step,
+    "life_of_a_parameter": life_of_a_parameter,
+    "resharding": resharding,
+}
 
 
 def main() -> None:
