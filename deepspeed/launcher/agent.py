@@ -148,12 +148,12 @@ class Supervisor(LocalElasticAgent):
         self.stopped_at: float | None = None  # when the agent began to stop ranks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with holding_signals():  # neither a process nor a thread is left half started
-            workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-            context = self._pcontext
-            assert context is not None
-            # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
-            object.__setattr__(context, "close", functools.partial(self._close, context.close))
+        workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        context = self._pcontext
+        assert context is not None
+        # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
+        object.__setattr__(context, "close", functools.partial(self._close, context.close))
+        with holding_signals():  # from here on torch's handlers raise
             self.watch = ExitWatch(context.pids())
             end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
         return workers

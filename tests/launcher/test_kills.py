@@ -235,7 +235,7 @@ def test_interrupt_handlers_of_the_script_run(tmp_path):
     assert all(line.startswith("[deepspeed]") for line in said.splitlines())
 
 
-def test_a_signal_waits_until_the_ranks_are_started() -> None:
+def test_a_signal_waits_until_threads_are_started() -> None:
     """A handler that raises inside Thread.start leaves a thread that ends with a KeyError of its own."""
 
     class Stopped(Exception):
