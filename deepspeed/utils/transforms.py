@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 inside_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs under `torch.func.grad`, `vmap`, `jvp` or a similar transform."""
@@ -24,3 +28,11 @@ def outside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def call_outside_transforms(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """``function(...)`` in such a context, without the cost of one where no transform is active."""
+    if not inside_transform():
+        return function(*args, **kwargs)
+    with outside_transforms():
+        return function(*args, **kwargs)

@@ -31,7 +31,7 @@ class ParamBucket:
         self.layout = layout
         self.params = tuple(params[slot.param] for slot in layout.slots)
         self.communicator = communicator
-        self.rank = communicator.rank if layout.num_shards > 1 else 0
+        self.rank = communicator.rank
         self.fragments: tuple[Fragment, ...] = layout.owned(self.rank)
         self.full: Tensor | None = None
         self.shard: Tensor | None = None

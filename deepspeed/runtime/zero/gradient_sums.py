@@ -62,7 +62,7 @@ class DenseSum:
         self.pool = pool
         self.dtype = layout.wire_dtype
         self.scatter = scatter and layout.num_shards > 1
-        self.mine = slice(*layout.shard_range(communicator.rank if layout.num_shards > 1 else 0))
+        self.mine = slice(*layout.shard_range(communicator.rank))
 
     def start(
         self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
@@ -119,7 +119,7 @@ class RowSum:
         self.communicator = communicator
         self.dtype = layout.wire_dtype
         self.rows, self.width = shape
-        self.mine = slice(*layout.shard_range(communicator.rank if layout.num_shards > 1 else 0))
+        self.mine = slice(*layout.shard_range(communicator.rank))
 
     def start(
         self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float

@@ -87,8 +87,19 @@ class BucketLayout:
         return self.padded_numel // self.num_shards
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The half-open interval of the bucket that ``rank`` owns."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        """The half-open interval of the bucket that ``rank`` owns: all of it on every rank if there is one shard."""
+        shard = rank if self.num_shards > 1 else 0
+        return shard * self.shard_numel, (shard + 1) * self.shard_numel
+
+    def parts(self, slot: Slot) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` of the non-empty parts of one parameter, as offsets into the flat parameter."""
+        found: list[tuple[int, int, int]] = []
+        for rank in range(self.num_shards):
+            start, stop = self.shard_range(rank)
+            low, high = max(start, slot.offset), min(stop, slot.end)
+            if low < high:
+                found.append((rank, low - slot.offset, high - slot.offset))
+        return found
 
     def owned(self, rank: int) -> tuple[Fragment, ...]:
         """The non-empty fragments of parameters inside the shard of ``rank``, in order."""

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
-from deepspeed.utils.transforms import inside_transform, outside_transforms
+from deepspeed.utils.transforms import call_outside_transforms, inside_transform
 from deepspeed.utils.untraced import untraced
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
@@ -113,26 +113,17 @@ class DeepSpeedZeRoOffload:
 
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
         coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
-
         calls = coordinator.calls  # these run around every module: no call is made that is not needed
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             phase = calls.frames[0].phase if calls.frames else _phase_of_call(module)
-            if inside_transform():
-                with outside_transforms():
-                    coordinator.enter(needs, phase, number)
-                return
-            if not calls.frames and torch.is_grad_enabled():
+            if not calls.frames and torch.is_grad_enabled() and not inside_transform():
                 for tensor in tensors_in((args, kwargs)):
                     coordinator.watch_input(tensor)
-            coordinator.enter(needs, phase, number)
+            call_outside_transforms(coordinator.enter, needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-            if inside_transform():
-                with outside_transforms():
-                    frame = coordinator.leave()
-            else:
-                frame = coordinator.leave()
+            frame = call_outside_transforms(coordinator.leave)
             if frame.held and torch.is_grad_enabled():
                 if inside_transform():  # backwards at several levels reach the outputs in an unknown order
                     coordinator.keep(frame.held)
@@ -158,13 +149,8 @@ class DeepSpeedZeRoOffload:
         def read(param: nn.Parameter) -> None:
             if not torch.compiler.is_compiling() and calls.frames:
                 b = index.get(id(param))
-                if b is None or coordinator.buckets[b].persistent:
-                    return
-                if inside_transform():
-                    with outside_transforms():
-                        coordinator.touch(b)
-                else:
-                    coordinator.touch(b)
+                if b is not None and not coordinator.buckets[b].persistent:
+                    call_outside_transforms(coordinator.touch, b)
 
         for module in self.module.modules():
             if any(is_zero_param(param) for param in module._parameters.values()):

@@ -136,12 +136,7 @@ def matrices_of(store: StateStore) -> Iterator[Matrix]:
     for bucket in store.param_buckets:
         layout = bucket.layout
         for slot, param in zip(layout.slots, bucket.params, strict=True):
-            parts = []
-            for rank in range(layout.num_shards):
-                low, high = layout.shard_range(rank)
-                low, high = max(low, slot.offset), min(high, slot.end)
-                if low < high:
-                    parts.append(Part(rank, low - slot.offset, high - slot.offset))
+            parts = [Part(*part) for part in layout.parts(slot)]
             if parts and slot.param != NOBODY:
                 owner = max(parts, key=lambda part: (part.numel, -part.rank)).rank
                 yield Matrix(slot.param, tuple(full_shape(param)), tuple(parts), owner)

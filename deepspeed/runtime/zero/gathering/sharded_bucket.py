@@ -49,8 +49,6 @@ class ShardedBucket(ParamBucket):
         super().__init__(layout, params, communicator)
         self.keep = keep
         self.everyone = everyone or communicator
-        self.rank = communicator.rank
-        self.fragments = layout.owned(self.rank)
         self.persistent = persistent
         self.status = Status.SHARDED
         self.coordinator: Any = None  # set by its owner, who gathers this bucket
@@ -160,14 +158,7 @@ class ShardedBucket(ParamBucket):
 
     def owners(self, position: int) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
-        slot = self.layout.slots[position]
-        parts: list[tuple[int, int, int]] = []
-        for rank in range(self.layout.num_shards):
-            low, high = self.layout.shard_range(rank)
-            low, high = max(low, slot.offset), min(high, slot.end)
-            if low < high:
-                parts.append((rank, low - slot.offset, high - slot.offset))
-        return parts
+        return self.layout.parts(self.layout.slots[position])
 
     def local_part(self, position: int) -> Tensor:
         """This rank's part of one parameter, a 1-D view of the shard (possibly empty): its ``ds_tensor``."""
