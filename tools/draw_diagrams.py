@@ -200,7 +200,8 @@ def house() -> Drawing:
         ("assemblies", "file", ("runtime: engine,\nassembly, initialize", "runtime/observers")),
         ("mechanisms", "weights", ("runtime/zero:\nthe core", "zero/gathering:\nstage 3", "zero/offload",
                                    "checkpoint", "memory_plan")),
-        ("config and plan", "gradients", ("config: schema, rules, plan", "sections beside the\nmechanism they configure")),
+        ("config and plan", "gradients",
+         ("config: schema, rules, plan", "sections beside the\nmechanism they configure")),
         ("foundations", "state", ("comm", "ops, io, nvme", "csrc: native kernels")),
         ("ground", "plain", ("utils", "accelerator")),
     )  # fmt: skip
@@ -212,7 +213,7 @@ def house() -> Drawing:
             d.box(180 + number * (width + 12), y, width, 64, room, kind, size=13)
         if floor + 1 < len(floors):
             d.arrow((560, y + 64), (560, y + 84))
-    d.text(480, 540, "A module imports from its own floor and from those below; no files import each other in a circle.",
+    d.text(480, 540, "A module imports from its own floor and those below; no files import each other in a circle.",
            size=13, colour=SOFT)  # fmt: skip
     return d
 

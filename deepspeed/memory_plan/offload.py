@@ -1,4 +1,4 @@
-"""Where masters and optimizer state are stored (``zero/offload/tiers.py``), and the host memory and files this takes."""
+"""Where masters and optimizer state are stored (``zero/offload/tiers.py``): the host memory and files this takes."""
 
 from __future__ import annotations
 
