@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import buffers_file
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
@@ -89,6 +89,9 @@ class Restorer:
         self.report = Report()
         self.entries: list[ParamEntry] = list(state.trainable()) if state is not None else []
         self.parts = ShardedWeights(module)
+        params = module.named_parameters(remove_duplicate=False)
+        found = {name: placement_of(param) for name, param in params}
+        self.placements = {name: placement for name, placement in found.items() if placement.boxes}
 
     @property
     def rewrites_names(self) -> bool:
@@ -343,23 +346,26 @@ class Restorer:
                 continue  # not in the model, so it was not fetched
             if not sources:
                 raise CheckpointError(f"{self.catalog.folder} does not hold {name}")
-            index = sources[0].index
-            if index.numel == index.local_numel:
-                self.reader.bytes_read += sources[0].archive.verify(sources[0].data)
-                tensors[name] = sources[0].data.view(index.local_shape)
-            else:
-                tensors[name] = self.assemble(name, sources)
+            tensors[name] = self._tensor(name, own.get(name), sources)
         for alias, name in self.catalog.aliases.items():
             if name in tensors and only(alias):
                 tensors.setdefault(alias, tensors[name])
         return {**tensors, **self.catalog.extra}
 
-    def assemble(self, name: str, sources: list[Source]) -> Tensor:
-        """The whole tensor from the parts of all ranks, where the model file does not hold it (stage 3)."""
-        index = sources[0].index
-        whole = torch.empty(prod(index.global_shape), dtype=sources[0].data.dtype)
-        self.reader.fill(ShardIndex(name, index.global_shape, (), 0, whole.numel()), whole, sources, name)
-        return whole.view(index.global_shape)
+    def _tensor(self, name: str, own: Any, sources: list[Source]) -> Tensor:
+        """What this rank's module holds under ``name``: mapped from a file that has exactly this, or filled from the
+        parts of several (stage 3, tensor parallelism)."""
+        saved = sources[0].index
+        placement = self.placements.get(name)
+        target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()
+        shape = own.shape if placement is not None and own is not None else target.local_shape
+        for source in sources:
+            if source.index == replace(target, name=source.index.name):
+                self.reader.bytes_read += source.archive.verify(source.data)
+                return source.data.view(shape)
+        made = torch.empty(target.numel, dtype=sources[0].data.dtype)
+        self.reader.fill(target, made, sources, name)
+        return made.view(shape)
 
     def _shards(self) -> Iterable[tuple[ShardIndex, dict[str, Tensor]]]:
         assert self.state is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from torch import nn
 
 from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import ShardIndex, covers
 from deepspeed.checkpoint.state import TrainingState
 
 
@@ -40,9 +40,11 @@ def needed_shards(
         if name in from_masters or hasattr(param, "ds_home"):
             continue
         found = catalog.find([name])
-        if found is not None and not catalog.module.get(found):
-            shape = tuple(param.shape)
-            needed.append(ShardIndex(found, shape, (), 0, prod(shape)))
+        if found is None:
+            continue
+        target = placement_of(param).index(found)
+        if not covers(target, [source.index for source in catalog.module.get(found, [])]):
+            needed.append(target)
     return needed
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,8 @@ from deepspeed.checkpoint.own_format import (
     unpack_groups,
     unpack_section,
 )
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import ShardIndex, covers
+from deepspeed.checkpoint.state import MASTER
 
 
 class OwnReader:
@@ -39,14 +40,12 @@ class OwnReader:
         head.verify_rest(_large_tensors(head.content))
         self._open: dict[str, Archive] = {head.path.name: head}
         self._unpacked: set[str] = set()
-        self.optim_files, self.part_files = self._file_names()
+        self.optim_files, self.part_files, self.model_files = self._file_names()
         self.sharded_weights = self.index["part_files"] is not None
         self.reads_optimizer = self.index["optimizer"] is not None and (optimizer or self.sharded_weights)
         self.catalog = self._catalog()
-        _add_module(self.catalog, head)
         self.directories = self._directories()
-        if self.index["optimizer"] == "model file" and self.reads_optimizer:
-            self._add_section(head, head.content["optimizer"])
+        self._add_model_file(head.path.name)
 
     def _check_format(self) -> None:
         if self.index["format"] > FORMAT:
@@ -55,16 +54,19 @@ class OwnReader:
                 f"{self.head.content[DS_VERSION]}; this one reads up to {FORMAT}: upgrade"
             )
 
-    def _file_names(self) -> tuple[list[str], list[str]]:
-        """Names of the optimizer's files, and of those with parts of weights, by number."""
+    def _file_names(self) -> tuple[list[str], list[str], list[str]]:
+        """Names of the optimizer's files and of those with parts of weights, by number; and of those with weights, by
+        model-parallel rank."""
         optim, parts = self.index["optimizer"], self.index["part_files"]
         if self.index["format"] == 1:
-            return (optim if isinstance(optim, list) else [], parts or [])
-        ranks = names.dp_mp_ranks(*self.index["dp_mp_sizes"])
+            return (optim if isinstance(optim, list) else [], parts or [], [self.head.path.name])
+        dp_size, mp_size = self.index["dp_mp_sizes"]
+        ranks = names.dp_mp_ranks(dp_size, mp_size)
         bf16 = self.index["bf16"]
         return (
             [names.optim_file(dp, mp, bf16=bf16) for dp, mp in ranks] if optim == "optimizer files" else [],
             [names.zero_model_file(dp, mp) for dp, mp in ranks] if parts is not None else [],
+            [names.model_file(mp) for mp in range(mp_size)] if parts is None else [self.head.path.name],
         )
 
     def _catalog(self) -> Catalog:
@@ -91,23 +93,28 @@ class OwnReader:
         if self.reads_optimizer and OPTIMIZER_DIRECTORY in made:
             for name, kinds in made[OPTIMIZER_DIRECTORY].kinds.items():
                 self.catalog.fragments.setdefault(name, {kind: [] for kind in kinds})
-        for name in made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else ():
+        if self.reads_optimizer and OPTIMIZER_DIRECTORY not in made and self.index["format"] > 1:
+            for name in self.index["trained"]:
+                self.catalog.fragments.setdefault(name, {})
+        for name in made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else self.index["cut"]:
             self.catalog.module.setdefault(name, [])
         return made
 
     # Other files --------------------------------------------------------------------------------------------
 
     def fetch(self, shards: Sequence[ShardIndex] | None, prefer: int = 0) -> None:
-        """Open the files that hold ``shards``; all files for None, or if there is no directory."""
+        """Open the files that hold ``shards``; all files for None. Where no directory says which these are, files are
+        opened in order of nearness to number ``prefer`` until everything is found."""
+        if len(self.model_files) > 1:
+            for name in self._search(self._near(self.model_files, prefer), shards, self._held_as_weights):
+                self._add_model_file(name)
         if self.sharded_weights:
             for name in self._needed(PARTS_DIRECTORY, self.part_files, shards, prefer):
                 self._add_parts(self._archive(name))
         if not self.reads_optimizer or not self.optim_files:
             return
         for name in self._needed(OPTIMIZER_DIRECTORY, self.optim_files, shards, prefer):
-            if name not in self._unpacked:
-                self._unpacked.add(name)
-                self._add_section(self._archive(name), self._archive(name).content[OPTIMIZER_STATE])
+            self._add_optimizer_file(name)
         if not self.catalog.groups:  # a rank that owns nothing
             name = self.optim_files[prefer % len(self.optim_files)]
             self.catalog.groups = unpack_groups(self._archive(name).content[OPTIMIZER_STATE])
@@ -115,11 +122,45 @@ class OwnReader:
 
     def _needed(
         self, directory: str, files: list[str], shards: Sequence[ShardIndex] | None, prefer: int
-    ) -> list[str]:
-        if shards is None or directory not in self.directories:
-            return self.present(files)
-        numbers = {n for shard in shards for n in self.directories[directory].files(shard, prefer)}
-        return [files[number] for number in sorted(numbers)]
+    ) -> Iterable[str]:
+        if directory in self.directories and shards is not None:
+            numbers = {n for shard in shards for n in self.directories[directory].files(shard, prefer)}
+            return [files[number] for number in sorted(numbers)]
+        held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
+        return self._search(self._near(files, prefer), shards, held)
+
+    def _search(
+        self,
+        files: list[str],
+        shards: Sequence[ShardIndex] | None,
+        held: Callable[[ShardIndex], list[Source]],
+    ) -> Iterator[str]:
+        """``files`` in order, as long as what was added of the earlier ones does not hold all ``shards``."""
+        left = list(shards) if shards is not None else None
+        for name in self.present(files):
+            if left is not None:
+                left = [
+                    shard for shard in left if not covers(shard, [source.index for source in held(shard)])
+                ]
+                if not left:
+                    return
+            yield name
+
+    def _held_as_weights(self, shard: ShardIndex) -> list[Source]:
+        return self.catalog.module.get(shard.name, [])
+
+    def _held_as_masters(self, shard: ShardIndex) -> list[Source]:
+        return self.catalog.fragments.get(shard.name, {}).get(MASTER, [])
+
+    def _near(self, files: list[str], prefer: int) -> list[str]:
+        """The file with number ``prefer`` first, then those of its model-parallel rank, then the others."""
+        dp_size = self.index["dp_mp_sizes"][0] if self.index["format"] > 1 else len(files)
+        if files is self.model_files:
+            dp_size, prefer = 1, prefer // max(dp_size, 1)
+        numbers = range(len(files))
+        return [
+            files[n] for n in sorted(numbers, key=lambda n: (n != prefer, n // dp_size != prefer // dp_size))
+        ]
 
     def present(self, files: Iterable[str]) -> list[str]:
         """Those of ``files`` that are in the folder. CheckpointNotFoundError: a required one is missing."""
@@ -127,13 +168,18 @@ class OwnReader:
         missing = [name for name in files if name not in found]
         if missing and not self.partial:
             raise CheckpointNotFoundError(
-                f"{self.folder / missing[0]} is missing ({len(missing)} of {len(list(files))} optimizer files are); "
-                "load_module_only=True loads the weights alone"
+                f"{self.folder / missing[0]} is missing ({len(missing)} of {len(list(files))} such files are)"
+                + (
+                    "; load_module_only=True loads the weights alone"
+                    if missing[0] in self.optim_files
+                    else ""
+                )
             )
         return [name for name in files if name in found]
 
     def check_complete(self) -> None:
         """One of the loading ranks checks that all files are there."""
+        self.present(self.model_files)
         self.present(self.part_files)
         if self.reads_optimizer:
             self.present(self.optim_files)
@@ -148,6 +194,31 @@ class OwnReader:
             self._open[name] = archive
         return self._open[name]
 
+    def _add_model_file(self, name: str) -> None:
+        """Weights and buffers, and the optimizer's section if it is in the same file."""
+        if not self._first_time(name):
+            return
+        archive = self._archive(name)
+        _add_module(self.catalog, archive)
+        if self.index["optimizer"] == "model file" and self.reads_optimizer:
+            self._add_section(archive, archive.content["optimizer"])
+
+    def _add_optimizer_file(self, name: str) -> None:
+        if not self._first_time(name):
+            return
+        archive = self._archive(name)
+        section = archive.content[OPTIMIZER_STATE]
+        if section["masters_in_module"] and len(self.model_files) > 1:
+            place = self.optim_files.index(name) // self.index["dp_mp_sizes"][0]
+            self._add_model_file(self.model_files[place])
+        self._add_section(archive, section)
+        _add_module(self.catalog, archive)  # frozen weights that differ from rank to rank
+
+    def _first_time(self, name: str) -> bool:
+        new = name not in self._unpacked
+        self._unpacked.add(name)
+        return new
+
     def _add_section(self, archive: Archive, section: dict[str, Any]) -> None:
         if not self.catalog.groups:
             self.catalog.groups = unpack_groups(section)
@@ -156,38 +227,39 @@ class OwnReader:
 
     def _add_parts(self, archive: Archive) -> None:
         """This file's parts of weights that no optimizer holds (stage 3)."""
-        key = f"parts of {archive.path.name}"
-        if key in self._unpacked:
+        if not self._first_time(f"parts of {archive.path.name}"):
             return
-        self._unpacked.add(key)
         parts = (archive.content["frozen_param_fragments"] or {}).values()
         for entry, part in zip(archive.content[INDEX]["parts"], parts, strict=True):
             self.catalog.add_module(Source(ShardIndex(*entry), flat(part), archive))
 
     # What differs from rank to rank ---------------------------------------------------------------------------
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
+    def rank_state(self, rank: int, number: int) -> dict[str, Any] | None:
         states = self.index.get("rank_states")
         if states is not None:
             return states[min(rank, len(states) - 1)] if states else None
         files = self.optim_files or self.part_files
-        return self._archive(files[min(rank, len(files) - 1)]).content[INDEX].get("rank_state")
+        return self._archive(files[min(number, len(files) - 1)]).content[INDEX].get("rank_state")
 
 
-def _add_module(catalog: Catalog, head: Archive) -> None:
-    """Add weights and buffers as sources. Parameters spread over several files are left to ``_add_parts``."""
-    index = head.content[INDEX]
-    cut = set(index["cut"])
-    for name, value in head.content["module"].items():
+def _add_module(catalog: Catalog, archive: Archive) -> None:
+    """Add weights and buffers as sources. Parameters spread over several files are left to ``_add_parts``; what the
+    first file holds in full is not added again."""
+    index = archive.content[INDEX]
+    cut = set(index.get("cut", ()))
+    for name, value in archive.content.get("module", {}).items():
         if not isinstance(value, Tensor):
-            catalog.extra[name] = value
+            catalog.extra.setdefault(name, value)
             continue
-        catalog.module_dtypes[name] = value.dtype
+        catalog.module_dtypes.setdefault(name, value.dtype)
         if name in cut:
             continue
         shape, boxes = index["module_boxes"].get(name, (tuple(value.shape), ()))
-        held = ShardIndex(name, tuple(shape), boxes, 0, value.numel())
-        catalog.add_module(Source(held, flat(value), head))
+        if boxes or not catalog.module.get(name):
+            catalog.add_module(
+                Source(ShardIndex(name, tuple(shape), boxes, 0, value.numel()), flat(value), archive)
+            )
 
 
 def _large_tensors(content: dict[str, Any]) -> list[Tensor]:

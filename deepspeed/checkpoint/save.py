@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from math import prod
@@ -25,6 +25,7 @@ from deepspeed.checkpoint.own_format import (
     pack_groups,
     pack_section,
 )
+from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import ShardIndex
@@ -44,6 +45,11 @@ class Place:
     mp_rank: int
     mp_size: int
     writes_model: bool
+
+    @property
+    def number(self) -> int:
+        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        return self.mp_rank * self.dp_size + self.dp_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +143,17 @@ class _Files:
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
         self.differing: list[str] = []
         self.buffers_differ = False
-        self.sharded = training.zero_stage > 0 and training.state is not None
         module = training.module
         self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.placements = {name: placement_of(param) for name, param in parameters.items()}
+        self.kinds = {name for name, placement in self.placements.items() if EXPERTS in placement.split}
+        if self.kinds and training.state is None and not self.parts:
+            raise CheckpointError(
+                f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
+                "state, but this engine has no optimizer"
+            )
+        self.optimizer_files = training.state is not None and (training.zero_stage > 0 or bool(self.kinds))
         self.trained = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.excluded = sorted(self.frozen) if exclude_frozen else []
@@ -155,14 +168,14 @@ class _Files:
         """What this rank's files hold of each parameter, for the directories; small."""
         state = self.training.state
         found: dict[str, Any] = {}
-        if self.sharded and state is not None:
+        if self.optimizer_files and state is not None:
             trained = [entry.name for entry in state.trainable()]
-            shards = ((index, flat_kinds(index, tensors)) for index, tensors in state.shards())
+            shards = ((index, flat_kinds(index, tensors)) for index, tensors in self._shards(state))
             found[OPTIMIZER_DIRECTORY] = directory.held(shards, trained).packed()
         if self.parts:
             parts = ((index, ()) for index, _ in self._untrained())
             found[PARTS_DIRECTORY] = directory.held(parts, list(self._part_shapes())).packed()
-        return {"file": self._number(), **found}
+        return {"file": self.place.number, **found}
 
     def buffer_hashes(self) -> list[int]:
         return [hash_tensor(buffer) for buffer in self._buffers().values()]
@@ -186,7 +199,7 @@ class _Files:
         else:
             self.differing = list(self._buffers())
         self.buffers_differ = ranks.any(bool(self.differing))
-        if not self.sharded and not self.parts:
+        if not self.optimizer_files and not self.parts:
             self.rank_states = ranks.gather_at_writers(dict(self.training.rank_state))
         elif not ranks.node_local:
             reports = ranks.gather_at_writers(held)
@@ -203,15 +216,11 @@ class _Files:
                 ranks = [report[key] for report in reports]
                 self.directories[key] = directory.pack(list(shapes), list(shapes.values()), ranks)
 
-    def _number(self) -> int:
-        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
-        return self.place.mp_rank * self.place.dp_size + self.place.dp_rank
-
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of this rank's files."""
         training, place = self.training, self.place
         contents: dict[str, Callable[[], dict[str, Any]]] = {}
-        if self.sharded:
+        if self.optimizer_files:
             name = names.optim_file(place.dp_rank, place.mp_rank, bf16=training.bf16)
             contents[name] = self._optim_states
         if self.parts:
@@ -228,8 +237,30 @@ class _Files:
         return list(contents)
 
     def _optim_states(self) -> dict[str, Any]:
-        index = {"format": names.FORMAT, "rank_state": dict(self.training.rank_state)}
-        return {names.OPTIMIZER_STATE: self._section(), **self._versions(), names.INDEX: index}
+        index: dict[str, Any] = {"format": names.FORMAT, "rank_state": dict(self.training.rank_state)}
+        content = {names.OPTIMIZER_STATE: self._section(), **self._versions(), names.INDEX: index}
+        own = self._own_weights()
+        if own:
+            content["module"] = own
+            index["module_boxes"] = self._boxes(own)
+        return content
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        """Frozen weights that no model file holds: those of a kind (experts) of which this rank is the first holder."""
+        if self.parts or self.place.writes_model:
+            return {}
+        first = {n for n in self.kinds if self.place.dp_rank < self.placements[n].global_shape[0]}
+        return {name: self.weights[name] for name in self.frozen if name in first & self.weights.keys()}
+
+    def _boxes(self, held: Iterable[str]) -> dict[str, Any]:
+        """Where tensors of the state dict lie in larger ones."""
+        placements = {name: self.placements[name] for name in held if name in self.placements}
+        return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
+
+    def _shards(self, state: TrainingState) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """What this rank's file holds: whole tensors are in the file of their first holder only."""
+        whole_files = self.optimizer_files and self.training.zero_stage == 0
+        return state.distinct_shards() if whole_files else state.shards()
 
     def _section(self) -> dict[str, Any]:
         training, place = self.training, self.place
@@ -240,21 +271,27 @@ class _Files:
             names.DS_VERSION: __version__,
             **pack_groups(training.state),
             "scalars": training.state.scalars(),
-            **pack_section(training.state.shards(), self.weights),
+            **pack_section(self._shards(training.state), self._in_model_file()),
         }
+
+    def _in_model_file(self) -> dict[str, Any]:
+        """The weights that the model file of this rank's model-parallel position holds, whoever writes it."""
+        if self.place.dp_rank == 0:
+            return self.weights
+        return {name: value for name, value in self.weights.items() if name not in self.kinds}
 
     def _versions(self) -> dict[str, Any]:
         return {names.DS_CONFIG: dict(self.training.ds_config), names.DS_VERSION: __version__}
 
     def _model_states(self) -> dict[str, Any]:
-        training, place, sharded = self.training, self.place, self.sharded
+        training, place = self.training, self.place
         state = training.state
         rest = self._untrained()
         return {
             "module": self.weights,
             "buffer_names": [name for name, _ in training.module.named_buffers() if name in self.weights],
-            "optimizer": self._section() if state is not None and not sharded else None,
-            "param_shapes": _param_shapes(state) if state is not None and sharded else None,
+            "optimizer": self._section() if state is not None and not self.optimizer_files else None,
+            "param_shapes": _param_shapes(state) if state is not None and self.optimizer_files else None,
             "frozen_param_shapes": OrderedDict((i.name, torch.Size(i.global_shape)) for i, _ in rest),
             "shared_params": self.aliases,
             "frozen_param_fragments": OrderedDict((i.name, part) for i, part in rest),
@@ -284,8 +321,8 @@ class _Files:
             shapes = self._part_shapes()
             return [(index, part) for index, part in self.parts.fragments() if index.name in shapes]
         return [
-            (ShardIndex(name, tuple(param.shape), (), 0, param.numel()), self.weights[name])
-            for name, param in self.frozen.items()
+            (self.placements[name].index(name), self.weights[name])
+            for name in self.frozen
             if name in self.weights and name not in self.aliases
         ]
 
@@ -295,14 +332,14 @@ class _Files:
         return {
             "format": names.FORMAT,
             "zero_stage": training.zero_stage,
-            "optimizer": "optimizer files" if self.sharded else optimizer,
+            "optimizer": "optimizer files" if self.optimizer_files else optimizer,
             "dp_mp_sizes": (place.dp_size, place.mp_size),
             "bf16": training.bf16,
             "aliases": self.aliases,
             "excluded": self.excluded,
             "trained": self.trained,
             "cut": self.cut,
-            "module_boxes": {},
+            "module_boxes": self._boxes(self.weights) if not self.parts else {},
             "parts": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i, _ in rest]
             if self.parts
             else None,
@@ -316,7 +353,7 @@ class _Files:
 
     def _rank_states(self) -> dict[str, Any]:
         """Each rank's state goes into its own file, if it writes one anyway."""
-        if self.sharded:
+        if self.optimizer_files:
             return {}
         if self.parts:
             return {"rank_state": dict(self.training.rank_state)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.shards import ShardIndex
 
 
@@ -33,12 +34,12 @@ class ShardedWeights:
     def fragments(self) -> Iterator[tuple[ShardIndex, Tensor]]:
         """This rank's part of each parameter, 1-D in its own dtype; writes go through."""
         for name, param in self.params.items():
-            home, position = param.ds_home, param.ds_position
+            home, position, placement = param.ds_home, param.ds_position, placement_of(param)
             if not prod(param.ds_shape):
-                yield ShardIndex(name, tuple(param.ds_shape), (), 0, 0), home.local_part(position)
+                yield placement.index(name), home.local_part(position)
             for rank, start, stop in home.owners(position):
                 if rank == home.rank:
-                    yield ShardIndex(name, tuple(param.ds_shape), (), start, stop), home.local_part(position)
+                    yield placement.index(name, start, stop), home.local_part(position)
 
     def changed(self) -> None:
         """Parts were written on all ranks: refresh what is kept in full, discard what was gathered.

@@ -139,6 +139,12 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
     return pieces, missing
 
 
+def covers(target: ShardIndex, sources: Sequence[ShardIndex]) -> bool:
+    """Whether ``sources`` hold all of ``target``; not those of a tensor of another shape."""
+    fitting = [source for source in sources if source.global_shape == target.global_shape]
+    return bool(fitting) and not intersect(target, fitting)[1]
+
+
 def regions(shard: ShardIndex) -> list[Region]:
     """The boxes of the global tensor that ``shard`` holds, at most ``2 * ndim - 1`` per box of the local
     tensor."""

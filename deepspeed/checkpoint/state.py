@@ -45,6 +45,10 @@ class TrainingState(Protocol):
         "step"."""
         ...
 
+    def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """Those of ``shards`` whose first holder this rank is."""
+        ...
+
     def keep_state(self, names: Container[str]) -> None:
         """Afterwards the parameters in ``names`` have optimizer state, ready to be written; the others are as before
         their first update."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
@@ -386,7 +387,7 @@ def _facade(
 
 def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
     """Every rank starts from the weights of the first rank that holds the same ones, and from the buffers of the first
-    rank: one flat broadcast per scope and dtype."""
+    rank: one flat broadcast per scope and dtype, and one per axis over which placements say that weights are equal."""
     by_scope: dict[str, list[torch.Tensor]] = {DENSE: list(module.buffers())}
     for param in module.parameters():
         if not is_zero_param(param):  # those sharded by zero.Init came from the first rank already
@@ -394,6 +395,9 @@ def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:
     for name, tensors in sorted(by_scope.items()):
         if scopes[name].everyone.size > 1:
             _broadcast(tensors, scopes[name].everyone)
+    for axis, others in scopes.across.items():
+        equal = [p.data for p in module.parameters() if axis in placement_of(p).replicated]
+        _broadcast([data for data in equal if data.numel()], others)
 
 
 def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> None:

@@ -42,6 +42,7 @@ from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_modu
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
+from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.utils import groups
 from deepspeed.utils.logging import apply_log_level
@@ -139,6 +140,7 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         self.scopes = Scopes(self.mesh, int(self._config.zero_config.mics_shard_size)).find(
             model.parameters()
         )
+        find_placements(model.parameters(), self.mesh, self.scopes)
         check_ranks_agree(model, self.scopes.everyone)
         broadcast_weights(model, self.scopes)
 

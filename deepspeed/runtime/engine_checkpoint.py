@@ -18,6 +18,7 @@ from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
+from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
@@ -27,6 +28,7 @@ from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
@@ -111,13 +113,15 @@ def _loader_state(engine: DeepSpeedEngine) -> dict[str, Any] | None:
 
 
 def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
-    dp_rank, mp_rank = engine.mesh.rank("dp", "sp"), engine.mesh.rank("tp")
+    """This rank's position on the mesh: model-parallel ranks are those of tensor parallelism, stage by stage."""
+    mesh = engine.mesh
+    dp_rank, mp_size = mesh.rank("dp", "sp"), mesh.size("pp") * mesh.size("tp")
     return Place(
         dp_rank=dp_rank,
         dp_size=engine.seq_dp_world_size,
-        mp_rank=mp_rank,
-        mp_size=engine.mp_world_size,
-        writes_model=dp_rank == 0 or (ranks.keeps_folder and engine.mp_world_size == 1),
+        mp_rank=mesh.rank("pp") * mesh.size("tp") + mesh.rank("tp"),
+        mp_size=mp_size,
+        writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
     )
 
 
@@ -179,7 +183,7 @@ def load_checkpoint(
         needed = needed_shards(
             catalog, engine.module, engine.state_access, masters=masters, optimizer=what.optimizer
         )
-        catalog.files.fetch(None if everything else needed, prefer=ranks.rank)
+        catalog.files.fetch(None if everything else needed, prefer=_place(engine, ranks).number)
     with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):
         restorer.check_names()
         if custom_load_fn is not None:
@@ -323,7 +327,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
 
 def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
-    saved = catalog.files.rank_state(ranks.rank)
+    saved = catalog.files.rank_state(ranks.rank, _place(engine, ranks).number)
     if saved is None:
         return
     if ranks.rank < catalog.index["world_size"]:
@@ -445,7 +449,8 @@ def consolidated_16bit_state_dict(
 
 class _WholeWeights:
     """The module's tensors, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
-    the others join the gathers until the block ends, even after an error on rank 0.
+    the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
+    split are joined.
 
     A tensor is whole only until the next one is requested.
     """
@@ -454,12 +459,13 @@ class _WholeWeights:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         aliases = shared_names(engine.module)
         self.left = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in aliases}
+        self.scopes = engine.scopes
         self._current: Generator[Tensor, None, None] | None = None
 
     def tensors(self) -> dict[str, LazyTensor]:
         return {
             name: LazyTensor(
-                tuple(getattr(value, "ds_shape", value.shape)),
+                self._shape(value),
                 value.dtype,
                 lambda name=name: self._take(name),
             )
@@ -472,9 +478,14 @@ class _WholeWeights:
         return self._current
 
     @staticmethod
-    def _whole(param: Tensor) -> Generator[Tensor, None, None]:
+    def _shape(value: Tensor) -> tuple[int, ...]:
+        placement = placement_of(value)
+        own = tuple(getattr(value, "ds_shape", value.shape))
+        return own if EXPERTS in placement.split else placement.global_shape
+
+    def _whole(self, param: Tensor) -> Generator[Tensor, None, None]:
         with GatheredParameters(param):
-            yield param.detach()
+            yield whole_tensor(param, placement_of(param), self.scopes)
 
     def __enter__(self) -> _WholeWeights:
         return self

@@ -185,7 +185,7 @@ def loaded_by(folder: Path, stage: int, rank: int, world: int) -> tuple[set[str]
         restorer.check_names()
         restorer.weights_from_masters()
         restorer.optimizer_states()
-        random = catalog.files.rank_state(rank)["random"]["torch"]
+        random = catalog.files.rank_state(rank, rank)["random"]["torch"]
     for index, tensors in state.held:
         for kind in KINDS:
             assert torch.equal(tensors[kind], value_of(index.name, kind, index.start, index.stop))

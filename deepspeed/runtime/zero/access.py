@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
@@ -93,6 +94,12 @@ class StateAccess:
         for owned in self.store.fragments:
             yield self.index_of(owned), self._tensors(owned)
 
+    def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """Those of ``shards`` whose first holder this rank is."""
+        for owned in self.store.fragments:
+            if owned.grad_bucket.counts:
+                yield self.index_of(owned), self._tensors(owned)
+
     def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
         tensors = {MASTER: owned.master.detach().view(-1)}
         for key, value in self.store.state_of(owned).items():
@@ -168,13 +175,8 @@ class StateAccess:
 
     def index_of(self, owned: OwnedFragment) -> ShardIndex:
         start = owned.fragment.param_offset
-        return ShardIndex(
-            name=self.names[owned.param_index],
-            global_shape=tuple(full_shape(self.store.params[owned.param_index])),
-            boxes=(),
-            start=start,
-            stop=start + owned.fragment.numel,
-        )
+        placement = placement_of(self.store.params[owned.param_index])
+        return placement.index(self.names[owned.param_index], start, start + owned.fragment.numel)
 
     def ensure_state(self) -> None:
         """Create the state of all parameters that have none, as it is before their first update."""

@@ -55,6 +55,7 @@ def scope_name(param: torch.Tensor) -> str:
 class Scope:
     """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
     ``shard.size``, and ``replicas.size`` ranks hold the same. The mean of gradients divides their sum by ``divisor``.
+    Other ranks hold other weights under the same names: this is number ``kind`` of ``kinds``.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Scope:
     shard: Communicator
     replicas: Communicator
     divisor: int
+    kind: int = 0
+    kinds: int = 1
 
     @property
     def first_replica(self) -> bool:
@@ -89,10 +92,13 @@ class Scope:
 
 
 class Scopes:
-    """The scopes of a run. ``everyone``: all ranks that take a step together, and agree on order, norm and skips."""
+    """The scopes of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
+    ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
+    together with this one: norm and skips are common, gradients are not."""
 
     def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1) -> None:
         self.everyone = mesh.communicator("dp", "sp")
+        self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
         self.mics_shard_size = mics_shard_size
         self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
 
@@ -125,7 +131,8 @@ class Scopes:
         ranks = self.everyone.ranks
         size = expert_parallel_size(name, len(ranks))
         same = split_ranks(ranks, ranks[self.everyone.rank], size, inner=False)
-        return Scope.whole(_communicator(same), name, divisor=len(ranks))
+        scope = Scope.whole(_communicator(same), name, divisor=len(ranks))
+        return replace(scope, kind=self.everyone.rank % size, kinds=size)
 
 
 def _communicator(ranks: tuple[int, ...]) -> Communicator:

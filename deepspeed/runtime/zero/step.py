@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Plan
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
@@ -37,12 +38,14 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class GradReport:
     """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
-    parameters not trained yet have a gradient (``woken``)."""
+    parameters not trained yet have a gradient (``woken``). ``changes``: some rank of the whole model has either, and
+    all must report again."""
 
     squares: float
     used: list[bool]
     late: bool
     woken: list[bool]
+    changes: bool
 
 
 class StepExecutor:
@@ -115,7 +118,7 @@ class StepExecutor:
             self.late_params.admit(report.woken)
         if report.late:
             self.reducer.reduce_late()
-        return self._exchange() if report.late or any(report.woken) else report
+        return self._exchange() if report.changes else report
 
     def admit(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
@@ -135,13 +138,17 @@ class StepExecutor:
         squares = sum_of_squares(self._counted)
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
-        if self.communicator.size == 1:
-            return GradReport(squares, used, late, woken)
-        values = self._sum([squares, late, *used, *woken], self.communicator)
-        flags = [count > 0 for count in values[2:]]
-        report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
-        self._ask_holders(used, report.used)
-        return report
+        if self.communicator.size > 1:
+            values = self._sum([squares, late, *used, *woken], self.communicator)
+            flags = [count > 0 for count in values[2:]]
+            mine, used, woken = used, flags[: len(used)], flags[len(used) :]
+            squares, late = values[0], values[1] > 0
+            self._ask_holders(mine, used)
+        changes = late or any(woken)
+        for others in self.scopes.across.values():
+            squares, again = self._sum([squares, changes], others)
+            changes = again > 0
+        return GradReport(squares, used, late, woken, changes)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -169,7 +176,7 @@ class StepExecutor:
                 grad
                 for fragments, _, grads, _ in self._lists
                 for owned, grad in zip(fragments, grads, strict=True)
-                if owned.grad_bucket.counts
+                if owned.grad_bucket.counts and placement_of(self.store.params[owned.param_index]).counts
             ]
             self._grad_key = key
         return self._lists
@@ -205,14 +212,16 @@ class StepExecutor:
             )
 
     def _first_bad_parameter(self) -> str:
-        """Name of the first parameter with a non-finite gradient on any rank. Collective."""
+        """Name of the first parameter with a non-finite gradient on any rank that holds it. Collective."""
         fragments = sorted(self.store.fragments, key=lambda owned: owned.param_index)
         bad = first_non_finite([owned.gradient() for owned in fragments])
         index = len(self.names) if bad is None else fragments[bad].param_index
         worst = torch.tensor([-index], dtype=torch.int64, device=self.reducer.device)
         self.communicator.all_reduce_max(worst).wait()
         index = -int(worst.item())
-        return self.names[index] if index < len(self.names) else "(none: the squares overflow fp64)"
+        if index < len(self.names):
+            return self.names[index]
+        return "(of another part of the model)" if self.scopes.across else "(none: the squares overflow fp64)"
 
     # Update -------------------------------------------------------------------------------------------------
 
