@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,46 @@ def test_a_group_name_that_does_not_fit() -> None:
         ValueError, match="group_name='ep_size_3': expected 'ep_size_N', where N divides the 4 ranks"
     ):
         deepspeed.initialize(model=model, config=config(1, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("stage", "later", "mics"), [(0, 2, 0), (1, 0, 0), (2, 3, 0), (3, 1, 0), (3, 3, 2), (0, 0, 0)]
+)
+@distributed(world_size=4)
+def test_checkpoints_hold_every_kind(stage: int, later: int, mics: int, tmp_path: Path) -> None:
+    """Each rank resumes with its own expert, whichever stage saved; one of the frozen ones with its own frozen part."""
+    rank = dist.get_rank()
+    more = {"mics_shard_size": mics} if mics else {}
+
+    def start(stage: int, **zero: Any) -> Any:
+        model = on_this_rank(rank % EXPERTS)
+        model.experts[0].bias.requires_grad_(False)
+        return deepspeed.initialize(model=model, config=config(stage, 0.05, **zero))[0]
+
+    def run(engine: Any, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = engine(batch(step, rank), 0)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    first = start(stage, **more)
+    run(first, range(2))
+    first.save_checkpoint(tmp_path)
+    expected = run(first, range(2, 4))
+    first.destroy()
+
+    second = start(later)
+    with (
+        torch.no_grad(),
+        deepspeed.zero.GatheredParameters(list(second.module.parameters()), modifier_rank=0),
+    ):
+        for param in second.module.parameters():
+            param.zero_()
+    second.load_checkpoint(tmp_path)
+    torch.testing.assert_close(run(second, range(2, 4)), expected, rtol=1e-5, atol=1e-6)
+    second.load_checkpoint(tmp_path, load_module_only=True)
+    torch.testing.assert_close(run(second, range(2, 3)), expected[:1], rtol=1e-5, atol=1e-6)
+    second.destroy()

@@ -1,0 +1,96 @@
+"""Where the tensor that a rank holds lies in a larger one: what tensor-, expert- and pipeline-parallel layers leave on
+a parameter, and all that norm, first broadcast, checkpoints and exports need to know of them.
+
+Pure arithmetic: no communication, and no torch but the parameter that carries the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from deepspeed.checkpoint.shards import Box, ShardIndex
+
+ATTRIBUTE = "ds_placement"
+"""A parameter carries its placement under this name; one without is whole on every rank."""
+
+EXPERTS = "ep"
+"""The axis over which ranks with the same part of the dense model hold different experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """One rank's tensor as a part of the tensor of ``global_shape``.
+
+    ``boxes`` are the parts of the global tensor that it holds, joined in this order along the one dim in which they
+    differ; ``()``: all of it. ``split``: axes of the mesh over which the global tensor is spread. ``replicated``: axes
+    over which its ranks are known to hold equal copies, apart from those that share gradients. ``counts``: whether this
+    copy is the one that counts where each weight must count once (the gradient norm).
+    """
+
+    global_shape: tuple[int, ...]
+    boxes: tuple[Box, ...] = ()
+    split: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    counts: bool = True
+
+    def index(self, name: str, start: int = 0, stop: int | None = None) -> ShardIndex:
+        """Elements ``[start, stop)`` of the rank's flat tensor; all of them by default."""
+        whole = ShardIndex(name, self.global_shape, self.boxes, 0, 0)
+        return replace(whole, start=start, stop=whole.local_numel if stop is None else stop)
+
+    def stacked(self, place: int, places: int, axis: str) -> Placement:
+        """One of ``places`` different tensors of the same name and shape: a row of them all, stacked along a new first
+        dim."""
+        row = (place, place + 1)
+        boxes = self.boxes or (tuple((0, size) for size in self.global_shape),)
+        return replace(
+            self,
+            global_shape=(places, *self.global_shape),
+            boxes=tuple((row, *box) for box in boxes),
+            split=(*self.split, axis),
+        )
+
+
+def interval(
+    shape: Sequence[int], dim: int, sizes: Sequence[int], place: int, *, axis: str = "tp", stride: int = 1
+) -> Placement:
+    """A tensor split along ``dim``: ``sizes`` are the extents on all ranks, ``place`` is this rank's position.
+
+    ``stride`` as in Megatron-LM: the tensor consists of that many matrices side by side (such as the two of a gated
+    unit), each of which is split over all ranks.
+    """
+    dim = dim % len(shape)
+    if sizes[place] != shape[dim] or any(size % stride for size in sizes):
+        raise ValueError(
+            f"extents {list(sizes)} along dim {dim} in {stride} parts do not fit a tensor of shape {tuple(shape)} at "
+            f"position {place}"
+        )
+    parts = [size // stride for size in sizes]
+    total = tuple(sum(sizes) if d == dim else size for d, size in enumerate(shape))
+    boxes: list[Box] = []
+    for number in range(stride):
+        low = number * sum(parts) + sum(parts[:place])
+        boxes.append(tuple((low, low + parts[place]) if d == dim else (0, s) for d, s in enumerate(shape)))
+    return Placement(global_shape=total, boxes=tuple(boxes), split=(axis,))
+
+
+def placement_of(param: Any) -> Placement:
+    """The placement that a parameter carries; that of a whole tensor if none."""
+    found = getattr(param, ATTRIBUTE, None)
+    return found if found is not None else Placement(global_shape=_full_shape(param))
+
+
+def place(param: Any, placement: Placement) -> None:
+    """Let a parameter carry ``placement``. ValueError: it has another number of elements."""
+    own, expected = prod(_full_shape(param)), placement.index("").numel
+    if own != expected:
+        raise ValueError(f"a parameter of {own} elements cannot fill {placement.boxes}, {expected} elements")
+    setattr(param, ATTRIBUTE, placement)
+
+
+def _full_shape(param: Any) -> tuple[int, ...]:
+    """Also of a parameter whose elements are sharded (stage 3)."""
+    return tuple(getattr(param, "ds_shape", param.shape))

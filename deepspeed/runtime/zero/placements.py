@@ -1,0 +1,91 @@
+"""Finds where the parameters of a module lie in larger tensors: marks of Megatron's layers, and experts.
+
+Layers of our own write ``param.ds_placement`` themselves (``deepspeed/checkpoint/placement.py``); what is read here is
+what others write. DTensors are read by ``zero/dtensors.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.placement import ATTRIBUTE, EXPERTS, Placement, interval, place, placement_of
+from deepspeed.checkpoint.shards import regions
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.scopes import Scopes
+
+
+def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes) -> None:
+    """Let every parameter that is not simply whole carry its placement. Collective over ranks that split tensors.
+
+    As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
+    """
+    unknown = [param for param in params if not hasattr(param, ATTRIBUTE)]
+    if mesh.size("tp") > 1:
+        _read_marks(unknown, mesh)
+    for param in unknown:
+        scope = scopes.of(param)
+        if scope.kinds > 1:
+            place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
+
+
+def whole_tensor(tensor: Tensor, placement: Placement, scopes: Scopes) -> Tensor:
+    """The global tensor that ``tensor`` [the rank's shape] is a part of, without gradient. Collective over the ranks of
+    a split; experts stay as they are."""
+    axes = [axis for axis in placement.split if axis in scopes.across]
+    if not axes or EXPERTS in placement.split:
+        return tensor.detach()
+    flat, index = tensor.detach().reshape(-1), placement.index("")
+    whole = tensor.new_zeros(placement.global_shape)
+    for region in regions(index):
+        shape = tuple(high - low for low, high in region.box)
+        part = flat.as_strided(shape, region.strides, flat.storage_offset() + region.offset)
+        whole[tuple(slice(low, high) for low, high in region.box)] = part
+    for axis in axes:
+        scopes.across[axis].all_reduce(whole.view(-1)).wait()
+    return whole
+
+
+def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
+    """``tensor_model_parallel`` (or ``model_parallel``), ``partition_dim`` and ``partition_stride``, as Megatron-LM
+    leaves them on a parameter."""
+    marked = [p for p in params if _is_split(p)]
+    extents = _extents(marked, mesh)
+    for param, sizes in zip(marked, extents, strict=True):
+        place(param, _split(param, sizes, mesh.rank("tp")))
+    first = mesh.rank("tp") == 0
+    for param in params:
+        tied = bool(getattr(param, "ds_pipe_replicated", False))  # another stage counts it
+        if tied or not (first or _is_split(param)):
+            place(param, replace(placement_of(param), counts=False))
+
+
+def _is_split(param: Tensor) -> bool:
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def _dim(param: Tensor) -> int | None:
+    dim = getattr(param, "partition_dim", -1)
+    return int(dim) if dim is not None and dim >= 0 else None
+
+
+def _extents(params: Sequence[Tensor], mesh: ProcessMesh) -> list[list[int]]:
+    """For each parameter its extent along the split dim on every tensor-parallel rank; they need not be equal."""
+    if not params:
+        return []
+    own = [full_shape(p)[dim] if (dim := _dim(p)) is not None else 0 for p in params]
+    count, device = mesh.size("tp"), params[0].device
+    every = torch.empty(count * len(own), dtype=torch.int64, device=device)
+    mesh.communicator("tp").all_gather(every, torch.tensor(own, dtype=torch.int64, device=device)).wait()
+    return every.view(count, len(own)).T.tolist()
+
+
+def _split(param: Tensor, sizes: Sequence[int], rank: int) -> Placement:
+    dim, shape = _dim(param), tuple(full_shape(param))
+    if dim is None:  # split, but nobody says how: resumes over as many ranks
+        return Placement(global_shape=shape).stacked(rank, len(sizes), "tp")
+    return interval(shape, dim, sizes, rank, stride=int(getattr(param, "partition_stride", 1) or 1))
