@@ -18,6 +18,7 @@ from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
 from deepspeed.memory_plan.model import facts_of
 from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
+from deepspeed.ops.update import traits_of
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
@@ -166,7 +167,7 @@ def _optimizer(
     if made is None:
         return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
     notes = []
-    if hasattr(made, "whole_matrices"):
+    if traits_of(made).whole_matrices:
         notes.append("matrices that Muon gathers during the update are not counted")
     return optimizer_facts(made, plan.precision.master), made.param_groups, notes
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.first_state import stand_in
-from deepspeed.runtime.zero.step import joins_ranks
 from deepspeed.utils.logging import logger
 
 _SHAPE = (4, 4)
@@ -30,7 +30,7 @@ class OptimizerFacts:
     name: str
     groups: tuple[StateSize, ...]
     fused: bool
-    """Whether the update is one pass over memory without copies of gradients (``multi_tensor_step``)."""
+    """Whether the update is one pass over memory without copies of gradients (``step_fragments``)."""
     elementwise: bool
     """Whether tensors may be updated in pieces."""
 
@@ -45,23 +45,21 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None
     ``master``: dtype of what it updates; None: the dtype of its parameters.
     """
     groups: list[StateSize] = []
+    traits = traits_of(optimizer)
     for group in optimizer.param_groups:
         own = group["params"][0].dtype if group["params"] else torch.float32
         groups.append(_state_size(optimizer, group, master or own))
     return OptimizerFacts(
         name=type(optimizer).__name__,
         groups=tuple(groups),
-        fused=hasattr(optimizer, "multi_tensor_step"),
-        elementwise=not joins_ranks(optimizer),
+        fused=traits.fused,
+        elementwise=not traits.joins_ranks,
     )
 
 
 def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> StateSize:
     param = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     substitute = stand_in(optimizer, group, [param])
-    for hook in ("segment_sum", "whole_matrices"):  # they belong to an engine, and are collective
-        if hasattr(substitute, hook):
-            setattr(substitute, hook, None)
     param.grad = torch.ones_like(param)
     try:
         with torch.enable_grad():

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import native
+from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
 
 _GRAD, _WORDS = 1, native.SEGMENT_WORDS
 _MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
@@ -171,6 +172,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     `state_names`, fp32 unless the group says `fp32_optimizer_states=False` (then in the parameter's dtype).
     """
 
+    update_traits = UpdateTraits(elementwise=True)
     state_names: tuple[str, ...] = ()
     """Per-element state, at most two tensors."""
 
@@ -286,6 +288,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        context = self._own_context()
         for group in self.param_groups:
             params = []
             for p in group["params"]:
@@ -294,9 +297,29 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 elif p.grad is not None:
                     params.append(p)
             if params:
-                self.multi_tensor_step(group, params, [p.grad for p in params])
+                self.multi_tensor_step(group, params, [p.grad for p in params], context=context)
                 torch.autograd.graph.increment_version(params)  # a kernel's writes are not seen by autograd
         return loss
+
+    def _own_context(self) -> UpdateContext:
+        """What ``step`` itself, to which all tensors are whole, knows about this update."""
+        return ALONE
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
+    ) -> None:
+        """See ``FragmentOptimizer``."""
+        together = self.update_traits.joins_ranks
+        for group, part in zip(self.param_groups, fragments, strict=True):
+            if together or part.masters:
+                self.multi_tensor_step(
+                    group,
+                    part.masters,
+                    part.grads,
+                    grad_scale=grad_scale,
+                    low_precision=part.lows,
+                    context=context,
+                )
 
     @torch.no_grad()
     def multi_tensor_step(
@@ -307,6 +330,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         *,
         grad_scale: float = 1.0,
         low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
     ) -> None:
         """One update of `params` with the hyperparameters of `group`.
 
@@ -316,12 +340,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             grads: fp32, bf16 or fp16, one per parameter; the gradient used is `grad * grad_scale`, an fp32
                 product.
             low_precision: where not None, receives the updated parameter rounded to its dtype, in the same pass.
+            context: what whoever holds the tensors does for updates that need more than them.
         """
         if not params:
             return
-        self._update(self._table(group, params, grads, low_precision), group, grad_scale)
+        self._update(self._table(group, params, grads, low_precision), group, grad_scale, context)
 
-    def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+    def _update(self, table: Table, group: dict[str, Any], grad_scale: float, context: UpdateContext) -> None:
         lib = native.library()
         for launch in table.launches:
             if launch.device.type == "cpu":

@@ -16,6 +16,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.update import traits_of
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import is_elementwise
@@ -57,8 +58,7 @@ from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
-from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
-from deepspeed.runtime.zero.whole_matrices import WholeMatrices
+from deepspeed.runtime.zero.step import StepExecutor
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -146,8 +146,7 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: Train
             f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
-    whole = hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
-    if plan.zero.allow_untested_optimizer or whole or is_elementwise(optimizer):
+    if plan.zero.allow_untested_optimizer or traits_of(optimizer).joins_ranks or is_elementwise(optimizer):
         return
     raise DeepSpeedConfigError(
         f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
@@ -184,7 +183,7 @@ def build_core(
         device,
         [bucket.layout for bucket in param_buckets],
         weights_swap=sharded.storage.swap if sharded is not None else None,
-        elementwise=not joins_ranks(optimizer),
+        elementwise=not traits_of(optimizer).joins_ranks,
     )
     make_grads = partial(_grad_buckets, module, scopes=scopes, plan=plan, tier=tier)
     grad_buckets = make_grads(param_buckets)
@@ -200,8 +199,6 @@ def build_core(
     store = StateStore(
         optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master, tier=tier
     )
-    if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
-        optimizer.whole_matrices = WholeMatrices(store, scopes)  # type: ignore[attr-defined]
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, scopes, trained.names)
@@ -215,10 +212,6 @@ def build_core(
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
     make_late = partial(_late_buckets, module, plan, executor, make_grads, sharded=sharded is not None)
     late_params = executor.late_params = LateParams(module, executor, access, make_late, spare)
-    if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
-        late_params.on_admit.append(
-            lambda: setattr(optimizer, "whole_matrices", WholeMatrices(store, scopes))
-        )
     reducer.install_hooks()
     return TrainingCore(
         trained=trained,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from deepspeed.ops import native
 from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.update import UpdateContext
 from tests.ops.cases import gradients, parameters, same_bits, train
 
 
@@ -27,18 +30,19 @@ def test_fragments_give_what_whole_tensors_give(path: str, monkeypatch: pytest.M
         return total[owner]
 
     optimizer = FusedLamb(pieces, lr=1e-2, weight_decay=0.1)
-    optimizer.segment_sum = segment_sum
+    context = UpdateContext(segment_sum=segment_sum)
     for step in range(4):
         grads = [piece for g in gradients(start, step) for piece in g.split(4099)]
-        optimizer.multi_tensor_step(optimizer.param_groups[0], pieces, grads)
+        optimizer.multi_tensor_step(optimizer.param_groups[0], pieces, grads, context=context)
     assert same_bits(torch.cat(pieces), torch.cat([p.detach() for p in whole]))
 
 
 def test_ranks_without_fragments_take_part() -> None:
     calls = []
     optimizer = FusedLamb([torch.zeros(3)])
-    optimizer.segment_sum = lambda fragments, sums: calls.append((fragments, sums.shape)) or sums
-    optimizer.multi_tensor_step(optimizer.param_groups[0], [], [])
+    context = UpdateContext(segment_sum=lambda fragments, sums: calls.append((fragments, sums.shape)) or sums)
+    none = SimpleNamespace(masters=[], grads=[], lows=[])
+    optimizer.step_fragments([none], context=context)
     assert calls == [([], (0, 2))]
 
 

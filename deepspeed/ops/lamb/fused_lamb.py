@@ -2,8 +2,8 @@
 
 The step of a tensor is scaled by its trust ratio |parameter| / |update|, so norms of whole tensors are
 needed in the middle of the update: one pass updates the moments and computes both sums of squares, a second
-updates the parameters. Sums are fp64; where a tensor is sharded over ranks, `segment_sum` adds them up between
-the passes.
+updates the parameters. Sums are fp64; where a tensor is sharded over ranks, `UpdateContext.segment_sum` adds them
+up between the passes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed.ops import native
 from deepspeed.ops.multi_tensor import Batch, Launch, MultiTensorOptimizer, Table, foreach_sqrt, refuse
+from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 
 
 class FusedLamb(MultiTensorOptimizer):
@@ -29,6 +30,7 @@ class FusedLamb(MultiTensorOptimizer):
     ranks) would be at most this. `amsgrad` is in the signature but not available.
     """
 
+    update_traits = UpdateTraits(elementwise=False, segment_sums=True)
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -58,12 +60,6 @@ class FusedLamb(MultiTensorOptimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-        self.segment_sum: Callable[[list[Tensor], Tensor], Tensor] | None = None
-        """Given the fragments and their sums [n, 2] fp64, returns the sums of the whole tensors; None: the tensors
-        are whole."""
-        self.gradient_norm: float | None = None
-        """Norm of the whole gradient, `grad_scale` included, set by a caller that knows it before `multi_tensor_step`;
-        None: the norm of the gradients given."""
         self._coefficients: list[float] = []
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -88,14 +84,14 @@ class FusedLamb(MultiTensorOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        clips = any(group["max_grad_norm"] > 0 for group in self.param_groups)
-        self.gradient_norm = math.sqrt(native.sum_of_squares(grads)) if clips else None
-        try:
-            super().step()
-        finally:
-            self.gradient_norm = None
+        super().step()
         return loss
+
+    def _own_context(self) -> UpdateContext:
+        if not any(group["max_grad_norm"] > 0 for group in self.param_groups):
+            return ALONE
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return UpdateContext(gradient_norm=math.sqrt(native.sum_of_squares(grads)))
 
     def multi_tensor_step(
         self,
@@ -105,15 +101,18 @@ class FusedLamb(MultiTensorOptimizer):
         *,
         grad_scale: float = 1.0,
         low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
     ) -> None:
-        if not params and self.segment_sum is not None:  # a collective: other ranks may own fragments
-            self.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))
-        super().multi_tensor_step(group, params, grads, grad_scale=grad_scale, low_precision=low_precision)
+        if not params and context.segment_sum is not None:  # a collective: other ranks may own fragments
+            context.segment_sum([], torch.zeros(0, 2, dtype=torch.float64))
+        super().multi_tensor_step(
+            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
+        )
 
     @torch.no_grad()
-    def _update(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+    def _update(self, table: Table, group: dict[str, Any], grad_scale: float, context: UpdateContext) -> None:
         if group["max_grad_norm"] > 0:
-            norm = self.gradient_norm
+            norm = context.gradient_norm
             if norm is None:
                 norm = math.sqrt(native.sum_of_squares(table.grads)) * grad_scale
             grad_scale *= min(1.0, group["max_grad_norm"] / (norm + 1e-6))
@@ -124,8 +123,8 @@ class FusedLamb(MultiTensorOptimizer):
         others = _TorchLamb(table, self.state_names, group, grad_scale) if table.others else None
         if others is not None:
             sums[table.others] = others.sums().cpu()
-        if self.segment_sum is not None:
-            sums = self.segment_sum(list(table.params), sums)
+        if context.segment_sum is not None:
+            sums = context.segment_sum(list(table.params), sums)
         ratios = self._trust_ratios(sums, group)
         self._coefficients.extend(ratios.tolist())
         for launch in table.launches:

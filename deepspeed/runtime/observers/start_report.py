@@ -75,7 +75,7 @@ def log_start(engine: DeepSpeedEngine) -> None:
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
     if isinstance(core.store.tier, OffloadedTier):
-        native = hasattr(core.store.optimizer, "multi_tensor_step")
+        native = core.store.traits.fused
         note = "" if native else "; torch's own update is slower there than an optimizer of this package"
         log_dist(core.store.tier.describe() + note, ranks=[0])
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.first_state import constructed_state, stand_in
 from deepspeed.utils.logging import logger
 
@@ -24,12 +24,14 @@ _verdicts: WeakKeyDictionary[type, bool] = WeakKeyDictionary()  # per class, det
 def is_elementwise(optimizer: Optimizer) -> bool:
     """True if splitting a tensor into flat pieces does not change what the optimizer does to it (to 1e-5).
 
-    The optimizer itself, its hooks and the global random states are not touched. One verdict per class; our own
-    classes declare it (`segment_sum`), and the tests verify that.
+    The optimizer itself, its hooks and the global random states are not touched. One verdict per class; a class that
+    declares it is believed (`UpdateTraits.elementwise`; the tests verify ours), but not one that inherits the
+    declaration of ours, as it may have changed the update.
     """
     cls = type(optimizer)
-    if cls.__module__.startswith("deepspeed.ops.") and isinstance(optimizer, MultiTensorOptimizer):
-        return not hasattr(optimizer, "segment_sum")
+    declared = traits_of(optimizer).elementwise
+    if declared is not None and (cls.__module__.startswith("deepspeed.") or "update_traits" in vars(cls)):
+        return declared
     if cls not in _verdicts:
         _verdicts[cls] = _probe(optimizer)
     return _verdicts[cls]

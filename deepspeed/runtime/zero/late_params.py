@@ -53,7 +53,6 @@ class LateParams:
         self.access = access
         self.make_buckets = make_buckets
         self.spare = list(spare)
-        self.on_admit: list[Callable[[], None]] = []
         self._groups: list[int] = []
         self._trained = -1
         self._known = {id(p) for p in module.parameters()}
@@ -115,8 +114,6 @@ class LateParams:
         self.executor.admit(added.names)
         publisher = self.executor.publisher
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
-        for told in self.on_admit:
-            told()
         self.look()
         log_dist(
             f"{_listed(added.names)} {_were(added.names)} unfrozen: trained from this step on", ranks=[0]

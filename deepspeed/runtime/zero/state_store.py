@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.first_state import constructed_state, first_state
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.grad_bucket import GradBucket
@@ -84,6 +85,7 @@ class StateStore:
         tier: ResidentTier | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.traits = traits_of(optimizer)
         self.tier = tier or ResidentTier()
         self.master_dtype = master_dtype
         self.params: list[nn.Parameter] = []

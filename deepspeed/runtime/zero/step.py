@@ -14,13 +14,15 @@ from torch import Tensor
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Plan
+from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scopes import Scope, Scopes
+from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
+from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, params_by_scope
 from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
 
@@ -69,7 +71,7 @@ class StepExecutor:
         self.scopes = scopes
         self.communicator = scopes.everyone
         self.names = list(names)
-        self.members = self._members()
+        self.members = params_by_scope(store, scopes)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
         self.late_params: LateParams | None = None
@@ -81,9 +83,9 @@ class StepExecutor:
         self._grad_key: tuple[int, ...] = ()
         self._lists: list[GroupTensors] = []
         self._counted: list[Tensor] = []  # gradients whose norm counts on this rank
+        self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
         optimizer: Any = store.optimizer
-        if self.sharded and hasattr(optimizer, "segment_sum"):
-            optimizer.segment_sum = self._segment_sum
+        self._step_fragments: Any = optimizer.step_fragments if store.traits.fused else LentStep(store)
 
     def step(self) -> StepResult:
         self.reducer.finish()
@@ -98,10 +100,8 @@ class StepExecutor:
         self._check_unused(report.used)
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
-        if hasattr(self.store.optimizer, "gradient_norm"):
-            self.store.optimizer.gradient_norm = norm * clip  # type: ignore[attr-defined]
         with torch.no_grad():
-            self._update(report.used, clip / self.scaler.scale)
+            self._update(report.used, clip / self.scaler.scale, self.surroundings.context(norm * clip))
         self.publisher.publish()
         self.scaler.update(overflow=False)
         return StepResult(True, norm, clip)
@@ -123,15 +123,9 @@ class StepExecutor:
     def admit(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
-        self.members = self._members()
+        self.members = params_by_scope(self.store, self.scopes)
+        self.surroundings.follow()
         self._lists = []
-
-    def _members(self) -> dict[Scope, list[int]]:
-        """Numbers of the parameters of each scope."""
-        found: dict[Scope, list[int]] = {}
-        for index, param in enumerate(self.store.params):
-            found.setdefault(self.scopes.of(param), []).append(index)
-        return found
 
     def _exchange(self) -> GradReport:
         self._gradient_lists()
@@ -237,67 +231,14 @@ class StepExecutor:
             self.store.rebind(bucket)
             self._lists = []
 
-    def _update(self, used: Sequence[bool], grad_scale: float) -> None:
+    def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""
         lists = self._gradient_lists()
         if not all(used):
             lists = [_select(entry, used) for entry in lists]
-        self.store.tier.update(lists, partial(self._apply, grad_scale=grad_scale))
-
-    def _apply(self, lists: Sequence[GroupTensors], grad_scale: float) -> None:
-        optimizer: Any = self.store.optimizer
-        if hasattr(optimizer, "multi_tensor_step"):
-            for group, (_, masters, grads, lows) in zip(optimizer.param_groups, lists, strict=True):
-                if masters or joins_ranks(optimizer):
-                    optimizer.multi_tensor_step(
-                        group, masters, grads, grad_scale=grad_scale, low_precision=lows
-                    )
-            optimizer._opt_called = True  # torch's schedulers check this to see that step() came first
-        else:
-            self._update_with_torch(lists, grad_scale)
-
-    def _segment_sum(self, masters: list[Tensor], sums: Tensor) -> Tensor:
-        """``sums`` [n, 2] fp64 over fragments -> the same over whole parameters, for LAMB. Collective."""
-        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
-        indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
-        whole = torch.zeros(len(self.names), 2, dtype=torch.float64)
-        whole.index_add_(0, indices, sums.cpu())
-        whole = whole.to(self.reducer.device)
-        for scope, params in self.members.items():
-            share = whole[params]
-            scope.shard.all_reduce(share.view(-1)).wait()
-            whole[params] = share
-        return whole[indices.to(whole.device)].to(sums.device)
-
-    def _update_with_torch(self, lists: Sequence[GroupTensors], scale: float) -> None:
-        for _, masters, grads, _ in lists:
-            if not grads:
-                continue
-            grads = [grad.to(master.dtype) for master, grad in zip(masters, grads, strict=True)]
-            if scale != 1.0:
-                torch._foreach_mul_(grads, scale)
-            for master, grad in zip(masters, grads, strict=True):
-                master.grad = grad
-        try:
-            with self.store.lend([fragments for fragments, *_ in lists]):
-                self.store.optimizer.step()
-        finally:
-            for _, masters, _, _ in lists:
-                for master in masters:
-                    master.grad = None
-        written = [
-            (low, master.reshape(-1))
-            for _, masters, _, lows in lists
-            for low, master in zip(lows, masters, strict=True)
-            if low is not None
-        ]
-        if written:
-            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
-
-
-def joins_ranks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the update is collective, so that ranks without a fragment participate as well."""
-    return hasattr(optimizer, "segment_sum") or hasattr(optimizer, "whole_matrices")
+        self.store.tier.update(lists, partial(self._step_fragments, grad_scale=grad_scale, context=context))
+        if self.store.traits.fused:
+            self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
 
 
 def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:

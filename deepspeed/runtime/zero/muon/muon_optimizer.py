@@ -1,18 +1,19 @@
 """Muon for hidden matrices and Adam for everything else, as one optimizer that ZeRO can shard.
 
 Momentum is per element, so its slices stay where the slices of the weights are. Only the orthogonalization needs
-whole matrices: ``whole_matrices`` assembles each at one owner (``zero/whole_matrices.py``).
+whole matrices: ``UpdateContext.whole_matrices`` assembles each at one owner (``zero/whole_matrices.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 from deepspeed.runtime.zero.muon.original_muon import METHODS, apply_update, momentum_update, orthogonalize
 
 MOMENTUM = "momentum_buffer"
@@ -27,25 +28,13 @@ _ADAM_DEFAULTS = {
 }
 
 
-class WholeMatrixUpdate(Protocol):
-    """Given fragments of the matrices of ``group`` and values for them, replace the values by those of
-    ``function`` (matrix -> matrix of the same shape) applied to the whole matrices. Collective."""
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        params: Sequence[Tensor],
-        values: Sequence[Tensor],
-        function: Callable[[Tensor], Tensor],
-    ) -> None: ...
-
-
 class MuonWithAuxAdam(MultiTensorAdam):
     """Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
     weight_decay). What a group does not set has the defaults of the paper's implementation."""
 
+    update_traits = UpdateTraits(elementwise=False, whole_matrices=True)
+
     def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
-        self.whole_matrices: WholeMatrixUpdate | None = None
         super().__init__(list(param_groups), {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -78,10 +67,11 @@ class MuonWithAuxAdam(MultiTensorAdam):
         *,
         grad_scale: float = 1.0,
         low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
     ) -> None:
         if not group["use_muon"]:
             super().multi_tensor_step(
-                group, params, grads, grad_scale=grad_scale, low_precision=low_precision
+                group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
             )
             return
         momenta = [self.state_for(param, group)[MOMENTUM] for param in params]
@@ -90,21 +80,12 @@ class MuonWithAuxAdam(MultiTensorAdam):
         lr = float(group["lr"])
         if lr == 0.0:
             return  # no weight would change: no need to orthogonalize
-        self._orthogonalize(group, params, updates)
+        _orthogonalize(group, params, updates, context)
         for param, update in zip(params, updates, strict=True):
             apply_update(param, update.view(param.shape), lr, group["weight_decay"])
         for param, low in zip(params, low_precision or [None] * len(params), strict=True):
             if low is not None:
                 low.copy_(param.view(low.shape))
-
-    def _orthogonalize(self, group: dict[str, Any], params: Sequence[Tensor], updates: list[Tensor]) -> None:
-        def function(matrix: Tensor) -> Tensor:
-            return orthogonalize(matrix, ns_method=group["ns_method"])
-
-        if self.whole_matrices is not None:
-            self.whole_matrices(group, params, updates, function)
-        else:
-            updates[:] = map(function, updates)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -112,6 +93,18 @@ class MuonWithAuxAdam(MultiTensorAdam):
             if group["use_muon"]:
                 for param in group["params"]:
                     self.state.get(param, {}).pop("step", None)  # Muon does not count steps
+
+
+def _orthogonalize(
+    group: dict[str, Any], params: Sequence[Tensor], updates: list[Tensor], context: UpdateContext
+) -> None:
+    def function(matrix: Tensor) -> Tensor:
+        return orthogonalize(matrix, ns_method=group["ns_method"])
+
+    if context.whole_matrices is not None:
+        context.whole_matrices(group, params, updates, function)
+    else:
+        updates[:] = map(function, updates)
 
 
 def build_muon(

@@ -1,0 +1,100 @@
+"""The optimizer protocol: what an optimizer and whoever holds its tensors tell each other.
+
+An optimizer that takes part declares ``update_traits`` and has ``step_fragments``; ``MultiTensorOptimizer`` does. Any
+other ``torch.optim.Optimizer`` has the traits ``FOREIGN``: it is given its tensors in its own groups, and its ``step``
+is called. ``traits_of`` is the only place that decides; training, the memory planner and the reports ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+SegmentSum = Callable[[list[Tensor], Tensor], Tensor]
+"""Given fragments and their sums [n, k] fp64, the sums of the whole tensors that they are parts of. Collective."""
+
+
+class WholeMatrixUpdate(Protocol):
+    """Given fragments of the matrices of ``group`` and values for them, replace the values by those of
+    ``function`` (matrix -> matrix of the same shape) applied to the whole matrices. Collective."""
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateTraits:
+    """What an optimizer's update is, and what it needs besides tensors and their gradients."""
+
+    fused: bool = True
+    """Whether it has ``step_fragments``: one pass over memory, without copies of gradients."""
+    elementwise: bool | None = None
+    """Whether tensors may be updated in pieces; None: to be found by trial."""
+    segment_sums: bool = False
+    """Sums over whole tensors in the middle of the update (LAMB)."""
+    whole_matrices: bool = False
+    """Functions of whole matrices in the middle of the update (Muon)."""
+
+    @property
+    def joins_ranks(self) -> bool:
+        """Whether the update is collective, so that ranks without a fragment participate as well."""
+        return self.segment_sums or self.whole_matrices
+
+
+FOREIGN = UpdateTraits(fused=False)
+"""An optimizer that knows nothing of this protocol."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateContext:
+    """What an update can ask of whoever holds the tensors. None: the tensors are whole, and nobody knows more."""
+
+    gradient_norm: float | None = None
+    """Norm of the whole gradient, ``grad_scale`` included."""
+    segment_sum: SegmentSum | None = None
+    whole_matrices: WholeMatrixUpdate | None = None
+
+
+ALONE = UpdateContext()
+
+
+class Fragments(Protocol):
+    """The tensors of one optimizer group that are updated here, in parallel lists."""
+
+    @property
+    def masters(self) -> Sequence[Tensor]: ...
+    @property
+    def grads(self) -> Sequence[Tensor]: ...
+    @property
+    def lows(self) -> Sequence[Tensor | None]:
+        """Where not None, receives the updated master rounded to its dtype."""
+        ...
+
+
+class FragmentOptimizer(Protocol):
+    """An optimizer that updates fragments: 1-D parts of parameters, or whole ones in their own shape."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def update_traits(self) -> UpdateTraits: ...
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float, context: UpdateContext
+    ) -> None:
+        """Update ``fragments[g]`` with the hyperparameters of group g, from the gradients times ``grad_scale``."""
+        ...
+
+
+def traits_of(optimizer: Any) -> UpdateTraits:
+    """What ``optimizer`` declares, FOREIGN if it declares nothing."""
+    declared = getattr(optimizer, "update_traits", None)
+    return declared if isinstance(declared, UpdateTraits) else FOREIGN

@@ -1,0 +1,102 @@
+"""What the engine does for an optimizer's update, by the optimizer protocol (``deepspeed/ops/update.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.update import UpdateContext
+from deepspeed.runtime.zero.scopes import Scope, Scopes
+from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
+from deepspeed.runtime.zero.whole_matrices import WholeMatrices
+
+
+class Surroundings:
+    """Makes the ``UpdateContext`` of each step. ``sharded``: the fragments of ``store`` are parts of parameters."""
+
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+        self.store = store
+        self.scopes = scopes
+        self.sharded = sharded
+        self.follow()
+
+    def follow(self) -> None:
+        """The store may hold more parameters than before."""
+        traits, sharded = self.store.traits, self.sharded
+        self._sums = SegmentSums(self.store, self.scopes) if traits.segment_sums and sharded else None
+        self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
+
+    def context(self, gradient_norm: float) -> UpdateContext:
+        """``gradient_norm``: after clipping."""
+        return UpdateContext(
+            gradient_norm=gradient_norm, segment_sum=self._sums, whole_matrices=self._matrices
+        )
+
+
+class SegmentSums:
+    """Adds sums over the fragments of ``store`` up to sums over whole parameters, for LAMB."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.store = store
+        self.members = params_by_scope(store, scopes)
+
+    def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
+        """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
+        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
+        whole = torch.zeros(len(self.store.params), sums.shape[1], dtype=torch.float64)
+        whole.index_add_(0, indices, sums.cpu())
+        whole = whole.to(self.store.params[0].device)
+        for scope, params in self.members.items():
+            share = whole[params]
+            scope.shard.all_reduce(share.view(-1)).wait()
+            whole[params] = share
+        return whole[indices.to(whole.device)].to(sums.device)
+
+
+class LentStep:
+    """``step_fragments`` of an optimizer that knows nothing of it: the fragments are in its groups during ``step``."""
+
+    def __init__(self, store: StateStore) -> None:
+        self.store = store
+
+    def __call__(
+        self, fragments: Sequence[GroupTensors], *, grad_scale: float, context: UpdateContext
+    ) -> None:
+        for _, masters, grads, _ in fragments:
+            if not grads:
+                continue
+            grads = [grad.to(master.dtype) for master, grad in zip(masters, grads, strict=True)]
+            if grad_scale != 1.0:
+                torch._foreach_mul_(grads, grad_scale)
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
+        try:
+            with self.store.lend([group.fragments for group in fragments]):
+                self.store.optimizer.step()
+        finally:
+            for _, masters, _, _ in fragments:
+                for master in masters:
+                    master.grad = None
+        self._publish(fragments)
+
+    @staticmethod
+    def _publish(fragments: Sequence[GroupTensors]) -> None:
+        written = [
+            (low, master.reshape(-1))
+            for _, masters, _, lows in fragments
+            for low, master in zip(lows, masters, strict=True)
+            if low is not None
+        ]
+        if written:
+            torch._foreach_copy_([low for low, _ in written], [master for _, master in written])
+
+
+def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]:
+    """Numbers of the parameters of each scope."""
+    found: dict[Scope, list[int]] = {}
+    for index, param in enumerate(store.params):
+        found.setdefault(scopes.of(param), []).append(index)
+    return found
