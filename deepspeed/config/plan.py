@@ -122,6 +122,10 @@ class ParamOffload:
     """Largest slice that is read ahead."""
     storage: Options
 
+    def files(self, numel: int, host_numel: int) -> bool:
+        """Whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        return self.folder is not None and host_numel + numel > self.host_numel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPlan:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from deepspeed.config.plan import Plan
 from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.states import OptimizerFacts
@@ -18,7 +20,7 @@ from deepspeed.runtime.zero.offload.tiers import (
     OffloadedTier,
     ResidentTier,
     _sub_groups,
-    device_share,
+    make_tier,
 )
 
 
@@ -107,13 +109,16 @@ class Offload:
         return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
 
     def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
-        """Like ``make_tier``, without opening a file."""
-        offload = self.plan.state_offload
-        if offload is None or not (self._swaps or self.apart):
-            return ResidentTier()
-        resident = device_share(layouts, offload.ratio) if self.apart else frozenset[int]()
-        swap: Any = self.paper if self._swaps else None
-        return OffloadedTier(offload, swap, cuts=self.optimizer.elementwise, resident=resident)
+        """The run's own choice, without opening a file."""
+        paper: Any = self.paper
+        return make_tier(
+            self.plan.state_offload,
+            torch.device("meta" if self.apart else "cpu"),
+            layouts,
+            weights_swap=None,
+            elementwise=self.optimizer.elementwise,
+            open_swap=lambda *_: paper,
+        )
 
     def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[Any]:
         """Count masters of one bucket, and state that stays with them; returns what goes through slots."""

@@ -32,18 +32,16 @@ from deepspeed.runtime.zero.cutting import (
     trained_params,
     with_frozen,
 )
-from deepspeed.runtime.zero.gathering.coordinator import LiveBudget
 from deepspeed.runtime.zero.gathering.gather_rules import mark_leaves
 from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.gradient_sums import gradient_sum
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
-from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.runtime.zero.offload.host_copies import HostCopies
 from deepspeed.runtime.zero.offload.state_moves import StateMover
-from deepspeed.runtime.zero.offload.tiers import ResidentTier, make_tier
+from deepspeed.runtime.zero.offload.tiers import make_tier
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -51,13 +49,14 @@ from deepspeed.runtime.zero.optimizer import (
     FP16_Optimizer,
     ZeroOptimizer,
 )
-from deepspeed.runtime.zero.params import full_numel, full_shape, is_zero_param
+from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, joins_ranks
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
+from deepspeed.runtime.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -177,7 +176,7 @@ def build_core(
             bucket.flatten(flat=plan.state_offload is not None)
     else:
         param_buckets = list[ParamBucket](sharded.trained_buckets)
-    device = trained.params[0].device if trained.params else torch.device("cpu")
+    device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
     tier = make_tier(
         plan.state_offload,
         device,
@@ -185,15 +184,23 @@ def build_core(
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not joins_ranks(optimizer),
     )
-    make_grads = partial(_grad_buckets, module, scopes=scopes, plan=plan, tier=tier)
+    host = HostCopies(device) if plan.state_offload is not None else None
+    make_grads = partial(
+        make_grad_buckets,
+        plan=plan,
+        scopes=scopes,
+        pool=BufferPool(),
+        tier=tier,
+        by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
+        host=host,
+    )
     grad_buckets = make_grads(param_buckets)
-    reducer = GradReducer(
+    reducer = make_reducer(
         trained.params,
         grad_buckets,
+        plan,
         scopes.everyone,
-        cadence=sharded.cadence if sharded is not None else plan.zero.cadence,
-        overlap=plan.zero.overlap,
-        expose=not plan.zero.shard_state,
+        sharded.coordinator if sharded is not None else None,
         at_boundary=lambda: clock.at_boundary,
     )
     store = StateStore(
@@ -204,11 +211,9 @@ def build_core(
     scaler = LossScaler(plan.precision.loss_scale)
     publisher = WeightPublisher(param_buckets)
     executor = StepExecutor(plan, reducer, store, scaler, publisher, scopes, trained.names)
-    executor.before_step += [
-        copies.synchronize for copies in {b.host for b in grad_buckets} if copies is not None
-    ]
+    if host is not None:
+        executor.before_step.append(host.synchronize)
     if sharded is not None:
-        sharded.join_sums(reducer)
         executor.before_step.append(sharded.before_step)
         publisher.after.append(sharded.after_step)
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
@@ -269,43 +274,10 @@ def shard_module(
         buckets,
         scopes,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
-        budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
+        budget=live_budget(zero),
         prefetch_numel=int(zero.prefetch_bucket_size),
         storage=storage,
     )
-
-
-def _grad_buckets(
-    module: nn.Module,
-    buckets: Sequence[ParamBucket],
-    scopes: Scopes,
-    plan: Plan,
-    tier: ResidentTier,
-) -> list[GradBucket]:
-    by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
-    pool = BufferPool()
-    copies = HostCopies(buckets[0].params[0].device) if plan.state_offload is not None and buckets else None
-    result: list[GradBucket] = []
-    for bucket in buckets:
-        layout, first = bucket.layout, bucket.params[0]
-        scope = scopes[layout.scope]
-        first_holder = scope.first_replica if plan.zero.shard_state else scope.everyone.rank == 0
-        result.append(
-            GradBucket(
-                layout,
-                gradient_sum(layout, scope, pool, plan, full_shape(first) if first in by_rows else None),
-                pool,
-                first.device,
-                rank=bucket.rank,
-                factors=plan.gradients.factors(scope.divisor),
-                counts=first_holder,
-                accumulate_dtype=plan.precision.accumulate or layout.dtype,
-                keep_local=not plan.zero.shard_grads,
-                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
-                host=copies if off_host(first.device) and tier.takes(layout) else None,
-            )
-        )
-    return result
 
 
 def _late_buckets(
@@ -338,9 +310,6 @@ def _late_buckets(
     known = {id(grads.layout): grads for grads in reducer.buckets}
     new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
     grads = [known.get(id(bucket.layout)) or next(new) for bucket in weights]
-    executor.before_step[:0] = [
-        copies.synchronize for copies in {b.host for b in grads} if copies is not None
-    ]
     return weights, grads
 
 
@@ -403,7 +372,7 @@ def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> N
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
         for group in by_kind.values():
-            for batch in _batches(group, 16 * 1024 * 1024):
+            for batch in _batches(group, BROADCAST_NUMEL):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 communicator.broadcast(flat.view(torch.uint8), src=0).wait()
                 if communicator.rank:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -499,6 +500,10 @@ def _sub_groups(groups: Sequence[Sequence[OwnedFragment]], size: int) -> Iterato
         yield SubGroup(current)
 
 
+def _open_swap(plan: StateOffload, folder: Path) -> SwapFile:
+    return SwapFile(folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
+
+
 def make_tier(
     plan: StateOffload | None,
     device: torch.device,
@@ -506,17 +511,19 @@ def make_tier(
     *,
     weights_swap: SwapFile | None,
     elementwise: bool,
+    open_swap: Callable[[StateOffload, Path], SwapFile] = _open_swap,
 ) -> ResidentTier:
     """The one place that chooses where the state of weights on ``device`` is kept.
 
-    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another.
+    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another. ``open_swap``:
+    opens the file of a plan that has a folder.
     """
     if plan is None:
         return ResidentTier()
     apart = off_host(device)
     swap = None
     if plan.folder is not None:
-        swap = SwapFile(plan.folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
+        swap = open_swap(plan, plan.folder)
     elif not apart:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
     # A collective update (LAMB, Muon) takes everything at once, on the host.
