@@ -168,19 +168,14 @@ def build_core(
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     if sharded is None:
-        layouts = cut_whole(param_specs(module, trained, plan), plan, scopes.shards())
-        param_buckets = [
-            ParamBucket(layout, trained.params, scopes[layout.scope].shard) for layout in layouts
-        ]
-        for bucket in param_buckets:
-            bucket.flatten(flat=plan.state_offload is not None)
+        weights = _whole_buckets(module, plan, scopes, trained)
     else:
-        param_buckets = list[ParamBucket](sharded.trained_buckets)
+        weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
     tier = make_tier(
         plan.state_offload,
         device,
-        [bucket.layout for bucket in param_buckets],
+        [bucket.layout for bucket in weights],
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not joins_ranks(optimizer),
     )
@@ -194,50 +189,84 @@ def build_core(
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
         host=host,
     )
-    grad_buckets = make_grads(param_buckets)
+    grads = make_grads(weights)
+    coordinator = sharded.coordinator if sharded is not None else None
     reducer = make_reducer(
-        trained.params,
-        grad_buckets,
-        plan,
-        scopes.everyone,
-        sharded.coordinator if sharded is not None else None,
-        at_boundary=lambda: clock.at_boundary,
+        trained.params, grads, plan, scopes.everyone, coordinator, at_boundary=lambda: clock.at_boundary
     )
     store = StateStore(
-        optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master, tier=tier
+        optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
+    )
+    core = _wire_step(module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare)
+    reducer.install_hooks()
+    return core
+
+
+def _wire_step(
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    trained: TrainedParams,
+    reducer: GradReducer,
+    store: StateStore,
+    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
+    sharded: ShardedModel | None,
+    host: HostCopies | None,
+    spare: Sequence[nn.Parameter],
+) -> TrainingCore:
+    """From summed gradients to published weights, and everything that reads and writes the state in between."""
+    optimizer = store.optimizer
+    before_step = [host.synchronize] if host is not None else []
+    after_publish = []
+    if sharded is not None:
+        before_step.append(sharded.before_step)
+        after_publish.append(sharded.after_step)
+    scaler = LossScaler(plan.precision.loss_scale)
+    publisher = WeightPublisher(store.param_buckets, after_publish)
+    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
+    make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
+    late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
+    executor = StepExecutor(
+        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step
     )
     if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
         optimizer.whole_matrices = WholeMatrices(store, scopes)  # type: ignore[attr-defined]
-    scaler = LossScaler(plan.precision.loss_scale)
-    publisher = WeightPublisher(param_buckets)
-    executor = StepExecutor(plan, reducer, store, scaler, publisher, scopes, trained.names)
-    if host is not None:
-        executor.before_step.append(host.synchronize)
-    if sharded is not None:
-        executor.before_step.append(sharded.before_step)
-        publisher.after.append(sharded.after_step)
-    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
-    make_late = partial(_late_buckets, module, plan, executor, make_grads, sharded=sharded is not None)
-    late_params = executor.late_params = LateParams(module, executor, access, make_late, spare)
-    if plan.zero.shard_state and hasattr(optimizer, "whole_matrices"):
         late_params.on_admit.append(
             lambda: setattr(optimizer, "whole_matrices", WholeMatrices(store, scopes))
         )
-    reducer.install_hooks()
+    observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
         trained=trained,
-        param_buckets=param_buckets,
+        param_buckets=store.param_buckets,
         reducer=reducer,
         store=store,
         scaler=scaler,
         executor=executor,
         access=access,
-        client_state=ClientState(optimizer, access)
-        if plan.wraps_optimizer and has_hooks(optimizer)
-        else None,
+        client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded),
     )
+
+
+def _whole_buckets(
+    module: nn.Module, plan: Plan, scopes: Scopes, params: TrainedParams, store: StateStore | None = None
+) -> list[ParamBucket]:
+    """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
+    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards())
+    known = store.params if store is not None else []
+    index = len(store.param_buckets) if store is not None else 0
+    buckets = [
+        ParamBucket(
+            layout.renumbered(lambda _, slot: len(known) + slot.param, index + i) if known else layout,
+            [*known, *params.params],
+            scopes[layout.scope].shard,
+        )
+        for i, layout in enumerate(layouts)
+    ]
+    for bucket in buckets:
+        bucket.flatten(flat=plan.state_offload is not None)
+    return buckets
 
 
 def shard_module(
@@ -283,41 +312,26 @@ def shard_module(
 def _late_buckets(
     module: nn.Module,
     plan: Plan,
-    executor: StepExecutor,
+    scopes: Scopes,
+    reducer: GradReducer,
+    store: StateStore,
     make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
-    added: TrainedParams,
-    first: int,
-    *,
     sharded: bool,
+    added: TrainedParams,
 ) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
-    """Buckets for parameters that start training later, numbered from ``first``."""
-    store, reducer = executor.store, executor.reducer
+    """Buckets for parameters that start training later, numbered after those that the store has."""
     if sharded:
-        weights = _renumber_homes(store, reducer, added, first)
+        weights = _renumber_homes(store, reducer, added)
     else:
-        scopes = executor.scopes
-        layouts = cut_whole(param_specs(module, added, plan), plan, scopes.shards())
-        weights = [
-            ParamBucket(
-                layout.renumbered(lambda _, slot: first + slot.param, len(store.param_buckets) + i),
-                [*store.params, *added.params],
-                scopes[layout.scope].shard,
-            )
-            for i, layout in enumerate(layouts)
-        ]
-        for bucket in weights:
-            bucket.flatten(flat=plan.state_offload is not None)
+        weights = _whole_buckets(module, plan, scopes, added, store)
     known = {id(grads.layout): grads for grads in reducer.buckets}
     new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
-    grads = [known.get(id(bucket.layout)) or next(new) for bucket in weights]
-    return weights, grads
+    return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
 
 
-def _renumber_homes(
-    store: StateStore, reducer: GradReducer, added: TrainedParams, first: int
-) -> list[ParamBucket]:
+def _renumber_homes(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
     """Stage 3: the buckets exist, but number the parameters differently or not at all."""
-    number = {id(param): index for index, param in enumerate(added.params, first)}
+    number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
     homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
     for home in homes.values():
         trained = home in store.param_buckets
