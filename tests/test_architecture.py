@@ -53,9 +53,8 @@ LAYER_OF = {
     "deepspeed._compat*": "tools",
     "deepspeed.launcher*": "tools",
     "deepspeed.env_report": "tools",
-    "deepspeed.config_check": "tools",
-    "deepspeed.config_edit": "tools",
-    "deepspeed.config_fix": "tools",
+    "deepspeed.config_tools*": "tools",
+    "deepspeed.memory_plan.command": "tools",
     "deepspeed.utils.zero_to_fp32": "tools",
     # schemas stand beside the mechanism that they configure
     "deepspeed*.config": "schemas and plan",
