@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,6 @@ class Plan:
     param_offload: ParamOffload | None = None
     max_bad_steps: int = 50
     """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
-    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wraps_optimizer(self) -> bool:

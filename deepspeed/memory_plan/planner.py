@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
-from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.memory_plan.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
 from deepspeed.memory_plan.rehearsal import Rehearsal
@@ -201,10 +201,6 @@ def _built_in_slices(
         ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, paper.grown("init"))
 
 
-def _cast_bytes(facts: ModelFacts) -> int:
-    return sum(spec.numel * spec.dtype.itemsize for spec in facts.specs)
-
-
 def _broadcast(setting: Setting) -> int:
     """The largest flat batch of the first broadcast."""
     if setting.ranks == 1 or setting.zero_init:
@@ -313,11 +309,3 @@ def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offl
     # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, Kind.UPDATE, size)
-
-
-def steady_peak(ledger: Ledger, place: Place) -> int:
-    """Bytes at the peak of training, without estimated kinds."""
-    return ledger.peak(place, (Phase.READY, *TRAINING), estimates=False)[0]
-
-
-__all__ = ["STEADY", "Setting", "cut_buckets", "plan_memory", "steady_peak"]

@@ -115,17 +115,17 @@ class PaperPool(BufferPool):
 
 
 class PaperCommunicator(Communicator):
-    """Other ranks that answer immediately. ``native``: a device's collectives need their own buffers."""
+    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices."""
 
-    def __init__(self, size: int, meter: Meter, *, native: bool = False) -> None:
+    def __init__(self, size: int, meter: Meter, *, buffered: bool = False) -> None:
         super().__init__(None)
         self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
-        self.native = native and size > 1
+        self.buffered = buffered and size > 1
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/native_sums.py``)."""
-        if not self.native or input.element_size() >= 4:
+        if not self.buffered or input.element_size() >= 4:
             return DONE
         whole = input.numel() * input.element_size()
         received = min(whole, SCRATCH_BYTES)
@@ -149,18 +149,18 @@ class PaperCommunicator(Communicator):
 
 
 class PaperScopes:
-    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``native``: as in the communicators."""
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators."""
 
-    def __init__(self, shards: Mapping[str, int], everyone: int, meter: Meter, *, native: bool) -> None:
+    def __init__(self, shards: Mapping[str, int], everyone: int, meter: Meter, *, buffered: bool) -> None:
         self.everyone = PaperCommunicator(everyone, meter)
         self._known = {
-            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, native)
+            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, buffered)
             for name, size in shards.items()
         }
 
-    def _scope(self, name: str, size: int, holders: int, meter: Meter, native: bool) -> Scope:
+    def _scope(self, name: str, size: int, holders: int, meter: Meter, buffered: bool) -> Scope:
         whole, shard, replicas = (
-            PaperCommunicator(ranks, meter, native=native) for ranks in (holders, size, holders // size)
+            PaperCommunicator(ranks, meter, buffered=buffered) for ranks in (holders, size, holders // size)
         )
         return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
 
@@ -267,7 +267,7 @@ class Rehearsal:
     meter: Meter = field(default_factory=Meter)
 
     def run(self) -> dict[Phase, Counter[Kind]]:
-        scopes = PaperScopes(self.shards, self.everyone, self.meter, native=self.apart)
+        scopes = PaperScopes(self.shards, self.everyone, self.meter, buffered=self.apart)
         params = self._params()
         buckets = [
             PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)

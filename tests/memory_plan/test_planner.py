@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.config.plan import make_plan
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, shape_of
 from deepspeed.memory_plan.ledger import Kind, Ledger, Phase, Place
-from deepspeed.memory_plan.model import ParamRow, facts_of, facts_of_rows
+from deepspeed.memory_plan.model import facts_of
 from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.memory_plan.states import ADAM, StateSize, optimizer_facts
@@ -20,7 +20,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.config import DeepSpeedConfig
-from tests.memory_plan.models import MODELS, config_for
+from tests.memory_plan.models import MODELS, ParamRow, config_for, facts_of_rows
 
 STATES = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS)
 
