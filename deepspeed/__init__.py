@@ -66,7 +66,7 @@ _NAMES = {
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.constants",
     "add_config_arguments": "deepspeed.runtime.arguments",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
-    "check_config": "deepspeed.config_check",
+    "check_config": "deepspeed.config_tools.check",
     "default_inference_config": "deepspeed.inference.entry",
     "get_accelerator": "deepspeed.accelerator",
     "init_distributed": "deepspeed.comm",

@@ -196,7 +196,7 @@ def house() -> Drawing:
     """The rooms of the package, by layer: imports point downward."""
     d = Drawing(960, 560, "The rooms of the package: imports point downward")
     floors = (
-        ("tools", "plain", ("launcher", "ds_check, ds plan", "env_report", "_compat")),
+        ("tools", "plain", ("launcher", "config_tools,\nds plan", "env_report", "_compat")),
         ("assemblies", "file", ("runtime: engine,\nassembly, initialize", "runtime/observers")),
         ("mechanisms", "weights", ("runtime/zero:\nthe core", "zero/gathering:\nstage 3", "zero/offload",
                                    "checkpoint", "memory_plan")),

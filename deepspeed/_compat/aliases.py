@@ -43,6 +43,11 @@ NAMES: dict[str, dict[str, str]] = {
         "init_compression": "deepspeed.compression.compress",
         "redundancy_clean": "deepspeed.compression.compress",
     },
+    # installed as the entry of `ds_check` by earlier builds
+    "deepspeed.config_check": {
+        "check_config": "deepspeed.config_tools.check",
+        "main": "deepspeed.config_tools.command",
+    },
     "deepspeed.elasticity": {
         "DSElasticAgent": "deepspeed.elasticity.elastic_agent",
         "compute_elastic_config": "deepspeed.elasticity.elasticity",

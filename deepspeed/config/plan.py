@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +122,10 @@ class ParamOffload:
     """Largest slice that is read ahead."""
     storage: Options
 
+    def files(self, numel: int, host_numel: int) -> bool:
+        """Whether a slice of ``numel`` elements goes to the file, with ``host_numel`` in host memory already."""
+        return self.folder is not None and host_numel + numel > self.host_numel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPlan:
@@ -154,7 +158,6 @@ class Plan:
     param_offload: ParamOffload | None = None
     max_bad_steps: int = 50
     """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
-    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def wraps_optimizer(self) -> bool:

@@ -30,7 +30,7 @@ TOOLS = {
         "memory per rank, before anything is allocated",
     ),
     "check": Tool(
-        "deepspeed.config_check", "main", "CONFIG", "everything that is wrong with a config, at once"
+        "deepspeed.config_tools.command", "main", "CONFIG", "everything that is wrong with a config, at once"
     ),
     "report": Tool(
         "deepspeed.env_report",

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.client_config import read_any, read_client
 from deepspeed.config.axes import axes_of
 from deepspeed.config.plan import make_plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import UnreadableConfig
+from deepspeed.config_tools.clients import read_any, read_client
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise

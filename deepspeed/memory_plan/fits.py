@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 SKIP = "DS_SKIP_MEMORY_CHECK"
-"""Environment variable that lets a run start although its model states do not fit."""
+"""Environment variable that lets a run start without this check."""
 
 MOST_BYTES_PER_PARAMETER = 64
 """More than any plan takes: below half of what is available, no plan is needed."""
@@ -54,7 +54,12 @@ def check_fits(
         optimizer: the client's optimizer, or None for the one the config names. What a callable will return, or
             without either what is trained, is not known: then only weights count.
         model_parameters: what the config's optimizer will train; default: whatever requires a gradient.
+
+    A plan that cannot be made stops no run, but is an error of this package: every rank reports it as one, with its
+    traceback.
     """
+    if os.environ.get(SKIP):
+        return
     device_type = get_accelerator().device_name().partition(":")[0]
     near = _neighbours()
     have = all_there_is(plan, device_type)
@@ -64,28 +69,31 @@ def check_fits(
     ):
         return
     ranks = mesh.size("dp", "sp")
-    request = Request(
-        module=module,
-        config=config._param_dict,
-        ranks=ranks,
-        ranks_per_sequence=mesh.size("sp"),
-        nodes=max(1, ranks // near),
-        device_type=device_type,
-        optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
-        trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
-        zero_init=any(is_zero_param(param) for param in module.parameters()),
-        shape=shape_of(getattr(module, "config", None)),
-        micro_batch=config.train_micro_batch_size_per_gpu,
-        capacity=have,
-        follow_disk=True,
-    )
     try:
-        planned = answer(request)
+        planned = answer(
+            Request(
+                module=module,
+                config=config._param_dict,
+                ranks=ranks,
+                ranks_per_sequence=mesh.size("sp"),
+                nodes=max(1, ranks // near),
+                device_type=device_type,
+                optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
+                trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
+                zero_init=any(is_zero_param(param) for param in module.parameters()),
+                shape=shape_of(getattr(module, "config", None)),
+                micro_batch=config.train_micro_batch_size_per_gpu,
+                capacity=have,
+                follow_disk=True,
+            )
+        )
         message = _message(planned) if _lacking(planned, near) else None
-    except Exception as error:  # failing to plan is no reason to stop a run
-        logger.debug(f"the memory of this run could not be planned: {error}")
+    except Exception:
+        logger.exception(
+            f"the memory of this run could not be planned, so it starts unchecked ({SKIP}=1 skips the check)"
+        )
         return
-    if message is not None and not os.environ.get(SKIP):
+    if message is not None:
         raise MemoryPlanError(message)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import nn
 from deepspeed.config.plan import Plan, PrecisionPlan
 from deepspeed.runtime.zero.cutting import TrainedParams, param_specs, trained_params, with_frozen
 from deepspeed.runtime.zero.layout import ParamSpec
-from deepspeed.runtime.zero.params import full_numel
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
@@ -38,10 +37,6 @@ class ModelFacts:
     def numel(self) -> int:
         return sum(spec.numel for spec in self.specs)
 
-    @property
-    def built_bytes(self) -> int:
-        return sum(spec.numel * size for spec, size in zip(self.specs, self.built_itemsizes, strict=True))
-
 
 def facts_of(
     module: nn.Module, plan: Plan, param_groups: Sequence[dict[str, Any]] | None = None
@@ -59,7 +54,7 @@ def facts_of(
     number = {id(param): g for g, group in enumerate(groups) for param in group["params"]}
     precision = plan.precision
     return ModelFacts(
-        specs=param_specs(module, everything, plan, lambda param: _cast(param.dtype, precision)),
+        specs=param_specs(module, everything, plan, lambda param: cast_dtype(param.dtype, precision)),
         trained=len(trained.params),
         group_of=[number[id(param)] for param in trained.params],
         calls=_calls(module, everything, index),
@@ -68,7 +63,7 @@ def facts_of(
     )
 
 
-def _cast(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
+def cast_dtype(dtype: torch.dtype, precision: PrecisionPlan) -> torch.dtype:
     """Dtype of a parameter of ``dtype`` once the engine has cast it (``precision.cast_module``)."""
     return precision.param if precision.param is not None and dtype.is_floating_point else dtype
 
@@ -105,48 +100,3 @@ def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) 
     reached = {i for call in calls for i in call}
     outside = [i for i in range(len(everything.params)) if i not in reached]
     return [*calls, outside] if outside else calls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamRow:
-    """One parameter of a model that is described rather than built."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype = torch.float32
-    requires_grad: bool = True
-    unit: int = 0
-
-
-def facts_of_rows(rows: Iterable[ParamRow], plan: Plan) -> ModelFacts:
-    """Facts about a model given as a list; a unit is a block, in order of execution."""
-    listed = list(rows)
-    ordered = [r for r in listed if r.requires_grad] + [r for r in listed if not r.requires_grad]
-    specs: list[ParamSpec] = []
-    calls: dict[int, list[int]] = {}
-    for i, row in enumerate(ordered):
-        dtype = _cast(row.dtype, plan.precision)
-        specs.append(
-            ParamSpec(
-                index=i,
-                name=row.name,
-                numel=row.numel,
-                dtype=dtype,
-                unit=row.unit,
-                wire_dtype=plan.precision.reduce or dtype,
-                requires_grad=row.requires_grad,
-            )
-        )
-        calls.setdefault(row.unit, []).append(i)
-    trained = sum(row.requires_grad for row in ordered)
-    return ModelFacts(
-        specs=specs,
-        trained=trained,
-        group_of=[0] * trained,
-        calls=[calls[unit] for unit in sorted(calls)],
-        built_itemsizes=[row.dtype.itemsize for row in ordered],
-    )
-
-
-def parameter_count(module: nn.Module) -> int:
-    return sum(full_numel(param) for param in module.parameters())

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from deepspeed.config.plan import Plan
 from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
-from deepspeed.memory_plan.states import OptimizerFacts
+from deepspeed.memory_plan.states import OptimizerFacts, StateSize
+from deepspeed.runtime.zero.fragments import sub_groups
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.runtime.zero.offload import swap_file
 from deepspeed.runtime.zero.offload.tiers import (
-    _ALIGN,
+    ALIGN,
     OffloadedTier,
     ResidentTier,
-    _sub_groups,
-    device_share,
+    make_tier,
 )
 
 
@@ -41,6 +42,32 @@ class BucketUse:
     def state_place(self) -> Place:
         """Where masters and state stored with the weights are: a file holds only what was put there."""
         return Place.HOST if self.place is Place.DISK else self.place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperFragment:
+    """What ``OwnedFragment`` will be: its sizes and places, without tensors."""
+
+    fragment: Fragment
+    separate: bool
+    """Whether the master is not the weights themselves."""
+    storage: Any
+    """Names the memory of the master; ``start``: the element at which it begins there."""
+    start: int
+    master_size: int
+    """Bytes of an element of the master; ``low_size``: of the weights."""
+    low_size: int
+    staged: bool
+    """Whether new weights pass through the slot."""
+    state: StateSize
+
+    @property
+    def param_index(self) -> int:
+        return self.fragment.param
+
+    @property
+    def numel(self) -> int:
+        return self.fragment.numel
 
 
 class Paper:
@@ -107,15 +134,18 @@ class Offload:
         return self.plan.state_offload is not None and self.plan.state_offload.folder is not None
 
     def _tier(self, layouts: Sequence[BucketLayout]) -> ResidentTier:
-        """Like ``make_tier``, without opening a file."""
-        offload = self.plan.state_offload
-        if offload is None or not (self._swaps or self.apart):
-            return ResidentTier()
-        resident = device_share(layouts, offload.ratio) if self.apart else frozenset[int]()
-        swap: Any = self.paper if self._swaps else None
-        return OffloadedTier(offload, swap, cuts=self.optimizer.elementwise, resident=resident)
+        """The run's own choice, without opening a file."""
+        paper: Any = self.paper
+        return make_tier(
+            self.plan.state_offload,
+            torch.device("meta" if self.apart else "cpu"),
+            layouts,
+            weights_swap=None,
+            elementwise=self.optimizer.elementwise,
+            open_swap=lambda *_: paper,
+        )
 
-    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[Any]:
+    def _own(self, bucket: BucketUse, group_of: Sequence[int]) -> list[PaperFragment]:
         """Count masters of one bucket, and state that stays with them; returns what goes through slots."""
         layout, tier = bucket.layout, self.tier.of(bucket.layout)
         fragments = [f for f in layout.owned(0) if f.param < len(group_of)]
@@ -128,14 +158,12 @@ class Offload:
             self._masters(bucket, fragments, dtype.itemsize, taken)
         pieces = [piece for fragment in fragments for piece in tier.pieces(fragment)]
         owned = [
-            SimpleNamespace(
-                param_index=piece.param,
+            PaperFragment(
                 fragment=piece,
-                numel=piece.numel,
                 separate=separate,
                 storage=layout.index if bucket.flat else (layout.index, piece.param),
-                start=(piece.shard_offset if bucket.flat else piece.param_offset) * dtype.itemsize,
-                master_bytes=piece.numel * dtype.itemsize,
+                start=piece.shard_offset if bucket.flat else piece.param_offset,
+                master_size=dtype.itemsize,
                 staged=separate and own_master,
                 low_size=layout.dtype.itemsize,
                 state=self.optimizer.groups[group_of[piece.param]],
@@ -161,12 +189,12 @@ class Offload:
             else:
                 self.ledger.add(FROM_READY, bucket.state_place, Kind.MASTERS, numel * size)
 
-    def _pass_through_slots(self, owned: list[Any], gradients: Sequence[int]) -> None:
+    def _pass_through_slots(self, owned: list[PaperFragment], gradients: Sequence[int]) -> None:
         """Sub-groups, their records in the file, and the host memory that they pass through. ``gradients``: bytes of
         the slices that are also stored in the file."""
         if not owned or not isinstance(self.tier, OffloadedTier):
             return
-        groups: list[list[Any]] = [group.groups[0] for group in _sub_groups([owned], self.tier.group_numel)]
+        groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]
         if self.tier.resident:
             groups.insert(0, [])  # what stays on the device is updated first
         self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.per_tensor for one in owned))
@@ -202,15 +230,16 @@ class Offload:
             self.paper.host(self.ledger, phases, Kind.STAGING, nbytes, pin=True)
 
 
-def _master_records(group: Sequence[Any]) -> list[tuple[int, int]]:
+def _master_records(group: Sequence[PaperFragment]) -> list[tuple[int, int]]:
     """A sub-group's masters in the file, ``(offset in the page, bytes)``: those of one bucket are contiguous, including
     the gaps between them."""
     spans: dict[Any, tuple[int, int]] = {}
     for one in group:
         if one.separate:
-            stop = one.start + one.master_bytes
-            low, high = spans.get(one.storage, (one.start, stop))
-            spans[one.storage] = min(low, one.start), max(high, stop)
+            start = one.start * one.master_size
+            stop = start + one.numel * one.master_size
+            low, high = spans.get(one.storage, (start, stop))
+            spans[one.storage] = min(low, start), max(high, stop)
     return [(low % swap_file.PAGE, high - low) for low, high in spans.values()]
 
 
@@ -219,9 +248,9 @@ def _in_slot(records: Iterable[tuple[int, int]]) -> int:
     stop = 0
     for skew, nbytes in records:
         stop = round_up(stop, swap_file.PAGE) + skew + nbytes
-    return round_up(stop, _ALIGN)
+    return round_up(stop, ALIGN)
 
 
 def _together(sizes: Iterable[int]) -> int:
     """Bytes of tensors stored consecutively in a slot."""
-    return sum(round_up(nbytes, _ALIGN) for nbytes in sizes)
+    return sum(round_up(nbytes, ALIGN) for nbytes in sizes)

@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
-from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
+from deepspeed.memory_plan.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
-from deepspeed.memory_plan.rehearsal import GatherRules, Rehearsal
+from deepspeed.memory_plan.rehearsal import Rehearsal
 from deepspeed.memory_plan.states import OptimizerFacts
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
-from deepspeed.runtime.zero.gathering.coordinator import LiveBudget
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.scopes import DENSE, expert_parallel_size
+from deepspeed.runtime.zero.wiring import BROADCAST_NUMEL
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-BROADCAST_NUMEL = 16 * 1024 * 1024
-"""Elements that leave rank 0 together when the engine starts (``assembly.broadcast_weights``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +118,7 @@ class _Resting:
         if self.plan is None:
             return self.near
         numel = layout.shard_numel
-        if self.plan.folder is not None and self.host_numel + numel > self.plan.host_numel:
+        if self.plan.files(numel, self.host_numel):
             return Place.DISK
         self.host_numel += numel
         return Place.HOST
@@ -204,10 +201,6 @@ def _built_in_slices(
         ledger.add([Phase.BUILD, Phase.INITIALIZE], place, Kind.SWAP, paper.grown("init"))
 
 
-def _cast_bytes(facts: ModelFacts) -> int:
-    return sum(spec.numel * spec.dtype.itemsize for spec in facts.specs)
-
-
 def _broadcast(setting: Setting) -> int:
     """The largest flat batch of the first broadcast."""
     if setting.ranks == 1 or setting.zero_init:
@@ -282,29 +275,17 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
 
 
 def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
-    zero, plan = setting.zero, setting.plan
-    gathers = None
-    if plan.zero.shard_params:
-        offload = plan.param_offload
-        on_storage = offload is not None and offload.folder is not None
-        gathers = GatherRules(
-            budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
-            prefetch_numel=int(zero.prefetch_bucket_size),
-            read_ahead=(offload.buffers, offload.buffer_numel)
-            if offload is not None and on_storage
-            else None,
-        )
     rehearsal = Rehearsal(
         layouts=[bucket.layout for bucket in buckets],
         persistent=[bucket.persistent for bucket in buckets],
         trained=[bucket.trained for bucket in buckets],
         calls=setting.facts.calls,
-        plan=plan,
-        ranks=setting.shards,
+        plan=setting.plan,
+        zero=setting.zero,
+        shards=setting.shards_by_scope(),
         everyone=setting.ranks,
         micro_batches=setting.micro_batches,
         apart=setting.apart,
-        gathers=gathers,
     )
     for phase, kinds in rehearsal.run().items():
         for kind, nbytes in kinds.items():
@@ -328,11 +309,3 @@ def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offl
     # torch.optim: two temporaries per tensor, or for all of them where it works on lists (devices)
     size = 4 * (sum(owned) if setting.apart else 2 * max(owned, default=0))
     ledger.add(phases, setting.near, Kind.UPDATE, size)
-
-
-def steady_peak(ledger: Ledger, place: Place) -> int:
-    """Bytes at the peak of training, without estimated kinds."""
-    return ledger.peak(place, (Phase.READY, *TRAINING), estimates=False)[0]
-
-
-__all__ = ["STEADY", "Setting", "cut_buckets", "plan_memory", "steady_peak"]

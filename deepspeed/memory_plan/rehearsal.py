@@ -1,38 +1,45 @@
 """A simulated step: the engine's own code for gathers and gradient buckets runs over buckets without memory.
 
-``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones. What they
-would allocate is counted instead: gradients are meta tensors, parameters are numbers, other ranks answer immediately.
-The order is that of a real backward pass, through a chain of scalars.
+``GradReducer``, ``GradBucket``, ``BufferPool``, ``ParamCoordinator`` and the gatherers are the real ones, made by the
+functions that make a run's (``zero/wiring.py``). What they would allocate is counted instead: parameters and gradients
+are meta tensors, other ranks answer immediately. The order is that of a real backward pass, through a chain of scalars.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepspeed.comm.collectives import Pending
+from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.native_sums import SCRATCH_BYTES
-from deepspeed.config.plan import Cadence, Plan
+from deepspeed.comm.pending import DONE
+from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
+from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.zero.buffer_pool import BufferPool
-from deepspeed.runtime.zero.gathering.coordinator import Frame, LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
-from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
-from deepspeed.runtime.zero.gathering.sharded_bucket import Status
-from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.gradient_sums import DenseSum
+from deepspeed.runtime.zero.gathering.coordinator import Frame, ParamCoordinator
+from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
+from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
+from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
+from deepspeed.runtime.zero.gathering.sharded_model import GatherLinks, make_gatherer
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scopes import Scope, expert_parallel_size
+from deepspeed.runtime.zero.wiring import live_budget, make_grad_buckets, make_reducer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 META = torch.device("meta")
+HERE = torch.device("cpu")
+"""Where messages to other ranks are built: their contents matter."""
 
 STEPS = 3
 """The first makes buffers, the second finds them and the order of gathers, after the third nothing changes any more."""
@@ -107,65 +114,83 @@ class PaperPool(BufferPool):
         self.meter.change(Kind.BUCKETS, held - self.meter.now[Kind.BUCKETS])
 
 
-class PaperCommunicator:
-    """Other ranks that answer immediately. ``native``: a device's collectives need their own buffers."""
+class PaperCommunicator(Communicator):
+    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices."""
 
-    def __init__(self, size: int, meter: Meter, *, native: bool) -> None:
-        self.size, self.rank, self.ranks = size, 0, tuple(range(size))
+    def __init__(self, size: int, meter: Meter, *, buffered: bool = False) -> None:
+        super().__init__(None)
+        self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
-        self.native = native
-        self.bytes_sent = 0
-        self.collectives: Counter[str] = Counter()
+        self.buffered = buffered and size > 1
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/native_sums.py``)."""
-        if not self.native or input.element_size() >= 4:
-            return Pending()
+        if not self.buffered or input.element_size() >= 4:
+            return DONE
         whole = input.numel() * input.element_size()
         received = min(whole, SCRATCH_BYTES)
         sent = received if whole > SCRATCH_BYTES else 0  # a single piece is sent from where it is
         total = received // input.element_size() // self.size * 4
         self.meter.change(Kind.COMMUNICATION, sent + received + total)
         self.meter.change(Kind.COMMUNICATION, -sent - received - total)
-        return Pending()
+        return DONE
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         return self.reduce_scatter(tensor[: -(-tensor.numel() // self.size)], tensor)
 
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return DONE
+
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return Pending()
+        return DONE
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        return Pending()
+        return DONE
 
 
-class _Reducer(GradReducer):
-    """The real reducer; its messages to other ranks must be readable."""
+class PaperScopes:
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators."""
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    def __init__(self, shards: Mapping[str, int], everyone: int, meter: Meter, *, buffered: bool) -> None:
+        self.everyone = PaperCommunicator(everyone, meter)
+        self._known = {
+            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, buffered)
+            for name, size in shards.items()
+        }
+
+    def _scope(self, name: str, size: int, holders: int, meter: Meter, buffered: bool) -> Scope:
+        whole, shard, replicas = (
+            PaperCommunicator(ranks, meter, buffered=buffered) for ranks in (holders, size, holders // size)
+        )
+        return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
+
+    def __getitem__(self, name: str) -> Scope:
+        return self._known[name]
 
 
-class PaperBucket:
+class PaperBucket(ShardedBucket):
     """A bucket of parameters that is gathered and released without memory."""
 
     def __init__(
-        self, layout: BucketLayout, persistent: bool, meter: Meter, communicator: PaperCommunicator
+        self,
+        layout: BucketLayout,
+        params: Sequence[nn.Parameter],
+        communicator: Communicator,
+        meter: Meter,
+        *,
+        persistent: bool,
     ) -> None:
-        self.layout = layout
-        self.communicator = communicator
-        self.persistent = persistent
+        super().__init__(layout, params, communicator, persistent=persistent)
         self.meter = meter
         self.status = Status.GATHERED if persistent else Status.SHARDED
-        self.device = torch.device("cpu")
-        self.full = self.shard = torch.empty(0)
+        self.device = HERE
+        self.nothing = self.full = self.shard = torch.empty(0)
         self.nbytes = layout.padded_numel * layout.dtype.itemsize
 
     def allocate(self) -> Tensor:
         self.meter.change(Kind.GATHERED, self.nbytes)
         self.status = Status.GATHERING
-        return self.full
+        return self.nothing
 
     def arrived(self) -> None:
         self.status = Status.GATHERED
@@ -176,17 +201,46 @@ class PaperBucket:
             self.status = Status.SHARDED
 
     def own_slice(self) -> Tensor:
-        return self.shard
+        return self.nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherRules:
-    """Stage 3: how slices are gathered (``make_gatherer`` in ``zero/gathering/sharded_model.py``)."""
+class PaperServers(ShardServers):
+    """Other ranks' slices arrive immediately."""
 
-    budget: LiveBudget
-    prefetch_numel: int
-    read_ahead: tuple[int, int] | None
-    """Buckets and their largest size in elements, where slices are read from storage."""
+    def __init__(self) -> None:
+        self.buckets, self.servers = [], {}
+
+    def fetch(self, index: int, full: Tensor) -> None:
+        pass
+
+
+class PaperLinks(GatherLinks):
+    """Ranks that answer immediately."""
+
+    def __init__(self, scopes: PaperScopes, meter: Meter) -> None:
+        super().__init__(scopes)
+        self.meter = meter
+
+    def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
+        return PaperServers()
+
+    def channel(self, scope: str) -> Communicator:
+        return PaperCommunicator(self.shards(scope), self.meter)
+
+
+class PaperStorage(ParamStorage):
+    """Files without bytes."""
+
+    def __init__(self, plan: ParamOffload | None) -> None:
+        super().__init__(None)
+        self.plan = plan
+
+    @property
+    def on_file(self) -> bool:
+        return self.plan is not None and self.plan.folder is not None
+
+    def read(self, buckets: Sequence[ShardedBucket], index: int, full: Tensor) -> Callable[[], None]:
+        return lambda: None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +250,7 @@ class Rehearsal:
     Args:
         layouts: all buckets; ``persistent`` and ``trained`` say which are which.
         calls: parameters (slot numbers) by call of forward.
-        ranks: those that share one copy; ``everyone``: those with its replicas.
+        shards: ranks that share one copy, by scope; ``everyone``: those with its replicas.
         apart: whether the device has its own memory.
     """
 
@@ -205,44 +259,40 @@ class Rehearsal:
     trained: Sequence[bool]
     calls: Sequence[Sequence[int]]
     plan: Plan
-    ranks: int
+    zero: DeepSpeedZeroConfig
+    shards: Mapping[str, int]
     everyone: int
     micro_batches: int
     apart: bool
-    gathers: GatherRules | None
     meter: Meter = field(default_factory=Meter)
 
     def run(self) -> dict[Phase, Counter[Kind]]:
-        others = PaperCommunicator(self.ranks, self.meter, native=False)
+        scopes = PaperScopes(self.shards, self.everyone, self.meter, buffered=self.apart)
+        params = self._params()
         buckets = [
-            PaperBucket(layout, persistent, self.meter, others)
+            PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
             for layout, persistent in zip(self.layouts, self.persistent, strict=True)
         ]
-        gatherer = self._gatherer(buckets)
-        coordinator = None
-        if gatherer is not None and self.gathers is not None:
-            coordinator = ParamCoordinator(buckets, gatherer, self.gathers.budget)  # type: ignore[arg-type]
-        boundary = [False]
-        reducer, params = self._reducer(coordinator, boundary)
-        if isinstance(gatherer, ScheduledGather):
-            reducer.turns, gatherer.start_sum = gatherer, reducer.launch
+        coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
+        micro_batches = min(self.micro_batches, 2)  # one before the boundary is representative of the others
+        clock = AccumulationClock(micro_batches)
+        reducer = self._reducer(buckets, params, scopes, coordinator, clock)
         needs = self._needs(buckets)
         known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
         arrive = Arrivals(reducer, params, self.calls, known, self.meter)
-        micro_batches = min(self.micro_batches, 2)  # one before the boundary is representative of the others
         with torch.inference_mode(False), torch.enable_grad():
             for step in range(STEPS):
-                for micro in range(micro_batches):
-                    boundary[0] = micro == micro_batches - 1
+                for _ in range(micro_batches):
                     self._enter(step, Phase.FORWARD)
                     last = self._forward(coordinator, needs, arrive)
                     self._enter(step, Phase.BACKWARD)
                     reducer.before_backward()
                     last.backward()
                     reducer.flush()
+                    clock.tick()
                 self._enter(step, Phase.STEP)
-                if coordinator is not None and gatherer is not None:
-                    gatherer.end_of_step()
+                if coordinator is not None:
+                    coordinator.gatherer.end_of_step()
                     for bucket in buckets:
                         if not bucket.persistent:
                             bucket.release()
@@ -253,63 +303,49 @@ class Rehearsal:
     def _enter(self, step: int, phase: Phase) -> None:
         self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)
 
-    def _gatherer(self, buckets: Sequence[Any]) -> LocalGather | None:
-        rules = self.gathers
-        if rules is None:
-            return None
-        if self.ranks == 1 and rules.read_ahead is not None and not self.apart:
-            ahead, most = rules.read_ahead
-            return ReadingGather(buckets, lambda index, full: lambda: None, ahead=ahead, max_numel=most)
-        if self.ranks == 1:
-            return LocalGather(buckets)
-        others: Any = PaperCommunicator(self.ranks, self.meter, native=False)
-        server: Any = SimpleNamespace(fetch=lambda index, full: None, advance=lambda: None)
-        if self.apart:
-            channels: Any = {layout.scope: others for layout in self.layouts}
-            return ScheduledGather(
-                buckets, channels, server, prefetch_numel=rules.prefetch_numel, everyone=others
-            )
-        return FetchingGather(buckets, server)
+    def _params(self) -> list[nn.Parameter]:
+        """One per slot number, without memory."""
+        slots = {slot.param: (slot.numel, layout.dtype) for layout in self.layouts for slot in layout.slots}
+        return [
+            nn.Parameter(torch.empty(numel, dtype=dtype, device=META), requires_grad=dtype.is_floating_point)
+            for numel, dtype in (slots.get(i, (0, torch.float32)) for i in range(max(slots, default=-1) + 1))
+        ]
+
+    def _coordinator(self, buckets: Sequence[PaperBucket], scopes: PaperScopes) -> ParamCoordinator:
+        gatherer = make_gatherer(
+            buckets,
+            PaperLinks(scopes, self.meter),
+            PaperStorage(self.plan.param_offload),
+            device=META if self.apart else HERE,
+            prefetch_numel=int(self.zero.prefetch_bucket_size),
+        )
+        return ParamCoordinator(buckets, gatherer, live_budget(self.zero))
 
     def _reducer(
-        self, coordinator: ParamCoordinator | None, boundary: list[bool]
-    ) -> tuple[GradReducer, list[Any]]:
-        """The real reducer over buckets of meta tensors, and stand-ins for the parameters."""
-        plan, pool = self.plan, PaperPool(self.meter)
-        others: Any = PaperCommunicator(self.ranks, self.meter, native=self.apart and self.ranks > 1)
-        trained = [layout for layout, known in zip(self.layouts, self.trained, strict=True) if known]
-        buckets = [
-            GradBucket(
-                layout,
-                DenseSum(layout, others, pool, scatter=plan.zero.reduce_scatter),
-                pool,
-                META,
-                rank=0,
-                accumulate_dtype=plan.precision.accumulate or layout.dtype,
-                keep_local=not plan.zero.shard_grads,
-                new_slice=partial(ResidentTier().new_gradients, device=META),
-            )
-            for layout in trained
-        ]
-        slots = {slot.param: (slot.numel, layout.dtype) for layout in trained for slot in layout.slots}
-        params: list[Any] = [
-            SimpleNamespace(grad=None, shape=(numel,), dtype=dtype)
-            for numel, dtype in (slots.get(i, (0, None)) for i in range(max(slots, default=-1) + 1))
-        ]
-        cadence = plan.zero.cadence
-        if coordinator is not None:
-            cadence = Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-        everyone: Any = PaperCommunicator(self.everyone, self.meter, native=False)
-        reducer = _Reducer(
-            params,
-            buckets,
-            everyone,
-            cadence=cadence,
-            overlap=plan.zero.overlap,
-            expose=not plan.zero.shard_state,
-            at_boundary=lambda: boundary[0],
+        self,
+        buckets: Sequence[PaperBucket],
+        params: Sequence[nn.Parameter],
+        scopes: PaperScopes,
+        coordinator: ParamCoordinator | None,
+        clock: AccumulationClock,
+    ) -> GradReducer:
+        """Sums of rows are planned as the dense sums that they may have to be."""
+        grads = make_grad_buckets(
+            [bucket for bucket, known in zip(buckets, self.trained, strict=True) if known],
+            self.plan,
+            scopes,
+            pool=PaperPool(self.meter),
+            tier=ResidentTier(),
         )
-        return reducer, params
+        return make_reducer(
+            params,
+            grads,
+            self.plan,
+            scopes.everyone,
+            coordinator,
+            at_boundary=lambda: clock.at_boundary,
+            device=HERE,
+        )
 
     def _needs(self, buckets: Sequence[PaperBucket]) -> list[list[int]]:
         """By call: the buckets that have to be whole."""
@@ -347,7 +383,7 @@ class Arrivals:
     def __init__(
         self,
         reducer: GradReducer,
-        params: Sequence[Any],
+        params: Sequence[nn.Parameter],
         calls: Sequence[Sequence[int]],
         known: set[int],
         meter: Meter,

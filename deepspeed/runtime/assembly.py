@@ -34,18 +34,16 @@ from deepspeed.runtime.zero.cutting import (
     trained_params,
     with_frozen,
 )
-from deepspeed.runtime.zero.gathering.coordinator import LiveBudget
 from deepspeed.runtime.zero.gathering.gather_rules import mark_leaves
 from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.gradient_sums import gradient_sum
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
-from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.runtime.zero.offload.host_copies import HostCopies
 from deepspeed.runtime.zero.offload.state_moves import StateMover
-from deepspeed.runtime.zero.offload.tiers import ResidentTier, make_tier
+from deepspeed.runtime.zero.offload.tiers import make_tier
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -53,12 +51,13 @@ from deepspeed.runtime.zero.optimizer import (
     FP16_Optimizer,
     ZeroOptimizer,
 )
-from deepspeed.runtime.zero.params import full_numel, full_shape, is_zero_param
+from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.runtime.zero.state_store import PARAMS, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
+from deepspeed.runtime.zero.wiring import BROADCAST_NUMEL, live_budget, make_grad_buckets, make_reducer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -169,64 +168,100 @@ def build_core(
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained)
     if sharded is None:
-        layouts = cut_whole(param_specs(module, trained, plan), plan, scopes.shards())
-        param_buckets = [
-            ParamBucket(layout, trained.params, scopes[layout.scope].shard) for layout in layouts
-        ]
-        for bucket in param_buckets:
-            bucket.flatten(flat=plan.state_offload is not None)
+        weights = _whole_buckets(module, plan, scopes, trained)
     else:
-        param_buckets = list[ParamBucket](sharded.trained_buckets)
-    device = trained.params[0].device if trained.params else torch.device("cpu")
+        weights = list[ParamBucket](sharded.trained_buckets)
+    device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
     tier = make_tier(
         plan.state_offload,
         device,
-        [bucket.layout for bucket in param_buckets],
+        [bucket.layout for bucket in weights],
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not traits_of(optimizer).joins_ranks,
     )
-    make_grads = partial(_grad_buckets, module, scopes=scopes, plan=plan, tier=tier)
-    grad_buckets = make_grads(param_buckets)
-    reducer = GradReducer(
-        trained.params,
-        grad_buckets,
-        scopes.everyone,
-        cadence=sharded.cadence if sharded is not None else plan.zero.cadence,
-        overlap=plan.zero.overlap,
-        expose=not plan.zero.shard_state,
-        at_boundary=lambda: clock.at_boundary,
+    host = HostCopies(device) if plan.state_offload is not None else None
+    make_grads = partial(
+        make_grad_buckets,
+        plan=plan,
+        scopes=scopes,
+        pool=BufferPool(),
+        tier=tier,
+        by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
+        host=host,
+    )
+    grads = make_grads(weights)
+    coordinator = sharded.coordinator if sharded is not None else None
+    reducer = make_reducer(
+        trained.params, grads, plan, scopes.everyone, coordinator, at_boundary=lambda: clock.at_boundary
     )
     store = StateStore(
-        optimizer, trained.params, param_buckets, grad_buckets, master_dtype=plan.precision.master, tier=tier
+        optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
     )
-    scaler = LossScaler(plan.precision.loss_scale)
-    publisher = WeightPublisher(param_buckets)
-    executor = StepExecutor(plan, reducer, store, scaler, publisher, scopes, trained.names)
-    executor.before_step += [
-        copies.synchronize for copies in {b.host for b in grad_buckets} if copies is not None
-    ]
-    if sharded is not None:
-        sharded.join_sums(reducer)
-        executor.before_step.append(sharded.before_step)
-        publisher.after.append(sharded.after_step)
-    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
-    make_late = partial(_late_buckets, module, plan, executor, make_grads, sharded=sharded is not None)
-    late_params = executor.late_params = LateParams(module, executor, access, make_late, spare)
+    core = _wire_step(module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare)
     reducer.install_hooks()
+    return core
+
+
+def _wire_step(
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    trained: TrainedParams,
+    reducer: GradReducer,
+    store: StateStore,
+    make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
+    sharded: ShardedModel | None,
+    host: HostCopies | None,
+    spare: Sequence[nn.Parameter],
+) -> TrainingCore:
+    """From summed gradients to published weights, and everything that reads and writes the state in between."""
+    optimizer = store.optimizer
+    before_step = [host.synchronize] if host is not None else []
+    after_publish = []
+    if sharded is not None:
+        before_step.append(sharded.before_step)
+        after_publish.append(sharded.after_step)
+    scaler = LossScaler(plan.precision.loss_scale)
+    publisher = WeightPublisher(store.param_buckets, after_publish)
+    access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
+    make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
+    late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
+    executor = StepExecutor(
+        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step
+    )
+    observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
         trained=trained,
-        param_buckets=param_buckets,
+        param_buckets=store.param_buckets,
         reducer=reducer,
         store=store,
         scaler=scaler,
         executor=executor,
         access=access,
-        client_state=ClientState(optimizer, access)
-        if plan.wraps_optimizer and has_hooks(optimizer)
-        else None,
+        client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded),
     )
+
+
+def _whole_buckets(
+    module: nn.Module, plan: Plan, scopes: Scopes, params: TrainedParams, store: StateStore | None = None
+) -> list[ParamBucket]:
+    """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
+    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards())
+    known = store.params if store is not None else []
+    index = len(store.param_buckets) if store is not None else 0
+    buckets = [
+        ParamBucket(
+            layout.renumbered(lambda _, slot: len(known) + slot.param, index + i) if known else layout,
+            [*known, *params.params],
+            scopes[layout.scope].shard,
+        )
+        for i, layout in enumerate(layouts)
+    ]
+    for bucket in buckets:
+        bucket.flatten(flat=plan.state_offload is not None)
+    return buckets
 
 
 def shard_module(
@@ -263,86 +298,35 @@ def shard_module(
         buckets,
         scopes,
         trained={bucket.layout.index for bucket in buckets if any(id(p) in known for p in bucket.params)},
-        budget=LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance)),
+        budget=live_budget(zero),
         prefetch_numel=int(zero.prefetch_bucket_size),
         storage=storage,
     )
 
 
-def _grad_buckets(
-    module: nn.Module,
-    buckets: Sequence[ParamBucket],
-    scopes: Scopes,
-    plan: Plan,
-    tier: ResidentTier,
-) -> list[GradBucket]:
-    by_rows = sparse_parameters(module) if plan.gradients.sparse else set()
-    pool = BufferPool()
-    copies = HostCopies(buckets[0].params[0].device) if plan.state_offload is not None and buckets else None
-    result: list[GradBucket] = []
-    for bucket in buckets:
-        layout, first = bucket.layout, bucket.params[0]
-        scope = scopes[layout.scope]
-        first_holder = scope.first_replica if plan.zero.shard_state else scope.everyone.rank == 0
-        result.append(
-            GradBucket(
-                layout,
-                gradient_sum(layout, scope, pool, plan, full_shape(first) if first in by_rows else None),
-                pool,
-                first.device,
-                rank=bucket.rank,
-                factors=plan.gradients.factors(scope.divisor),
-                counts=first_holder,
-                accumulate_dtype=plan.precision.accumulate or layout.dtype,
-                keep_local=not plan.zero.shard_grads,
-                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
-                host=copies if off_host(first.device) and tier.takes(layout) else None,
-            )
-        )
-    return result
-
-
 def _late_buckets(
     module: nn.Module,
     plan: Plan,
-    executor: StepExecutor,
+    scopes: Scopes,
+    reducer: GradReducer,
+    store: StateStore,
     make_grads: Callable[[Sequence[ParamBucket]], list[GradBucket]],
-    added: TrainedParams,
-    first: int,
-    *,
     sharded: bool,
+    added: TrainedParams,
 ) -> tuple[Sequence[ParamBucket], Sequence[GradBucket]]:
-    """Buckets for parameters that start training later, numbered from ``first``."""
-    store, reducer = executor.store, executor.reducer
+    """Buckets for parameters that start training later, numbered after those that the store has."""
     if sharded:
-        weights = _renumber_homes(store, reducer, added, first)
+        weights = _renumber_homes(store, reducer, added)
     else:
-        scopes = executor.scopes
-        layouts = cut_whole(param_specs(module, added, plan), plan, scopes.shards())
-        weights = [
-            ParamBucket(
-                layout.renumbered(lambda _, slot: first + slot.param, len(store.param_buckets) + i),
-                [*store.params, *added.params],
-                scopes[layout.scope].shard,
-            )
-            for i, layout in enumerate(layouts)
-        ]
-        for bucket in weights:
-            bucket.flatten(flat=plan.state_offload is not None)
+        weights = _whole_buckets(module, plan, scopes, added, store)
     known = {id(grads.layout): grads for grads in reducer.buckets}
     new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
-    grads = [known.get(id(bucket.layout)) or next(new) for bucket in weights]
-    executor.before_step[:0] = [
-        copies.synchronize for copies in {b.host for b in grads} if copies is not None
-    ]
-    return weights, grads
+    return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]
 
 
-def _renumber_homes(
-    store: StateStore, reducer: GradReducer, added: TrainedParams, first: int
-) -> list[ParamBucket]:
+def _renumber_homes(store: StateStore, reducer: GradReducer, added: TrainedParams) -> list[ParamBucket]:
     """Stage 3: the buckets exist, but number the parameters differently or not at all."""
-    number = {id(param): index for index, param in enumerate(added.params, first)}
+    number = {id(param): index for index, param in enumerate(added.params, len(store.params))}
     homes: dict[int, ParamBucket] = {id(p.ds_home): p.ds_home for p in added.params}  # type: ignore[attr-defined]
     for home in homes.values():
         trained = home in store.param_buckets
@@ -400,7 +384,7 @@ def _broadcast(tensors: Iterable[torch.Tensor], communicator: Communicator) -> N
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
         for group in by_kind.values():
-            for batch in _batches(group, 16 * 1024 * 1024):
+            for batch in _batches(group, BROADCAST_NUMEL):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 communicator.broadcast(flat.view(torch.uint8), src=0).wait()
                 if communicator.rank:

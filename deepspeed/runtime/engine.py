@@ -31,7 +31,6 @@ from deepspeed.runtime.assembly import (
 from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.engine_state import EngineState
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously
@@ -40,7 +39,6 @@ from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
-from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -56,15 +54,12 @@ ROUTE_EVAL = "eval"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
+class DeepSpeedEngine(EngineState):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
     path of gradients is described in ``docs/life_of_a_step.md``.
     """
-
-    timers: Any
-    tput_timer: Any
 
     def __init__(
         self,
@@ -165,24 +160,6 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
             )
             self.optimizer = self.core.optimizer
         self.param_names = {param: name for name, param in self.module.named_parameters()}
-
-    def _begin_counting(self) -> None:
-        """Initialize the counters: nothing has happened yet."""
-        self._in_backward = False
-        self._no_sync = False
-        self._scaled_loss = False
-        self._step_applied = False
-        self._global_norm: float | None = None
-        self._is_compiled = False
-        self._guards_states = False
-        self.global_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
-        self.losses: Tensor | float = 0.0
-        self.warn_unscaled_loss = True
-        self.enable_backward_allreduce = True
-        self.pipeline_parallelism = False
-        self.has_moe_layers = False
 
     # The training step --------------------------------------------------------------------------------------
 
@@ -350,14 +327,6 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
 
     # Accumulation -------------------------------------------------------------------------------------------
 
-    @property
-    def micro_steps(self) -> int:
-        return self.clock.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, value: int) -> None:
-        self.clock.micro_steps = value
-
     def is_gradient_accumulation_boundary(self) -> bool:
         return self.clock.at_boundary
 
@@ -409,77 +378,6 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         """Change the micro-batch size and keep the accumulation steps."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
-
-    # Facts --------------------------------------------------------------------------------------------------
-
-    def get_global_grad_norm(self) -> float | None:
-        """Gradient norm before clipping at the last step (inf if that step was skipped); None before the first."""
-        return self._global_norm
-
-    def was_step_applied(self) -> bool:
-        return self._step_applied
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
-
-    def get_type(self) -> list[Any]:
-        return [group.get("type") for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Betas of each group, or its momentum if it has no betas."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def get_pld_theta(self) -> float | None:
-        return None
-
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(model dtype, dtype in which gradients accumulate)."""
-        model = self.plan.precision.param or torch.float32
-        return model, self.plan.precision.accumulate or model
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        return self.plan.precision.reduce or self.plan.precision.param or torch.float32
-
-    @communication_data_type.setter
-    def communication_data_type(self, value: torch.dtype) -> None:
-        if value != self.communication_data_type:
-            raise ValueError(
-                f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
-                f"{self.communication_data_type}: set the config key communication_data_type before initialize."
-            )
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
-        if self.gradient_clipping() > 0:
-            clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
-
-    @property
-    def state_access(self) -> Any:
-        """Weights, gradients and optimizer state by parameter (``runtime/zero/access.py``), or None."""
-        return self.core.access if self.core is not None else None
-
-    @property
-    def data_parallel_group(self) -> Any:
-        return self.mesh.group("dp")
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.rank("dp")
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.rank("tp")
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def get_sequence_parallel_group(self) -> Any:
-        return self.mesh.group("sp")
-
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
-        return {name: timer.mean() for name, timer in self.timers.get_timers().items()}
 
     # Data ---------------------------------------------------------------------------------------------------
 
@@ -575,24 +473,6 @@ class DeepSpeedEngine(EngineAccessors, EngineState, nn.Module):
         engine_checkpoint.wait_for_flushes()
 
     # Plumbing -----------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("__"):
-                raise
-            return getattr(module, name)
-
-    def _require_core(self, what: str) -> TrainingCore:
-        if self.core is None:
-            raise RuntimeError(
-                f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
-                "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
-                "runs forward."
-            )
-        return self.core
 
     def _choose_device(self, model: nn.Module, keep: bool) -> torch.device:
         if keep:

@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 
 def create_checkpoint_engine(config: Any) -> CheckpointEngine:
@@ -44,7 +44,7 @@ def create_checkpoint_engine(config: Any) -> CheckpointEngine:
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     save_dir: str | os.PathLike[str],
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
@@ -79,7 +79,7 @@ def save_checkpoint(
     return engine.checkpoint_engine.commit(info)
 
 
-def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Training:
+def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
     scheduler = engine.lr_scheduler
     return Training(
         module=engine.module,
@@ -107,12 +107,12 @@ def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Train
     )
 
 
-def _loader_state(engine: DeepSpeedEngine) -> dict[str, Any] | None:
+def _loader_state(engine: EngineBase) -> dict[str, Any] | None:
     loader = engine.training_dataloader
     return loader.state_dict() if loader is not None and hasattr(loader, "state_dict") else None
 
 
-def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
+def _place(engine: EngineBase, ranks: Ranks) -> Place:
     """This rank's position on the mesh: model-parallel ranks are those of tensor parallelism, stage by stage."""
     mesh = engine.mesh
     dp_rank, mp_size = mesh.rank("dp", "sp"), mesh.size("pp") * mesh.size("tp")
@@ -125,11 +125,11 @@ def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
     )
 
 
-def _ranks(engine: DeepSpeedEngine) -> Ranks:
+def _ranks(engine: EngineBase) -> Ranks:
     return Ranks(node_local=bool(engine.use_node_local_storage()))
 
 
-def _tag_validation(engine: DeepSpeedEngine) -> str:
+def _tag_validation(engine: EngineBase) -> str:
     if not engine.checkpoint_tag_validation_enabled():
         return "IGNORE"
     return "FAIL" if engine.checkpoint_tag_validation_fail() else "WARN"
@@ -140,7 +140,7 @@ def _tag_validation(engine: DeepSpeedEngine) -> str:
 
 @all_ranks_come("load_checkpoint")
 def load_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     load_dir: str | os.PathLike[str],
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -207,7 +207,7 @@ def load_checkpoint(
     return str(catalog.folder), materialize(catalog.client_state)
 
 
-def _whole(engine: DeepSpeedEngine, *, modified: bool) -> GatheredParameters:
+def _whole(engine: EngineBase, *, modified: bool) -> GatheredParameters:
     """Gather partitioned parameters inside the block if their values are about to be ``modified``. Collective."""
     return GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=modified)
 
@@ -225,7 +225,7 @@ class _What:
 
 
 def _what_to_load(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     optimizer: bool,
     scheduler: bool,
     module_only: bool,
@@ -261,14 +261,14 @@ def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None) -> str | None:
     return own
 
 
-def _optimizer_order(engine: DeepSpeedEngine) -> list[list[str]]:
+def _optimizer_order(engine: EngineBase) -> list[list[str]]:
     """Names of the optimizer's parameters by group, in the client's order."""
     known = {id(param): name for param, name in engine.param_names.items()}
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer is not None else []
     return [[known.get(id(p), "") for p in group["params"]] for group in groups]
 
 
-def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
+def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
     """Everything except weights and optimizer state."""
     saved = catalog.model_states
     if what.scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
@@ -290,14 +290,14 @@ def _resume(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, what: _What
         _load_rank_state(engine, catalog, ranks)
 
 
-def _load_loss_scale(engine: DeepSpeedEngine, catalog: Catalog) -> None:
+def _load_loss_scale(engine: EngineBase, catalog: Catalog) -> None:
     # Our first checkpoints record in the index whether it was dynamic, and do so only for fp16.
     before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
     dynamic = catalog.scalars.get("dynamic", before)
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
 
 
-def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
     """Gradients of the micro-batches since the last update, if this run accumulates in the same way."""
     index, state = catalog.index, engine.state_access
     same = (
@@ -325,7 +325,7 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
         report.notes.append(f"{dropped} micro-batches since the last update are dropped: {error}")
 
 
-def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
+def _load_rank_state(engine: EngineBase, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
     saved = catalog.files.rank_state(ranks.rank, _place(engine, ranks).number)
     if saved is None:
@@ -341,7 +341,7 @@ def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) ->
 
 
 def module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     destination: Any = None,
     prefix: str = "",
     keep_vars: bool = False,
@@ -357,7 +357,7 @@ def module_state_dict(
 
 
 def load_module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     checkpoint: Mapping[str, Any],
     strict: bool = True,
     custom_load_fn: Callable[..., Any] | None = None,
@@ -385,7 +385,7 @@ def load_module_state_dict(
 
 
 def save_16bit_model(
-    engine: DeepSpeedEngine,
+    engine: EngineBase,
     save_dir: str | os.PathLike[str],
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,
@@ -417,7 +417,7 @@ def save_16bit_model(
 
 
 def zero3_consolidated_16bit_state_dict(
-    engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+    engine: EngineBase, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
     """The whole model on rank 0's host, None on the others. Collective. ValueError if the stage is not 3, or
     if ``stage3_gather_16bit_weights_on_model_save`` is off."""
@@ -431,7 +431,7 @@ def zero3_consolidated_16bit_state_dict(
 
 
 def consolidated_16bit_state_dict(
-    engine: DeepSpeedEngine, exclude_frozen_parameters: bool = False
+    engine: EngineBase, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
     """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others.
     Collective."""
@@ -455,7 +455,7 @@ class _WholeWeights:
     A tensor is whole only until the next one is requested.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, exclude_frozen: bool) -> None:
+    def __init__(self, engine: EngineBase, exclude_frozen: bool) -> None:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         aliases = shared_names(engine.module)
         self.left = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in aliases}

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from deepspeed.runtime import engine_checkpoint
+from deepspeed.runtime.engine_base import EngineBase
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
-
-class EngineState:
+class EngineState(EngineBase):
     """Part of ``DeepSpeedEngine``."""
-
-    @property
-    def _engine(self) -> DeepSpeedEngine:
-        return cast("DeepSpeedEngine", self)
 
     # Checkpoints --------------------------------------------------------------------------------------------
 
@@ -34,9 +28,9 @@ class EngineState:
     ) -> bool:
         """Write everything needed to resume to ``save_dir/tag``. Collective; see ``docs/checkpoints.md``."""
         done = engine_checkpoint.save_checkpoint(
-            self._engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
-        self._engine.events.emit("on_save", save_dir=save_dir, tag=tag)
+        self.events.emit("on_save", save_dir=save_dir, tag=tag)
         return done
 
     store_checkpoint = save_checkpoint
@@ -53,7 +47,7 @@ class EngineState:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Collective."""
         result = engine_checkpoint.load_checkpoint(
-            self._engine,
+            self,
             load_dir,
             tag,
             load_module_strict=load_module_strict,
@@ -62,16 +56,14 @@ class EngineState:
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
-        self._engine.events.emit("on_load", load_dir=load_dir, tag=tag)
+        self.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
-        return engine_checkpoint.save_16bit_model(
-            self._engine, save_dir, save_filename, exclude_frozen_parameters
-        )
+        return engine_checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)
@@ -80,13 +72,13 @@ class EngineState:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """Stage 3: the whole model on rank 0, None on the others. Collective."""
-        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The same at any stage."""
-        return engine_checkpoint.consolidated_16bit_state_dict(self._engine, exclude_frozen_parameters)
+        return engine_checkpoint.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
 
     def module_state_dict(
         self,
@@ -96,7 +88,7 @@ class EngineState:
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         return engine_checkpoint.module_state_dict(
-            self._engine, destination, prefix, keep_vars, exclude_frozen_parameters
+            self, destination, prefix, keep_vars, exclude_frozen_parameters
         )
 
     def load_module_state_dict(
@@ -110,7 +102,7 @@ class EngineState:
     ) -> None:
         """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
         engine_checkpoint.load_module_state_dict(
-            self._engine,
+            self,
             checkpoint,
             strict,
             custom_load_fn,
@@ -148,16 +140,15 @@ class EngineState:
         self._movable_states().reload_states(non_blocking)
 
     def _movable_states(self) -> ZeroOptimizer:
-        engine = self._engine
-        if engine.plan.param_offload is not None:
+        if self.plan.param_offload is not None:
             raise AssertionError("offload_states() cannot be combined with zero_optimization.offload_param")
-        if not isinstance(engine.optimizer, ZeroOptimizer):
+        if not isinstance(self.optimizer, ZeroOptimizer):
             raise AssertionError(
-                f"offload_states() moves state that the engine holds, but its optimizer is {engine.optimizer!r:.60}: "
+                f"offload_states() moves state that the engine holds, but its optimizer is {self.optimizer!r:.60}: "
                 "use ZeRO stage 1, 2 or 3"
             )
-        if not engine._guards_states:
-            engine._guards_states = True
+        if not self._guards_states:
+            self._guards_states = True
             for event in ("before_forward", "before_step"):
-                engine.events.on(event, engine.optimizer.mover.refuse_while_away)
-        return engine.optimizer
+                self.events.on(event, self.optimizer.mover.refuse_while_away)
+        return self.optimizer

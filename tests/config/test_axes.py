@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.comm.mesh import MeshLayout
 from deepspeed.config.axes import axes_of
-from deepspeed.config_check import check_config
+from deepspeed.config_tools.check import check_config
 
 
 @pytest.mark.parametrize(

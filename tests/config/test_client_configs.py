@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.config_check import check_config
+from deepspeed.config_tools.check import check_config
 
 OFF = {"device": "none", "nvme_path": None}
 

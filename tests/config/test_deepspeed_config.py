@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deepspeed.runtime.config as config_module
-from deepspeed.config_check import check_config
+from deepspeed.config_tools.check import check_config
 from deepspeed.runtime.config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import deepspeed
-from deepspeed.config_check import main
-from deepspeed.config_edit import Edit, apply_edits, spans
+from deepspeed.config_tools.command import main
+from deepspeed.config_tools.edit import Edit, apply_edits, spans
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.memory_plan.out_of_memory import request_of
 from deepspeed.memory_plan.request import answer
+from deepspeed.runtime.observers.out_of_memory import request_of
 from tests.pool import distributed
 
 

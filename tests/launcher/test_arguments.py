@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from deepspeed import config_check
+from deepspeed.config_tools import command as config_command
 from deepspeed.launcher import cores, devices, ds, launch, ports, runner
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.nvme import ds_io
@@ -89,7 +89,7 @@ def test_the_default_number_of_ranks_cannot_be_asked_for(script):
     [
         (runner.parse_args, ["--num_gpu", "2", "train.py"], "--num_gpus"),
         (runner.parse_args, ["--gpus=2", "train.py"], "--num_gpus"),
-        (config_check.main, ["ds.json", "--no_color"], "--no-color"),
+        (config_command.main, ["ds.json", "--no_color"], "--no-color"),
         (ds_io.main, ["--folder", ".", "--io_size", "1M", "--queue_deph", "3"], "--queue_depth"),
     ],
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed.config.plan import Plan
+from deepspeed.memory_plan.model import ModelFacts, cast_dtype
+from deepspeed.runtime.zero.layout import ParamSpec
 from tests.zero.models import Block
 
 VOCABULARY, WIDTH = 1000, 128
@@ -74,3 +79,44 @@ NOTHING_KEPT = {
     "stage3_max_reuse_distance": 0,
     "stage3_param_persistence_threshold": 1000,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamRow:
+    """One parameter of a model that is described rather than built."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype = torch.float32
+    requires_grad: bool = True
+    unit: int = 0
+
+
+def facts_of_rows(rows: Iterable[ParamRow], plan: Plan) -> ModelFacts:
+    """Facts about a model given as a list; a unit is a block, in order of execution."""
+    listed = list(rows)
+    ordered = [r for r in listed if r.requires_grad] + [r for r in listed if not r.requires_grad]
+    specs: list[ParamSpec] = []
+    calls: dict[int, list[int]] = {}
+    for i, row in enumerate(ordered):
+        dtype = cast_dtype(row.dtype, plan.precision)
+        specs.append(
+            ParamSpec(
+                index=i,
+                name=row.name,
+                numel=row.numel,
+                dtype=dtype,
+                unit=row.unit,
+                wire_dtype=plan.precision.reduce or dtype,
+                requires_grad=row.requires_grad,
+            )
+        )
+        calls.setdefault(row.unit, []).append(i)
+    trained = sum(row.requires_grad for row in ordered)
+    return ModelFacts(
+        specs=specs,
+        trained=trained,
+        group_of=[0] * trained,
+        calls=[calls[unit] for unit in sorted(calls)],
+        built_itemsizes=[row.dtype.itemsize for row in ordered],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,21 @@ def test_the_refusal_can_be_overruled(room: Any, monkeypatch: pytest.MonkeyPatch
     check(config_for(1))
 
 
-def test_a_plan_that_fails_stops_nothing(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_stops_nothing_and_is_reported(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room(1 * MIB)
 
     def broken(request: Any) -> Any:
         raise RuntimeError("a bug")
 
+    told = []
     monkeypatch.setattr(fits, "answer", broken)
+    monkeypatch.setattr(fits.logger, "exception", lambda text: told.append((text, sys.exc_info()[1])))
     check(config_for(1))
+    [(text, error)] = told
+    assert "could not be planned" in text and str(error) == "a bug"
+    monkeypatch.setenv(fits.SKIP, "1")
+    check(config_for(1))
+    assert len(told) == 1  # nothing was planned
 
 
 def test_the_clients_optimizer_is_planned(room: Any) -> None:

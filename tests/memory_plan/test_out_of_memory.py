@@ -10,8 +10,8 @@ import torch
 import deepspeed
 from deepspeed.memory_plan.advice import WORTH_IT, cheapest_saving
 from deepspeed.memory_plan.ledger import Place
-from deepspeed.memory_plan.out_of_memory import is_out_of_memory, request_of
 from deepspeed.memory_plan.request import answer
+from deepspeed.runtime.observers.out_of_memory import is_out_of_memory, request_of
 from deepspeed.utils.logging import logger
 from tests.memory_plan.models import Gpt
 from tests.pool import distributed

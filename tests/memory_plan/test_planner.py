@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.config.plan import make_plan
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, shape_of
 from deepspeed.memory_plan.ledger import Kind, Ledger, Phase, Place
-from deepspeed.memory_plan.model import ParamRow, facts_of, facts_of_rows
+from deepspeed.memory_plan.model import facts_of
 from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.memory_plan.states import ADAM, StateSize, optimizer_facts
@@ -19,7 +20,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.config import DeepSpeedConfig
-from tests.memory_plan.models import MODELS, config_for
+from tests.memory_plan.models import MODELS, ParamRow, config_for, facts_of_rows
 
 STATES = (Kind.PARAMETERS, Kind.MASTERS, Kind.STATE, Kind.GRADIENTS)
 
@@ -163,6 +164,46 @@ def test_sums_in_16_bit_need_buffers_on_devices() -> None:
     assert 0 < ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] <= 2 * 200_000 * 2
     ledger, _ = ledger_for(config_for(1), 2)
     assert ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_is_made_of_the_parts_of_a_run(stage: int) -> None:
+    """A wire format that the plan names is rehearsed, without a line about it in ``memory_plan``."""
+    sums = []
+
+    class Counted:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def start(self, local: Tensor, *rest: Any) -> Any:
+            sums.append(local.device.type)
+            return self.inner.start(local, *rest)
+
+    config = DeepSpeedConfig(config_for(stage))
+    plan = make_plan(config)
+    plan = replace(plan, gradients=replace(plan.gradients, formats=(Counted,)))
+    facts = facts_of_rows([ParamRow(name=str(i), numel=6400, unit=i) for i in range(3)], plan)
+    plan_memory(Setting(facts=facts, plan=plan, zero=config.zero_config, optimizer=ADAM, ranks=2))
+    assert sums and set(sums) == {"meta"}
+
+
+def test_replicas_add_their_sums() -> None:
+    """MiCS on devices: the second sum, over the replicas, needs buffers even where one rank holds a whole copy."""
+    communication = Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION
+    zero = {"mics_shard_size": 1}
+    alone, _ = ledger_for(config_for(3, bf16=True, **zero), 1)
+    assert alone.entries[communication] == 0
+    replicated, _ = ledger_for(config_for(3, bf16=True, **zero), 2)
+    assert replicated.entries[communication] > 0
+
+
+def test_a_collective_update_leaves_nothing_on_the_device() -> None:
+    """Twin-Flow is for elementwise optimizers: LAMB's norms are of everything at once (``make_tier``)."""
+    share = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    state = Phase.STEP, Place.DEVICE, Kind.STATE
+    for name, expected in (("Adam", True), ("Lamb", False)):
+        ledger, _ = ledger_for(config_for(2, optimizer={"type": name, "params": {"lr": 1e-3}}, **share), 2)
+        assert (ledger.entries[state] > 0) is expected
 
 
 SHAPE = TransformerShape(

@@ -22,7 +22,7 @@ import torch
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.aio.engine import Failure, Options
-from deepspeed.runtime import assembly
+from deepspeed.runtime.zero import wiring
 from deepspeed.runtime.zero.gathering import param_storage, sharded_model
 from deepspeed.runtime.zero.offload import state_moves, swap_file, tiers
 from deepspeed.runtime.zero.offload.swap_file import SwapFile
@@ -50,7 +50,7 @@ def plain_config(stage: int, precision: str = "fp32", **options: Any) -> dict[st
 @contextlib.contextmanager
 def pretend_device() -> Iterator[None]:
     """Take the CPU for a device whose memory is not host memory: the paths of a GPU, with plain copies."""
-    modules = (assembly, param_storage, sharded_model, state_moves, tiers)
+    modules = (param_storage, sharded_model, state_moves, tiers, wiring)
     saved = [(module, module.off_host) for module in modules]
     for module in modules:
         module.off_host = lambda _: True

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.memory_plan.out_of_memory import OutOfMemoryAdvice
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.live_line import attach_live_line
+from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -26,10 +26,10 @@ from deepspeed.utils.timer import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 
-def attach_observers(engine: DeepSpeedEngine) -> None:
+def attach_observers(engine: EngineBase) -> None:
     """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``) and subscribe what the config asks
     for."""
     config = engine._config
@@ -56,7 +56,7 @@ def attach_observers(engine: DeepSpeedEngine) -> None:
     attach_live_line(engine)
 
 
-def _print_interval(engine: DeepSpeedEngine) -> int | None:
+def _print_interval(engine: EngineBase) -> int | None:
     """Steps between progress lines, None for no lines (``steps_per_print`` may be null or infinite)."""
     every = engine._config.steps_per_print
     return None if every is None or math.isinf(every) else max(1, int(every))
@@ -65,7 +65,7 @@ def _print_interval(engine: DeepSpeedEngine) -> int | None:
 class Throughput:
     """Runs ``engine.tput_timer`` from each training forward pass to the end of the step."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: EngineBase) -> None:
         self.engine = engine
         self.step = engine.global_steps
         engine.events.on("before_forward", self.begin)
@@ -96,7 +96,7 @@ class WallClock:
         ("before_step", "after_step", STEP_GLOBAL_TIMER),
     )
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: EngineBase) -> None:
         self.engine = engine
         self.elapsed_ms: dict[str, float] = {}
         for _, after, name in reversed(

@@ -21,7 +21,7 @@ from deepspeed.utils.timer import (
 )
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 PREFIX = "Train/Samples/"
 TIMERS = {
@@ -43,7 +43,7 @@ class LossMeter:
     Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, *, always: bool = False) -> None:
+    def __init__(self, engine: EngineBase, *, always: bool = False) -> None:
         self._events = engine.events
         self._always = always
         self.listening = False
@@ -106,9 +106,7 @@ class Curves:
     ``elapsed_ms`` holds the times of the last optimizer step by timer name, and is empty where none are taken.
     """
 
-    def __init__(
-        self, engine: DeepSpeedEngine, monitor: MonitorMaster, elapsed_ms: Mapping[str, float]
-    ) -> None:
+    def __init__(self, engine: EngineBase, monitor: MonitorMaster, elapsed_ms: Mapping[str, float]) -> None:
         self.engine = engine
         self.monitor = monitor
         self.elapsed_ms = elapsed_ms

@@ -26,7 +26,7 @@ from deepspeed.utils.memory import GIB
 from deepspeed.utils.terminal import StatusLine, another_display_is_active, is_terminal
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 VARIABLE = "DEEPSPEED_PROGRESS"
 """Environment variable: 0 or off for no progress and no start lines, line, bar, or auto (the default)."""
@@ -162,7 +162,7 @@ class LiveLine:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, display: Display, now_s: Callable[[], float] = time.monotonic
+        self, engine: EngineBase, display: Display, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.engine = engine
         self.every = display.every
@@ -280,7 +280,7 @@ def memory_of(device: torch.device) -> int:
     return resident_bytes() if device.type == "cpu" else get_accelerator().max_memory_allocated()
 
 
-def attach_live_line(engine: DeepSpeedEngine) -> LiveLine | None:
+def attach_live_line(engine: EngineBase) -> LiveLine | None:
     """A line for this engine on rank 0, unless disabled."""
     config = engine._config
     display = choose_display(config.steps_per_print, config.log_level, client=made_by_client())

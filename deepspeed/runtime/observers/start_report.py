@@ -10,11 +10,11 @@ import torch
 
 from deepspeed import version
 from deepspeed.memory_plan.ledger import TRAINING, Phase, Place
-from deepspeed.memory_plan.out_of_memory import request_of
 from deepspeed.memory_plan.report import size
 from deepspeed.memory_plan.request import answer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.runtime.observers.live_line import VARIABLE, Form, asked_form, made_by_client
+from deepspeed.runtime.observers.out_of_memory import request_of
 from deepspeed.runtime.precision import precision_table
 from deepspeed.runtime.zero.offload.tiers import OffloadedTier
 from deepspeed.runtime.zero.params import full_numel
@@ -22,10 +22,10 @@ from deepspeed.utils.logging import is_rank_zero, log_dist, logger, report, want
 
 if TYPE_CHECKING:
     from deepspeed.runtime.assembly import TrainingCore
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 
-def precision_rows(engine: DeepSpeedEngine) -> list[tuple[str, set[torch.dtype]]]:
+def precision_rows(engine: EngineBase) -> list[tuple[str, set[torch.dtype]]]:
     """Kinds of tensors and the dtypes they actually have, or (state, before the first step) will have."""
     rows = [("parameters", {p.dtype for p in engine.module.parameters()})]
     core = engine.core
@@ -55,7 +55,7 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
     return {torch.float32 if wide and dtype.itemsize < 4 else dtype for dtype in masters}
 
 
-def log_start(engine: DeepSpeedEngine) -> None:
+def log_start(engine: EngineBase) -> None:
     """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
     say = _say(engine)
     zero = engine.plan.zero
@@ -81,7 +81,7 @@ def log_start(engine: DeepSpeedEngine) -> None:
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
 
 
-def _say(engine: DeepSpeedEngine) -> Callable[[str], None]:
+def _say(engine: EngineBase) -> Callable[[str], None]:
     """``report``, or the log at level INFO if a client has its own report or none is wanted."""
     asked = asked_form()
     wanted = asked is not Form.NONE and wants_reports(engine._config.log_level)
@@ -90,7 +90,7 @@ def _say(engine: DeepSpeedEngine) -> Callable[[str], None]:
     return lambda text: log_dist(text, ranks=[0])
 
 
-def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
+def _parameters(engine: EngineBase, core: TrainingCore) -> str:
     trained = sum(full_numel(p) for p in core.trained.params)
     frozen = sum(full_numel(p) for p in engine.module.parameters()) - trained
     buckets = len(core.param_buckets)
@@ -100,7 +100,7 @@ def _parameters(engine: DeepSpeedEngine, core: TrainingCore) -> str:
     )
 
 
-def _memory(engine: DeepSpeedEngine) -> str:
+def _memory(engine: EngineBase) -> str:
     """What this rank holds now, and what the plan predicts: for now, and the peak without activations."""
     text = ""
     try:
@@ -115,7 +115,7 @@ def _memory(engine: DeepSpeedEngine) -> str:
     return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
 
 
-def held_bytes(engine: DeepSpeedEngine) -> int:
+def held_bytes(engine: EngineBase) -> int:
     """Memory of this rank's parameters, buffers, master weights, gradients and optimizer state, each counted once."""
     tensors: list[Any] = [*engine.module.parameters(), *engine.module.buffers()]
     if engine.sharded is not None:
@@ -133,7 +133,7 @@ def held_bytes(engine: DeepSpeedEngine) -> int:
     return sum(sizes.values())
 
 
-def _connections(engine: DeepSpeedEngine) -> str:
+def _connections(engine: EngineBase) -> str:
     """How gradients are communicated, and where the user can watch the progress."""
     communicator = engine.mesh.communicator("dp", "sp")
     if communicator.size == 1:

@@ -21,10 +21,12 @@ from deepspeed.runtime.zero.state_store import PARAMS
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
+    from deepspeed.config.plan import Plan
     from deepspeed.runtime.zero.access import StateAccess
-    from deepspeed.runtime.zero.bucket import ParamBucket
+    from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
     from deepspeed.runtime.zero.grad_bucket import GradBucket
-    from deepspeed.runtime.zero.step import StepExecutor
+    from deepspeed.runtime.zero.reducer import GradReducer
+    from deepspeed.runtime.zero.state_store import StateStore
 
 Buckets = tuple[Sequence["ParamBucket"], Sequence["GradBucket"]]
 
@@ -34,33 +36,42 @@ class LateParams:
 
     Args:
         module: the whole model, for names.
-        make_buckets: ``(params, index of the first)`` -> buckets that hold them, with their gradient buckets. Local.
+        make_buckets: makes buckets that hold these parameters, numbered after those of ``store``, and their gradient
+            buckets. Local.
         spare: parameters meant for the optimizer's only group but left out because they were frozen.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        executor: StepExecutor,
+        plan: Plan,
+        reducer: GradReducer,
+        store: StateStore,
+        publisher: WeightPublisher,
         access: StateAccess,
-        make_buckets: Callable[[TrainedParams, int], Buckets],
+        make_buckets: Callable[[TrainedParams], Buckets],
         spare: Sequence[nn.Parameter],
     ) -> None:
         self.module = module
-        self.executor = executor
-        self.reducer = executor.reducer
-        self.store = executor.store
+        self.reducer = reducer
+        self.store = store
+        self.publisher = publisher
         self.access = access
+        self._followers: list[Callable[[Sequence[str]], None]] = []
         self.make_buckets = make_buckets
         self.spare = list(spare)
         self._groups: list[int] = []
         self._trained = -1
         self._known = {id(p) for p in module.parameters()}
-        if not executor.plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
+        if not plan.zero.shard_params:  # frozen parameters outside the model have not been sharded
             self._known |= {id(p) for group in self.store.optimizer.param_groups for p in group[PARAMS]}
         self._strays: list[tuple[str, nn.Parameter]] = []
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self.look()
+
+    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
+        """Call ``follower`` with the names of parameters that are admitted, once the store has them."""
+        self._followers.append(follower)
 
     def look(self) -> None:
         """Find the waiting parameters: the same on every rank, as their optimizers are the same."""
@@ -107,12 +118,13 @@ class LateParams:
         added = named_params(self.module, params)
         self._check(added)
         self._join_group(added.params)
-        weights, grads = self.make_buckets(added, len(self.store.params))
+        weights, grads = self.make_buckets(added)
         self.store.admit(added.params, weights, grads)
         self.reducer.admit(added.params, grads)
         self.access.admit(added.names, added.shared)
-        self.executor.admit(added.names)
-        publisher = self.executor.publisher
+        for follower in self._followers:
+            follower(added.names)
+        publisher = self.publisher
         publisher.buckets += [bucket for bucket in weights if bucket not in publisher.buckets]
         self.look()
         log_dist(

@@ -47,6 +47,7 @@ class GradReducer:
         at_boundary: asks the accumulation clock.
         overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
+        device: where messages to other ranks are built; default: where the gradients are.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class GradReducer:
         overlap: bool,
         expose: bool,
         at_boundary: Callable[[], bool],
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self.params = list(params)
         self.buckets = list(buckets)
         self.communicator = communicator
@@ -258,6 +261,8 @@ class GradReducer:
 
     @property
     def device(self) -> torch.device:
+        if self._device is not None:
+            return self._device
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def _expose(self) -> None:

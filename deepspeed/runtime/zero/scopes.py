@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -137,3 +138,12 @@ class Scopes:
 
 def _communicator(ranks: tuple[int, ...]) -> Communicator:
     return communicator(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+
+
+class ScopeTable(Protocol):
+    """What most parts need of ``Scopes``: those of a plan have no ranks behind them."""
+
+    @property
+    def everyone(self) -> Communicator: ...
+
+    def __getitem__(self, name: str) -> Scope: ...

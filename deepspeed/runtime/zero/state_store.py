@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,59 +11,14 @@ from torch import Tensor, nn
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.first_state import constructed_state, first_state
 from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.fragments import GroupTensors as GroupTensors
+from deepspeed.runtime.zero.fragments import OwnedFragment as OwnedFragment
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import Fragment
 from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.params import full_shape
 
 PARAMS = "params"
-
-
-@dataclass(slots=True)
-class OwnedFragment:
-    """One parameter's part in this rank's slice, with the tensors that the optimizer step touches.
-
-    ``master`` is what the optimizer updates: [numel] in the master dtype, or the parameter itself if nothing is
-    partitioned and there is no separate master. ``low`` is the slice of the model's own weights that is refreshed from
-    it, or None if they are the same memory.
-    """
-
-    param_index: int
-    group_index: int
-    fragment: Fragment
-    grad_bucket: GradBucket
-    master: Tensor
-    low: Tensor | None
-
-    def gradient(self) -> Tensor:
-        """[numel] view of the reduced gradient, shaped like ``master``."""
-        reduced = self.grad_bucket.reduced
-        assert reduced is not None, "the gradient has not been reduced"
-        start = self.fragment.shard_offset
-        return reduced[start : start + self.fragment.numel].view(self.master.shape)
-
-
-class GroupTensors(NamedTuple):
-    """The tensors of one optimizer group on this rank, in parallel lists."""
-
-    fragments: list[OwnedFragment]
-    masters: list[Tensor]
-    grads: list[Tensor]
-    lows: list[Tensor | None]
-
-    @classmethod
-    def of(cls, fragments: list[OwnedFragment]) -> GroupTensors:
-        return cls(
-            fragments,
-            [o.master for o in fragments],
-            [o.gradient() for o in fragments],
-            [o.low for o in fragments],
-        )
-
-    def pick(self, indices: Iterable[int]) -> GroupTensors:
-        chosen = list(indices)
-        fragments, masters, grads, lows = ([column[i] for i in chosen] for column in self)
-        return GroupTensors(fragments, masters, grads, lows)  # type: ignore[arg-type]
 
 
 class StateStore:

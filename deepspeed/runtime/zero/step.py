@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from deepspeed.config.plan import Plan
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
-from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scopes
@@ -50,8 +49,22 @@ class GradReport:
     changes: bool
 
 
+class Latecomers(Protocol):
+    """Parameters that may start training at a step (``late_params.py``)."""
+
+    def follow(self, follower: Callable[[Sequence[str]], None]) -> None:
+        """Call ``follower`` with the names of those that are admitted, once the store has them."""
+
+    def look(self) -> None: ...
+
+    def admit(self, chosen: Sequence[bool]) -> None: ...
+
+
 class StepExecutor:
-    """Runs one synchronous optimizer step over the fragments that this rank owns."""
+    """Runs one synchronous optimizer step over the fragments that this rank owns.
+
+    ``before_step`` is called when all gradients are summed, before their norm is read.
+    """
 
     def __init__(
         self,
@@ -62,6 +75,8 @@ class StepExecutor:
         publisher: WeightPublisher,
         scopes: Scopes,
         names: Sequence[str],
+        late: Latecomers,
+        before_step: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.plan = plan
         self.reducer = reducer
@@ -74,8 +89,9 @@ class StepExecutor:
         self.members = params_by_scope(store, scopes)
         self.sharded = plan.zero.shard_state
         self.bad_steps = 0
-        self.late_params: LateParams | None = None
-        self.before_step: list[Callable[[], None]] = []
+        self.late = late
+        late.follow(self._admitted)
+        self.before_step = list(before_step)
         self.on_relink: Callable[[str], None] = lambda name: logger.warning(
             f"parameter {name} was moved out of its ZeRO buffer (module.to, a LoRA merge, assign=True); its current "
             "value was copied back into the buffer"
@@ -110,17 +126,15 @@ class StepExecutor:
 
     def _agree(self) -> GradReport:
         """One small all-reduce tells every rank the squares, late arrivals and which parameters were used."""
-        if self.late_params is not None:
-            self.late_params.look()
+        self.late.look()
         report = self._exchange()
         if any(report.woken):
-            assert self.late_params is not None
-            self.late_params.admit(report.woken)
+            self.late.admit(report.woken)
         if report.late:
             self.reducer.reduce_late()
         return self._exchange() if report.changes else report
 
-    def admit(self, names: Sequence[str]) -> None:
+    def _admitted(self, names: Sequence[str]) -> None:
         """The store now also has the parameters with these names, at its end."""
         self.names += names
         self.members = params_by_scope(self.store, self.scopes)

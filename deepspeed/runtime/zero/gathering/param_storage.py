@@ -27,6 +27,11 @@ class ParamStorage:
         self.host_numel = 0
 
     @property
+    def on_file(self) -> bool:
+        """Whether slices are stored in a file."""
+        return self.swap is not None
+
+    @property
     def buffers(self) -> int:
         return self.plan.buffers if self.plan is not None else 0
 
@@ -38,7 +43,7 @@ class ParamStorage:
         """[n] copy of ``part`` in the place where it is to be stored."""
         if self.plan is None:
             return part.clone()
-        if self.swap is not None and self.host_numel + part.numel() > self.plan.host_numel:
+        if self.swap is not None and self.plan.files(part.numel(), self.host_numel):
             return self.swap.put(part)
         if not off_host(part.device):
             kept = part.clone()

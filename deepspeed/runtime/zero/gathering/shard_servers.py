@@ -9,13 +9,13 @@ from torch import Tensor
 from deepspeed.runtime.zero.gathering.meeting import Visit
 from deepspeed.runtime.zero.gathering.shard_server import ShardServer
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
-from deepspeed.runtime.zero.scopes import DENSE, Scopes
+from deepspeed.runtime.zero.scopes import DENSE, ScopeTable
 
 
 class ShardServers:
     """Fetches each bucket from the ranks of its scope; where a scope is one rank, its slice is the whole bucket."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], scopes: Scopes, timeout_s: float) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: ScopeTable, timeout_s: float) -> None:
         self.buckets = list(buckets)
         self._place: list[int] = []  # a bucket's number among those of its scope
         shards: dict[str, list[Tensor]] = {}

@@ -10,7 +10,6 @@ from torch import nn
 
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import default_timeout
-from deepspeed.config.plan import Cadence
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
 from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
@@ -20,8 +19,7 @@ from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.offload.host_copies import off_host
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scopes import DENSE, Scopes
+from deepspeed.runtime.zero.scopes import DENSE, Scopes, ScopeTable
 
 
 class ShardedModel:
@@ -47,25 +45,16 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.flatten()
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
-        self.gatherer = make_gatherer(self.buckets, scopes, prefetch_numel, storage)
+        device = self.buckets[0].device if self.buckets else torch.device("cpu")
+        self.gatherer = make_gatherer(
+            self.buckets, GatherLinks(scopes), storage, device=device, prefetch_numel=prefetch_numel
+        )
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
         for bucket in self.buckets:
             bucket.coordinator = self.coordinator
             bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
         self.row_norms = RowNorms(module, self.coordinator, scopes.everyone)
-
-    @property
-    def cadence(self) -> Cadence:
-        """With room for every parameter there is also room for whole gradients between micro-batches: then each is
-        communicated only once per step."""
-        return Cadence.AT_BOUNDARY if self.coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-
-    def join_sums(self, reducer: GradReducer) -> None:
-        """Put sums and gathers into one order, if gathers are collectives."""
-        if isinstance(self.gatherer, ScheduledGather):
-            reducer.turns = self.gatherer
-            self.gatherer.start_sum = reducer.launch
 
     def before_step(self) -> None:
         self.gatherer.end_of_step()
@@ -92,23 +81,51 @@ class ShardedModel:
         self.storage.close()
 
 
+class GatherLinks:
+    """How this rank reaches the slices of the others."""
+
+    def __init__(self, scopes: ScopeTable) -> None:
+        self.scopes = scopes
+
+    @property
+    def everyone(self) -> Communicator:
+        return self.scopes.everyone
+
+    def shards(self, scope: str) -> int:
+        """Over how many ranks one copy of the weights is spread."""
+        return self.scopes[scope].shard.size
+
+    def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
+        """Fetches whole buckets from the ranks that hold their slices. Collective."""
+        return ShardServers(buckets, self.scopes, default_timeout().total_seconds())
+
+    def channel(self, scope: str) -> Communicator:
+        """The ranks that hold one copy, for its gathers alone. Collective."""
+        return _second_group(self.scopes[scope].shard)
+
+
 def make_gatherer(
-    buckets: Sequence[ShardedBucket], scopes: Scopes, prefetch_numel: int, storage: ParamStorage
+    buckets: Sequence[ShardedBucket],
+    links: GatherLinks,
+    storage: ParamStorage,
+    *,
+    device: torch.device,
+    prefetch_numel: int,
 ) -> LocalGather:
-    """The one place that chooses how slices are gathered."""
+    """The one place that chooses how slices are gathered, for weights that are used on ``device``."""
     used = sorted({DENSE, *(bucket.layout.scope for bucket in buckets)})
-    alone = all(scopes[name].shard.size == 1 for name in used)
-    if alone and storage.swap is not None and not off_host(buckets[0].device):
+    alone = all(links.shards(name) == 1 for name in used)
+    if alone and storage.on_file and not off_host(device):
         return ReadingGather(
             buckets, partial(storage.read, buckets), ahead=storage.buffers, max_numel=storage.buffer_numel
         )
     if alone or not buckets:
         return LocalGather(buckets)
-    server = ShardServers(buckets, scopes, default_timeout().total_seconds())
-    if prefers_collectives(buckets[0].device.type):
-        channels = {name: _second_group(scopes[name].shard) for name in used}
+    server = links.server(buckets)
+    if prefers_collectives(device.type):
+        channels = {name: links.channel(name) for name in used}
         return ScheduledGather(
-            buckets, channels, server, prefetch_numel=prefetch_numel, everyone=scopes.everyone
+            buckets, channels, server, prefetch_numel=prefetch_numel, everyone=links.everyone
         )
     return FetchingGather(buckets, server)
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +23,15 @@ from torch import Tensor
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.plan import StateOffload
 from deepspeed.ops.aio.memory import LockedMemory
+from deepspeed.runtime.zero.fragments import GroupTensors, OwnedFragment, sub_groups
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment, round_up
 from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
 from deepspeed.runtime.zero.offload.swap_file import PAGE, SwapFile, Transfer
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.state_store import GroupTensors, OwnedFragment
+ALIGN = 64  # bytes; alignment of every tensor in a slot
 
-_ALIGN = 64  # bytes; alignment of every tensor in a slot
-
-Groups = list["GroupTensors"]
-StateOf = Callable[["OwnedFragment"], dict[str, Any]]
+Groups = list[GroupTensors]
+StateOf = Callable[[OwnedFragment], dict[str, Any]]
 
 
 class ResidentTier:
@@ -128,7 +127,7 @@ class SubGroup:
     @property
     def nbytes(self) -> int:
         """Bytes of a slot that the records take."""
-        return max((round_up(span.stop, _ALIGN) for _, span in self.spans()), default=0)
+        return max((round_up(span.stop, ALIGN) for _, span in self.spans()), default=0)
 
     @property
     def staged_nbytes(self) -> int:
@@ -153,7 +152,7 @@ class SubGroup:
 
 def _weight_bytes(owned: OwnedFragment) -> int:
     assert owned.low is not None
-    return round_up(owned.low.numel() * owned.low.element_size(), _ALIGN)
+    return round_up(owned.low.numel() * owned.low.element_size(), ALIGN)
 
 
 class Slot:
@@ -260,7 +259,7 @@ class OffloadedTier(ResidentTier):
         self._state_of = state_of
         here = [[o for o in group if not self.takes(o.grad_bucket.layout)] for group in groups]
         away = [[o for o in group if self.takes(o.grad_bucket.layout)] for group in groups]
-        new = list(_sub_groups(away, self.group_numel))
+        new = [SubGroup(part) for part in sub_groups(away, self.group_numel)]
         if any(here):  # first: the device works on it while the host does the others
             new.insert(0, SubGroup(here, resident=True))
         if self.sub_groups and self.group_numel == sys.maxsize:  # updated all at once, later ones too
@@ -330,7 +329,7 @@ class OffloadedTier(ResidentTier):
         nbytes = 0
         for tensor in new:
             places.append(nbytes)
-            nbytes += round_up(tensor.numel() * tensor.element_size(), _ALIGN)
+            nbytes += round_up(tensor.numel() * tensor.element_size(), ALIGN)
         resting = self.swap.new(nbytes, torch.uint8)
         values = torch.empty(nbytes, dtype=torch.uint8)
         for tensor, place in zip(new, places, strict=True):
@@ -481,22 +480,8 @@ def _master_records(fragments: Sequence[OwnedFragment]) -> Iterator[Record]:
         yield Record(raw, masters, places, [master.numel() for master in masters])
 
 
-def _sub_groups(groups: Sequence[Sequence[OwnedFragment]], size: int) -> Iterator[SubGroup]:
-    """Consecutive fragments, up to ``size`` elements together; in the order of the model, not of the groups."""
-    number_of = {id(owned): g for g, group in enumerate(groups) for owned in group}
-    everything = sorted(
-        (o for group in groups for o in group), key=lambda o: (o.param_index, o.fragment.param_offset)
-    )
-    current: list[list[OwnedFragment]] = [[] for _ in groups]
-    held = 0
-    for owned in everything:
-        if held and held + owned.fragment.numel > size:
-            yield SubGroup(current)
-            current, held = [[] for _ in groups], 0
-        current[number_of[id(owned)]].append(owned)
-        held += owned.fragment.numel
-    if held:
-        yield SubGroup(current)
+def _open_swap(plan: StateOffload, folder: Path) -> SwapFile:
+    return SwapFile(folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
 
 
 def make_tier(
@@ -506,17 +491,19 @@ def make_tier(
     *,
     weights_swap: SwapFile | None,
     elementwise: bool,
+    open_swap: Callable[[StateOffload, Path], SwapFile] = _open_swap,
 ) -> ResidentTier:
     """The one place that chooses where the state of weights on ``device`` is kept.
 
-    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another.
+    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another. ``open_swap``:
+    opens the file of a plan that has a folder.
     """
     if plan is None:
         return ResidentTier()
     apart = off_host(device)
     swap = None
     if plan.folder is not None:
-        swap = SwapFile(plan.folder, plan.storage, key="zero_optimization.offload_optimizer.nvme_path")
+        swap = open_swap(plan, plan.folder)
     elif not apart:
         return ResidentTier()  # on the CPU the state of resident weights is in host memory already
     # A collective update (LAMB, Muon) takes everything at once, on the host.

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -21,23 +21,17 @@ from deepspeed.config.keys import documented_name, is_deprecated, keys_of
 from deepspeed.config.problems import Problem
 from deepspeed.config.reader import ConfigSource
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config_edit import Edit, Path, apply_edits
+from deepspeed.config_tools.edit import Edit, Path, apply_edits
+from deepspeed.config_tools.report import ConfigReport
 from deepspeed.runtime.config_utils import extra_facts, is_auto, keeps_value
 
 ROUNDS = 100
 """A correction may reveal other errors, such as those under a misspelt section; more rounds than that are our
 mistake."""
 
-R = TypeVar("R", bound="Report")
-
 
 class CannotFix(ValueError):
     """A file that cannot be corrected at all, and why."""
-
-
-class Report(Protocol):
-    @property
-    def errors(self) -> list[Problem]: ...
 
 
 def start_text(source: ConfigSource, *, in_place: bool) -> str:
@@ -55,7 +49,9 @@ def start_text(source: ConfigSource, *, in_place: bool) -> str:
     return text
 
 
-def corrected(text: str, name: str, check: Callable[[ConfigSource], R]) -> tuple[str, R]:
+def corrected(
+    text: str, name: str, check: Callable[[ConfigSource], ConfigReport]
+) -> tuple[str, ConfigReport]:
     """The text with all clear cases corrected, and what `check` then says about it."""
     for _ in range(ROUNDS):
         source = ConfigSource(json.loads(text), name, text)

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_base import EngineBase
 
 SIGNS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 """What the messages of allocators contain that raise a plain RuntimeError: torch's for the host, and drivers'."""
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
-def request_of(engine: DeepSpeedEngine) -> Request:
+def request_of(engine: EngineBase) -> Request:
     """The planner request that corresponds to this run."""
     return Request(
         module=engine.module,
@@ -42,7 +42,7 @@ def request_of(engine: DeepSpeedEngine) -> Request:
     )
 
 
-def remedy(engine: DeepSpeedEngine) -> str:
+def remedy(engine: EngineBase) -> str:
     """What to change, in a sentence or two. Computes a plan for each change tried; uses hardly any memory."""
     planned = answer(request_of(engine))
     place = planned.setting.near
@@ -63,7 +63,7 @@ def remedy(engine: DeepSpeedEngine) -> str:
 class OutOfMemoryAdvice:
     """Logs the remedy on the rank that ran out of memory, once per engine."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: EngineBase) -> None:
         self.engine = engine
         self.given = False
         engine.events.on("on_error", self.look)

@@ -1,0 +1,84 @@
+"""`ds_check`: report on a config file, or correct it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from deepspeed.config.reader import UnreadableConfig
+from deepspeed.config_tools.check import check_config, check_source
+from deepspeed.config_tools.clients import client_of, read_any
+from deepspeed.config_tools.fix import CannotFix, corrected, start_text, unified, write_fixed
+from deepspeed.config_tools.report import ConfigReport, Style, report_lines
+from deepspeed.tool_arguments import ArgumentParser, positive
+
+
+def fix_file(path: str, world_size: int | None = None, *, output: str | None = None) -> ConfigReport:
+    """Correct a config file where its meaning is clear, print the changes, and report what is left.
+
+    Without `output` the file itself is overwritten, with a copy of the original next to it (`.bak`). Raises CannotFix.
+    """
+    if not os.path.isfile(path):
+        raise CannotFix(f"{path[:200]} is not a file")
+    try:
+        source = read_any(path)
+    except UnreadableConfig as error:
+        raise CannotFix(f"{error}; fix this by hand") from None
+    if client := client_of(source.data):
+        raise CannotFix(f"{path} is a file of {client}: run this on the DeepSpeed config that it names")
+    before = source.text or ""
+    text, report = corrected(
+        start_text(source, in_place=output is None),
+        path,
+        lambda attempt: check_source(attempt, world_size),
+    )
+    print("\n".join(unified(before, text, path)) or "nothing to correct")
+    if text != before or output is not None:
+        write_fixed(path, text, output)
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = ArgumentParser(
+        prog="ds_check",
+        description="Check a DeepSpeed config: every misspelt key, wrong value and impossible combination at once, "
+        "and the resulting batch sizes. The exit code is 1 when there are errors.",
+    )
+    parser.add_argument(
+        "config",
+        help="JSON or HJSON file, urlsafe-base64 JSON text, a file of `accelerate config`, or TrainingArguments with "
+        "a key deepspeed, as JSON or YAML",
+    )
+    parser.add_argument(
+        "--gpus",
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="ranks of the job (default: the environment's, else 1)",
+    )
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="correct what is unambiguous: misspelt keys, deprecated spellings, values of the wrong type. Shows the "
+        "changes, and keeps the original file as CONFIG.bak",
+    )
+    parser.add_argument("--output", metavar="FILE", help="with --fix: write to FILE and leave CONFIG alone")
+    parser.add_argument("--no-color", action="store_true", help="plain text also on a terminal")
+    args = parser.parse_args(argv)
+    if args.output is not None and not args.fix:
+        parser.error("--output goes with --fix")
+    report = check_config(args.config, args.gpus)
+    if args.fix:
+        try:
+            report = fix_file(args.config, args.gpus, output=args.output)
+        except CannotFix as error:
+            print(f"ds_check --fix: {error}", file=sys.stderr)
+            return 2
+    colors = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ
+    print("\n".join(report_lines(report, Style(colors))))
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

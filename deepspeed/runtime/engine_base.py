@@ -1,0 +1,175 @@
+"""What an engine consists of, and what it says about itself. Its other halves and its observers see it as this."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.config.plan import Plan
+from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.engine_accessors import EngineAccessors
+from deepspeed.runtime.events import Events
+from deepspeed.runtime.utils import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.runtime.assembly import TrainingCore
+    from deepspeed.runtime.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
+    from deepspeed.runtime.zero.scopes import Scopes
+
+
+class EngineBase(EngineAccessors, nn.Module):
+    """The parts of an engine and its counters. Attribute access falls through to the wrapped module."""
+
+    _config: DeepSpeedConfig
+    plan: Plan
+    events: Events
+    clock: AccumulationClock
+    # where it runs
+    mesh: ProcessMesh
+    scopes: Scopes
+    device: torch.device
+    local_rank: int
+    global_rank: int
+    world_size: int
+    dp_world_size: int
+    """Ranks with different data."""
+    seq_dp_world_size: int
+    """Ranks that share gradients and state."""
+    mp_world_size: int
+    mpu: Any
+    # what it trains
+    module: nn.Module
+    param_names: dict[nn.Parameter, str]
+    basic_optimizer: Optimizer | None
+    optimizer: Any
+    lr_scheduler: Any
+    training_dataloader: Any
+    core: TrainingCore | None
+    """None without an optimizer: such an engine only runs forward."""
+    sharded: ShardedModel | None
+    """Stage 3."""
+    checkpoint_engine: CheckpointEngine
+    # made by observers
+    timers: Any
+    tput_timer: Any
+
+    def _begin_counting(self) -> None:
+        """Initialize the counters: nothing has happened yet."""
+        self._in_backward = False
+        self._no_sync = False
+        self._scaled_loss = False
+        self._step_applied = False
+        self._global_norm: float | None = None
+        self._is_compiled = False
+        self._guards_states = False
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.losses: Tensor | float = 0.0
+        self.warn_unscaled_loss = True
+        self.enable_backward_allreduce = True
+        self.pipeline_parallelism = False
+        self.has_moe_layers = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    def _require_core(self, what: str) -> TrainingCore:
+        if self.core is None:
+            raise RuntimeError(
+                f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
+                "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
+                "runs forward."
+            )
+        return self.core
+
+    @property
+    def micro_steps(self) -> int:
+        return self.clock.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.clock.micro_steps = value
+
+    # Facts --------------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm before clipping at the last step (inf if that step was skipped); None before the first."""
+        return self._global_norm
+
+    def was_step_applied(self) -> bool:
+        return self._step_applied
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type") for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Betas of each group, or its momentum if it has no betas."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def get_pld_theta(self) -> float | None:
+        return None
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(model dtype, dtype in which gradients accumulate)."""
+        model = self.plan.precision.param or torch.float32
+        return model, self.plan.precision.accumulate or model
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return self.plan.precision.reduce or self.plan.precision.param or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, value: torch.dtype) -> None:
+        if value != self.communication_data_type:
+            raise ValueError(
+                f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
+                f"{self.communication_data_type}: set the config key communication_data_type before initialize."
+            )
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
+        if self.gradient_clipping() > 0:
+            clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
+
+    @property
+    def state_access(self) -> Any:
+        """Weights, gradients and optimizer state by parameter (``runtime/zero/access.py``), or None."""
+        return self.core.access if self.core is not None else None
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return self.mesh.group("dp")
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.rank("dp")
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.rank("tp")
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.mesh.group("sp")
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
+        return {name: timer.mean() for name, timer in self.timers.get_timers().items()}

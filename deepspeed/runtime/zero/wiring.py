@@ -1,0 +1,123 @@
+"""How the parts that move gradients and weights are made and connected: one place, for a run and for its plan.
+
+``runtime/assembly.py`` hands in real ranks and memory; ``memory_plan/rehearsal.py`` hands in ranks that answer
+immediately and memory that is only counted. So what is planned is what is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.config.plan import Cadence, Plan
+from deepspeed.runtime.zero.bucket import ParamBucket
+from deepspeed.runtime.zero.buffer_pool import BufferPool
+from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
+from deepspeed.runtime.zero.gathering.gather import LocalGather
+from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
+from deepspeed.runtime.zero.grad_bucket import GradBucket
+from deepspeed.runtime.zero.gradient_sums import gradient_sum
+from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
+from deepspeed.runtime.zero.offload.tiers import ResidentTier
+from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.reducer import GradReducer
+from deepspeed.runtime.zero.scopes import ScopeTable
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+BROADCAST_NUMEL = 16 * 1024 * 1024
+"""Elements that leave the first rank together when an engine starts."""
+
+
+def make_grad_buckets(
+    buckets: Sequence[ParamBucket],
+    plan: Plan,
+    scopes: ScopeTable,
+    *,
+    pool: BufferPool,
+    tier: ResidentTier,
+    by_rows: Container[nn.Parameter] = (),
+    host: HostCopies | None = None,
+) -> list[GradBucket]:
+    """A bucket for the gradients of each bucket of weights, on the device of its first parameter.
+
+    Args:
+        pool: lends the buffers that live for one round.
+        tier: where the states are kept; slices whose state is off the device leave through ``host``.
+        by_rows: embeddings of whose gradients only the rows that were touched travel; each is alone in its bucket.
+    """
+    result: list[GradBucket] = []
+    for bucket in buckets:
+        layout, first = bucket.layout, bucket.params[0]
+        scope = scopes[layout.scope]
+        first_holder = scope.first_replica if plan.zero.shard_state else scope.everyone.rank == 0
+        rows_of = full_shape(first) if first in by_rows else None
+        result.append(
+            GradBucket(
+                layout,
+                gradient_sum(layout, scope, pool, plan, rows_of),
+                pool,
+                first.device,
+                rank=bucket.rank,
+                factors=plan.gradients.factors(scope.divisor),
+                counts=first_holder,
+                accumulate_dtype=plan.precision.accumulate or layout.dtype,
+                keep_local=not plan.zero.shard_grads,
+                new_slice=partial(tier.of(layout).new_gradients, device=first.device),
+                host=host if off_host(first.device) and tier.takes(layout) else None,
+            )
+        )
+    return result
+
+
+def make_reducer(
+    params: Sequence[nn.Parameter],
+    buckets: Sequence[GradBucket],
+    plan: Plan,
+    everyone: Communicator,
+    coordinator: ParamCoordinator | None,
+    *,
+    at_boundary: Callable[[], bool],
+    device: torch.device | None = None,
+) -> GradReducer:
+    """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
+    are built (default: where the gradients are). Hooks are installed by the caller."""
+    reducer = GradReducer(
+        params,
+        buckets,
+        everyone,
+        cadence=cadence(plan, coordinator),
+        overlap=plan.zero.overlap,
+        expose=not plan.zero.shard_state,
+        at_boundary=at_boundary,
+        device=device,
+    )
+    if coordinator is not None:
+        take_turns(reducer, coordinator.gatherer)
+    return reducer
+
+
+def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
+    """How often gradients travel. At stage 3, with room for every parameter there is also room for whole gradients
+    between micro-batches: then each is communicated only once per step."""
+    if coordinator is None:
+        return plan.zero.cadence
+    return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
+
+
+def take_turns(reducer: GradReducer, gatherer: LocalGather) -> None:
+    """Put sums and gathers into one order, if gathers are collectives."""
+    if isinstance(gatherer, ScheduledGather):
+        reducer.turns = gatherer
+        gatherer.start_sum = reducer.launch
+
+
+def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
+    """How much may be gathered at a time."""
+    return LiveBudget(max_live=int(zero.max_live_parameters), max_reuse=int(zero.max_reuse_distance))
