@@ -137,7 +137,11 @@ def require_optimizer(plan: Plan, given: bool) -> None:
         )
 
 
-def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams) -> None:
+def check_optimizer(
+    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes
+) -> None:
+    if traits_of(optimizer).whole_matrices:
+        _check_whole(optimizer, trained, scopes)
     if not plan.zero.shard_state:
         return
     if not trained.params:
@@ -154,6 +158,17 @@ def check_optimizer(plan: Plan, optimizer: torch.optim.Optimizer, trained: Train
     )
 
 
+def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
+    names = dict(zip(map(id, trained.params), trained.names, strict=True))
+    matrices = [p for group in optimizer.param_groups if group.get("use_muon") for p in group[PARAMS]]
+    split = [names[id(p)] for p in matrices if id(p) in names and scopes.split_axes(p)]
+    if split:
+        raise DeepSpeedConfigError(
+            f"{type(optimizer).__name__} needs whole matrices, but {len(split)} of them are split over tensor-parallel "
+            f"ranks, such as {split[0]}; set use_muon = False on these parameters, or use another optimizer"
+        )
+
+
 def build_core(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -166,7 +181,7 @@ def build_core(
     """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
     ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
-    check_optimizer(plan, optimizer, trained)
+    check_optimizer(plan, optimizer, trained, scopes)
     if sharded is None:
         weights = _whole_buckets(module, plan, scopes, trained)
     else:

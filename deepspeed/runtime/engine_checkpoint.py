@@ -485,7 +485,7 @@ class _WholeWeights:
 
     def _whole(self, param: Tensor) -> Generator[Tensor, None, None]:
         with GatheredParameters(param):
-            yield whole_tensor(param, placement_of(param), self.scopes)
+            yield whole_tensor(param, self.scopes)
 
     def __enter__(self) -> _WholeWeights:
         return self

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import deepspeed
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.dtensors import placement_of_dtensor
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.pool import distributed
@@ -196,6 +197,36 @@ def test_split_layers_train_like_whole_ones(world_size: int, stage: int, clip: f
     torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-6)
     assert_weights(engine, model, rtol=1e-5, atol=1e-6)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=4)
+def test_lamb_takes_norms_of_whole_tensors(stage: int) -> None:
+    settings = config(stage, 0.0, optimizer={"type": "Lamb", "params": {"lr": 1e-2}})
+    parts = start(settings)
+    losses, _ = train(parts, 0, STEPS)
+    whole = start({**settings, "zero_optimization": {"stage": 0}}, split=False)
+    expected = []
+    for step in range(STEPS):
+        loss = whole(batch(step, dist.get_rank() // TP))
+        whole.backward(loss)
+        whole.step()
+        expected.append(loss.item())
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    parts.destroy(), whole.destroy()
+
+
+@distributed(world_size=2)
+def test_muon_refuses_split_matrices() -> None:
+    unit = Unit()
+    model = Block(unit)
+    for name, param in model.named_parameters():
+        param.use_muon = name in ("up", "down")
+    with pytest.raises(
+        DeepSpeedConfigError, match="2 of them are split over tensor-parallel ranks, such as up"
+    ):
+        settings = config(1, optimizer={"type": "Muon", "params": {"lr": 1e-2}})
+        deepspeed.initialize(model=model, config=settings, mpu=unit)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -33,10 +33,11 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
             place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
 
 
-def whole_tensor(tensor: Tensor, placement: Placement, scopes: Scopes) -> Tensor:
+def whole_tensor(tensor: Tensor, scopes: Scopes) -> Tensor:
     """The global tensor that ``tensor`` [the rank's shape] is a part of, without gradient. Collective over the ranks of
     a split; experts stay as they are."""
-    axes = [axis for axis in placement.split if axis in scopes.across]
+    placement = placement_of(tensor)
+    axes = scopes.split_axes(tensor)
     if not axes or EXPERTS in placement.split:
         return tensor.detach()
     flat, index = tensor.detach().reshape(-1), placement.index("")

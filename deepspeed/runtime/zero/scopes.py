@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh, split_ranks
@@ -118,6 +119,10 @@ class Scopes:
 
     def of(self, param: torch.Tensor) -> Scope:
         return self._known[scope_name(param)]
+
+    def split_axes(self, param: torch.Tensor) -> tuple[str, ...]:
+        """Axes of ``across`` over which the tensor that ``param`` is a part of is spread."""
+        return tuple(axis for axis in placement_of(param).split if axis in self.across)
 
     def shards(self) -> dict[str, int]:
         """In how many slices one copy is cut, by the name of the scope."""

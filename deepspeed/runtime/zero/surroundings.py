@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
@@ -25,7 +26,10 @@ class Surroundings:
     def follow(self) -> None:
         """The store may hold more parameters than before."""
         traits, sharded = self.store.traits, self.sharded
-        self._sums = SegmentSums(self.store, self.scopes) if traits.segment_sums and sharded else None
+        in_parts = sharded or any(map(self.scopes.split_axes, self.store.params))
+        self._sums = None
+        if traits.segment_sums and in_parts:
+            self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
         self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
 
     def context(self, gradient_norm: float) -> UpdateContext:
@@ -36,11 +40,17 @@ class Surroundings:
 
 
 class SegmentSums:
-    """Adds sums over the fragments of ``store`` up to sums over whole parameters, for LAMB."""
+    """Adds sums over the fragments of ``store`` up to sums over whole parameters, for LAMB: of the ranks with its
+    shards, and of those with other parts of a larger tensor."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
         self.store = store
-        self.members = params_by_scope(store, scopes)
+        self.members: dict[Communicator, list[int]] = {}
+        if sharded:
+            self.members = {scope.shard: params for scope, params in params_by_scope(store, scopes).items()}
+        for index, param in enumerate(store.params):
+            for axis in scopes.split_axes(param):
+                self.members.setdefault(scopes.across[axis], []).append(index)
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
@@ -49,9 +59,9 @@ class SegmentSums:
         whole = torch.zeros(len(self.store.params), sums.shape[1], dtype=torch.float64)
         whole.index_add_(0, indices, sums.cpu())
         whole = whole.to(self.store.params[0].device)
-        for scope, params in self.members.items():
+        for holders, params in self.members.items():
             share = whole[params]
-            scope.shard.all_reduce(share.view(-1)).wait()
+            holders.all_reduce(share.view(-1)).wait()
             whole[params] = share
         return whole[indices.to(whole.device)].to(sums.device)
 
