@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test clients lint types architecture docs format clean
+.PHONY: help demo test clients torch-releases lint types architecture docs format clean
 
 help:
 	@echo "make demo    train a small GPT on real text, resume it, and plot the loss (examples/pretrain_gpt)"
 	@echo "make test    run the test suite, without the tests marked slow"
 	@echo "make clients run the tests with Transformers, Accelerate, Lightning, TRL and PEFT, in their newest releases"
+	@echo "make torch-releases  test with every supported release of torch, each downloaded (.ci/torch_releases)"
 	@echo "make docs    build the documentation as a site, in the folder site"
 	@echo "make lint | types | architecture | format | clean"
 
@@ -28,6 +29,9 @@ clients: $(VENV)/.created
 	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -m "not slow" \
 		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/memory_plan/test_command.py \
 		tests/zero/test_init_peak.py
+
+torch-releases: $(VENV)/.installed-dev
+	PYTHON=$(BIN)/python .ci/torch_releases
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
