@@ -20,7 +20,7 @@ from deepspeed.checkpoint.own_format import (
     unpack_groups,
     unpack_section,
 )
-from deepspeed.checkpoint.shards import ShardIndex, covers
+from deepspeed.checkpoint.shards import ShardIndex, covers, span
 from deepspeed.checkpoint.state import MASTER
 
 
@@ -124,7 +124,7 @@ class OwnReader:
         self, directory: str, files: list[str], shards: Sequence[ShardIndex] | None, prefer: int
     ) -> Iterable[str]:
         if directory in self.directories and shards is not None:
-            numbers = {n for shard in shards for n in self.directories[directory].files(shard, prefer)}
+            numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
         held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
         return self._search(self._near(files, prefer), shards, held)

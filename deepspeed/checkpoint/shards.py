@@ -139,6 +139,19 @@ def intersect(target: ShardIndex, sources: Sequence[ShardIndex]) -> tuple[list[P
     return pieces, missing
 
 
+def span(shard: ShardIndex) -> ShardIndex:
+    """The shortest interval of the flat global tensor that has all elements of ``shard``."""
+    if not shard.boxes:
+        return shard
+    if not shard.numel:
+        return ShardIndex(shard.name, shard.global_shape, (), 0, 0)
+    strides = _row_major(shard.global_shape)
+    boxes = [region.box for region in regions(shard)]
+    low = min(sum(a * s for (a, _), s in zip(box, strides, strict=True)) for box in boxes)
+    last = max(sum((b - 1) * s for (_, b), s in zip(box, strides, strict=True)) for box in boxes)
+    return ShardIndex(shard.name, shard.global_shape, (), low, last + 1)
+
+
 def covers(target: ShardIndex, sources: Sequence[ShardIndex]) -> bool:
     """Whether ``sources`` hold all of ``target``; not those of a tensor of another shape."""
     fitting = [source for source in sources if source.global_shape == target.global_shape]
