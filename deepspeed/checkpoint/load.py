@@ -15,7 +15,7 @@ from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
+from deepspeed.checkpoint.shards import Piece, ShardIndex, covers, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -309,8 +309,7 @@ class Restorer:
             name = self.catalog.find([index.name])
             if name is None or (index.name in known and not trained):
                 continue
-            sources = self.catalog.module.get(name) or self.catalog.masters(name)
-            self.reader.fill(index, part, sources, f"the weights of {index.name}")
+            self.reader.fill(index, part, self._weights(name, index), f"the weights of {index.name}")
 
     def _cut(self) -> set[str]:
         """All names of parameters that this rank holds only a part of."""
@@ -358,6 +357,7 @@ class Restorer:
         saved = sources[0].index
         placement = self.placements.get(name)
         target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()
+        sources = self._weights(name, target)
         shape = own.shape if placement is not None and own is not None else target.local_shape
         for source in sources:
             if source.index == replace(target, name=source.index.name):
@@ -366,6 +366,12 @@ class Restorer:
         made = torch.empty(target.numel, dtype=sources[0].data.dtype)
         self.reader.fill(target, made, sources, name)
         return made.view(shape)
+
+    def _weights(self, name: str, target: ShardIndex) -> list[Source]:
+        """Where the model's own weights are; the masters if no model file holds all that is wanted."""
+        own = self.catalog.module.get(name, [])
+        held = covers(target, [source.index for source in own])
+        return own if held else self.catalog.masters(name) or own
 
     def _shards(self) -> Iterable[tuple[ShardIndex, dict[str, Tensor]]]:
         assert self.state is not None

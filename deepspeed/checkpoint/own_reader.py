@@ -42,7 +42,8 @@ class OwnReader:
         self._unpacked: set[str] = set()
         self.optim_files, self.part_files, self.model_files = self._file_names()
         self.sharded_weights = self.index["part_files"] is not None
-        self.reads_optimizer = self.index["optimizer"] is not None and (optimizer or self.sharded_weights)
+        weights_too = self.sharded_weights or self.index.get("weights_in_optimizer_files", False)
+        self.reads_optimizer = self.index["optimizer"] is not None and (optimizer or weights_too)
         self.catalog = self._catalog()
         self.directories = self._directories()
         self._add_model_file(head.path.name)

@@ -339,6 +339,7 @@ class _Files:
             "excluded": self.excluded,
             "trained": self.trained,
             "cut": self.cut,
+            "weights_in_optimizer_files": bool(self.kinds) and not self.parts,
             "module_boxes": self._boxes(self.weights) if not self.parts else {},
             "parts": [(i.name, i.global_shape, i.boxes, i.start, i.stop) for i, _ in rest]
             if self.parts

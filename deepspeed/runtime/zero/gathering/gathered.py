@@ -130,7 +130,7 @@ class GatheredParameters:
         assert self.modifier_rank is not None
         for param in self.params:
             communicator = param.ds_home.everyone
-            source = communicator.ranks.index(self.modifier_rank)
+            source = _position(self.modifier_rank, communicator)
             value = param.data if param.data.is_contiguous() else param.data.contiguous()
             communicator.broadcast(value.view(-1), src=source).wait()
             zero_params.follow_dtype(param)
@@ -197,3 +197,12 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
             yield model.module
         finally:
             offload._register_deepspeed_module(offload.module)
+
+
+def _position(rank: int, communicator: Communicator) -> int:
+    """Place of ``rank`` among those that hold a parameter; where it does not, ``rank`` is such a place itself."""
+    if rank in communicator.ranks:
+        return communicator.ranks.index(rank)
+    if rank < communicator.size:
+        return rank
+    raise ValueError(f"modifier_rank={rank}, but only ranks {list(communicator.ranks)} hold the parameter")
