@@ -213,7 +213,8 @@ class OwnReader:
             place = self.optim_files.index(name) // self.index["dp_mp_sizes"][0]
             self._add_model_file(self.model_files[place])
         self._add_section(archive, section)
-        _add_module(self.catalog, archive)  # frozen weights that differ from rank to rank
+        if "module" in archive.content:  # frozen weights that differ from rank to rank
+            _add_module(self.catalog, archive)
 
     def _first_time(self, name: str) -> bool:
         new = name not in self._unpacked
