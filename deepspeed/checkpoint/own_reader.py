@@ -97,8 +97,11 @@ class OwnReader:
         if self.reads_optimizer and OPTIMIZER_DIRECTORY not in made and self.index["format"] > 1:
             for name in self.index["trained"]:
                 self.catalog.fragments.setdefault(name, {})
-        for name in made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else self.index["cut"]:
-            self.catalog.module.setdefault(name, [])
+        if PARTS_DIRECTORY in made or self.index["format"] > 1:
+            known = made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else self.index["cut"]
+            for name in known:
+                if name not in self.catalog.aliases:
+                    self.catalog.module.setdefault(name, [])
         return made
 
     # Other files --------------------------------------------------------------------------------------------
@@ -127,6 +130,8 @@ class OwnReader:
         if directory in self.directories and shards is not None:
             numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
+        if self.index["format"] == 1:
+            return self.present(files)
         held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
         return self._search(self._near(files, prefer), shards, held)
 
