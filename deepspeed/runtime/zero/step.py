@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.config.plan import Plan
+from deepspeed.config.plan import Cadence, Plan
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, nor
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
-from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, params_by_scope
+from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, local_squares, params_by_scope
 from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
 
@@ -29,7 +29,7 @@ from deepspeed.utils.logging import logger
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
-    skipped, even if the norm was NaN."""
+    skipped, even if the norm was NaN. Where gradients are not summed over ranks it is ``local_squares``'s."""
 
     applied: bool
     norm: float
@@ -82,6 +82,7 @@ class StepExecutor:
         self._counted: list[Tensor] = []  # gradients whose norm counts on this rank
         self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
         optimizer: Any = store.optimizer
+        self._announced: Cadence | None = None
         self._step_fragments: Any = optimizer.step_fragments if store.traits.fused else LentStep(store)
 
     def step(self) -> StepResult:
@@ -101,7 +102,21 @@ class StepExecutor:
             self._update(report.used, clip / self.scaler.scale, self.surroundings.context(norm * clip))
         self.publisher.publish()
         self.scaler.update(overflow=False)
+        self._change_cadence()
         return StepResult(True, norm, clip)
+
+    # Cadence ------------------------------------------------------------------------------------------------
+
+    def announce(self, cadence: Cadence) -> None:
+        """Sum gradients over ranks at this cadence once the next step has been applied. Every rank announces the same
+        before the same step. ValueError: the gradients are partitioned, or their sums are scheduled (stage 3)."""
+        self.reducer.check_cadence(cadence)
+        self._announced = cadence
+
+    def _change_cadence(self) -> None:
+        if self._announced is not None:
+            self.reducer.change_cadence(self._announced)
+            self._announced = None
 
     # Agreement ----------------------------------------------------------------------------------------------
 
@@ -126,7 +141,7 @@ class StepExecutor:
 
     def _exchange(self) -> GradReport:
         self._gradient_lists()
-        squares = sum_of_squares(self._counted)
+        squares = self._squares()
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
         if self.communicator.size == 1:
@@ -136,6 +151,12 @@ class StepExecutor:
         report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
         self._ask_holders(used, report.used)
         return report
+
+    def _squares(self) -> float:
+        """This rank's share of the squared norm."""
+        if self.reducer.cadence is Cadence.NEVER:
+            return local_squares(self.store, self.members)
+        return sum_of_squares(self._counted)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)

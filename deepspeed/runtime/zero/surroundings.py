@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.update import UpdateContext
+from deepspeed.runtime.zero.norms import sum_of_squares
 from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
@@ -100,3 +101,18 @@ def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]
     for index, param in enumerate(store.params):
         found.setdefault(scopes.of(param), []).append(index)
     return found
+
+
+def local_squares(store: StateStore, members: Mapping[Scope, Sequence[int]]) -> float:
+    """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
+
+    Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
+    mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that clipping
+    scales all of them alike and does not turn their mean.
+    """
+    total = 0.0
+    for scope, params in members.items():
+        chosen = set(params)
+        grads = [owned.gradient() for owned in store.fragments if owned.param_index in chosen]
+        total += sum_of_squares(grads) / scope.everyone.size
+    return total
