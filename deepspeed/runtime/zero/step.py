@@ -39,12 +39,14 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class GradReport:
     """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
-    parameters not trained yet have a gradient (``woken``)."""
+    parameters not trained yet have a gradient (``woken``), and whether every rank's optimizer wants the next gradients
+    unsummed (``own``)."""
 
     squares: float
     used: list[bool]
     late: bool
     woken: list[bool]
+    own: bool
 
 
 class StepExecutor:
@@ -99,10 +101,12 @@ class StepExecutor:
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.no_grad():
-            self._update(report.used, clip / self.scaler.scale, self.surroundings.context(norm * clip))
+            own_gradients = self.reducer.cadence is Cadence.NEVER
+            context = self.surroundings.context(norm * clip, own_gradients=own_gradients)
+            self._update(report.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
-        self._change_cadence()
+        self._change_cadence(report)
         return StepResult(True, norm, clip)
 
     # Cadence ------------------------------------------------------------------------------------------------
@@ -113,7 +117,14 @@ class StepExecutor:
         self.reducer.check_cadence(cadence)
         self._announced = cadence
 
-    def _change_cadence(self) -> None:
+    def _wishes(self) -> list[bool]:
+        """Whether this rank's optimizer wants the following gradients unsummed; empty if it cannot want that."""
+        optimizer: Any = self.store.optimizer
+        return [optimizer.keeps_own_gradients()] if self.store.traits.own_communication else []
+
+    def _change_cadence(self, report: GradReport) -> None:
+        if self.store.traits.own_communication:
+            self.reducer.change_cadence(Cadence.NEVER if report.own else self.plan.zero.cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
             self._announced = None
@@ -144,11 +155,13 @@ class StepExecutor:
         squares = self._squares()
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
+        wishes = self._wishes()
         if self.communicator.size == 1:
-            return GradReport(squares, used, late, woken)
-        values = self._sum([squares, late, *used, *woken], self.communicator)
-        flags = [count > 0 for count in values[2:]]
-        report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :])
+            return GradReport(squares, used, late, woken, own=any(wishes))
+        values = self._sum([squares, late, *used, *woken, *wishes], self.communicator)
+        flags = [count > 0 for count in values[2 : 2 + len(used) + len(woken)]]
+        own = bool(wishes) and values[-1] == self.communicator.size
+        report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :], own)
         self._ask_holders(used, report.used)
         return report
 

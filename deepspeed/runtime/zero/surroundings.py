@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.zero.norms import sum_of_squares
 from deepspeed.runtime.zero.scopes import Scope, Scopes
@@ -29,10 +30,15 @@ class Surroundings:
         self._sums = SegmentSums(self.store, self.scopes) if traits.segment_sums and sharded else None
         self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
 
-    def context(self, gradient_norm: float) -> UpdateContext:
-        """``gradient_norm``: after clipping."""
+        self._holders = Holders(self.store, self.scopes) if traits.own_communication else None
+
+    def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
+        """``gradient_norm``: after clipping. ``own_gradients``: they have not been summed over ranks."""
         return UpdateContext(
-            gradient_norm=gradient_norm, segment_sum=self._sums, whole_matrices=self._matrices
+            gradient_norm=gradient_norm,
+            segment_sum=self._sums,
+            whole_matrices=self._matrices,
+            holders=self._holders if own_gradients else None,
         )
 
 
@@ -55,6 +61,20 @@ class SegmentSums:
             scope.shard.all_reduce(share.view(-1)).wait()
             whole[params] = share
         return whole[indices.to(whole.device)].to(sums.device)
+
+
+class Holders:
+    """Sorts masters by who holds the same ones."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.order = list(params_by_scope(store, scopes))
+        self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
+
+    def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
+        found: dict[Scope, list[int]] = {scope: [] for scope in self.order}
+        for position, master in enumerate(masters):
+            found[self.scope_of[id(master)]].append(position)
+        return [(scope.everyone, positions) for scope, positions in found.items() if positions]
 
 
 class LentStep:
