@@ -51,6 +51,8 @@ class UpdateTraits:
     whole_matrices: bool = False
     """Functions of whole matrices in the middle of the update (Muon)."""
 
+    gradient_norm: bool = False
+    """The norm of the whole gradient, of all groups and ranks (LAMB's own clipping)."""
     own_communication: bool = False
     """Whether it may ask for gradients that are not summed over ranks, and then exchanges what it needs itself (1-bit
     Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned there is no such update: what a rank would
@@ -63,6 +65,11 @@ class UpdateTraits:
         """Whether the update is collective, so that ranks without a fragment participate as well."""
         return self.segment_sums or self.whole_matrices or self.own_communication
 
+    @property
+    def needs_context(self) -> bool:
+        """Whether an ``UpdateContext`` can make a difference to it."""
+        return self.joins_ranks or self.gradient_norm
+
 
 FOREIGN = UpdateTraits(fused=False)
 """An optimizer that knows nothing of this protocol."""
@@ -70,7 +77,8 @@ FOREIGN = UpdateTraits(fused=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext:
-    """What an update can ask of whoever holds the tensors. None: the tensors are whole, and nobody knows more."""
+    """What an update can ask of whoever holds the tensors, as far as its traits say that it does. None: the tensors are
+    whole, and nobody knows more."""
 
     gradient_norm: float | None = None
     """Norm of the whole gradient, ``grad_scale`` included."""

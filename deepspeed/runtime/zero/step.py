@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
-from deepspeed.ops.update import UpdateContext
+from deepspeed.ops.update import ALONE, UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.late_params import LateParams
@@ -85,6 +85,9 @@ class StepExecutor:
         self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
         optimizer: Any = store.optimizer
         self._announced: Cadence | None = None
+        self._asks: Callable[[], bool] | None = (
+            optimizer.keeps_own_gradients if store.traits.own_communication else None
+        )
         self._step_fragments: Any = optimizer.step_fragments if store.traits.fused else LentStep(store)
 
     def step(self) -> StepResult:
@@ -101,12 +104,12 @@ class StepExecutor:
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.no_grad():
-            own_gradients = self.reducer.cadence is Cadence.NEVER
-            context = self.surroundings.context(norm * clip, own_gradients=own_gradients)
+            context = self._context(norm * clip) if self.store.traits.needs_context else ALONE
             self._update(report.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
-        self._change_cadence(report)
+        if self._asks or self._announced is not None:
+            self._change_cadence(report)
         return StepResult(True, norm, clip)
 
     # Cadence ------------------------------------------------------------------------------------------------
@@ -117,13 +120,8 @@ class StepExecutor:
         self.reducer.check_cadence(cadence)
         self._announced = cadence
 
-    def _wishes(self) -> list[bool]:
-        """Whether this rank's optimizer wants the following gradients unsummed; empty if it cannot want that."""
-        optimizer: Any = self.store.optimizer
-        return [optimizer.keeps_own_gradients()] if self.store.traits.own_communication else []
-
     def _change_cadence(self, report: GradReport) -> None:
-        if self.store.traits.own_communication:
+        if self._asks:
             self.reducer.change_cadence(Cadence.NEVER if report.own else self.plan.zero.cadence)
         if self._announced is not None:
             self.reducer.change_cadence(self._announced)
@@ -152,10 +150,11 @@ class StepExecutor:
 
     def _exchange(self) -> GradReport:
         self._gradient_lists()
-        squares = self._squares()
+        alone = self.reducer.cadence is Cadence.NEVER
+        squares = local_squares(self.store, self.members) if alone else sum_of_squares(self._counted)
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
-        wishes = self._wishes()
+        wishes = [bool(self._asks())] if self._asks else []
         if self.communicator.size == 1:
             return GradReport(squares, used, late, woken, own=any(wishes))
         values = self._sum([squares, late, *used, *woken, *wishes], self.communicator)
@@ -164,12 +163,6 @@ class StepExecutor:
         report = GradReport(values[0], flags[: len(used)], values[1] > 0, flags[len(used) :], own)
         self._ask_holders(used, report.used)
         return report
-
-    def _squares(self) -> float:
-        """This rank's share of the squared norm."""
-        if self.reducer.cadence is Cadence.NEVER:
-            return local_squares(self.store, self.members)
-        return sum_of_squares(self._counted)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -255,6 +248,10 @@ class StepExecutor:
             bucket.relink(positions)
             self.store.rebind(bucket)
             self._lists = []
+
+    def _context(self, norm: float) -> UpdateContext:
+        """``norm``: of the gradient after clipping."""
+        return self.surroundings.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""
