@@ -44,7 +44,7 @@ DOCUMENTED_KEYS = (
 RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS))
 """Keys that a client state must not contain, and that are left out when it is returned."""
 
-_OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers)_rank_\d+\.pt")
+_OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers|own_state)_rank_\d+\.pt")
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -81,6 +81,11 @@ def pending_file(rank: int) -> str:
 def buffers_file(rank: int) -> str:
     """Buffers of ``rank`` where ranks hold different ones (BatchNorm statistics)."""
     return f"buffers_rank_{rank}.pt"
+
+
+def own_state_file(rank: int) -> str:
+    """What the optimizer of ``rank`` does not share with other ranks (error feedback)."""
+    return f"own_state_rank_{rank}.pt"
 
 
 def is_ours(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,22 @@ def read_pending(catalog: Catalog, rank: int) -> dict[str, Any] | None:
     if not catalog.index.get("pending"):
         return None
     return read_own(catalog.folder / names.pending_file(rank))
+
+
+class OwnStates(Sequence[Mapping[str, Any]]):
+    """What each rank's optimizer did not share with the others, by the rank that saved it; read when asked for."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.folder = catalog.folder
+        self.saved = int(catalog.index["world_size"]) if catalog.index.get("own_state") else 0
+
+    def __len__(self) -> int:
+        return self.saved
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < self.saved:
+            raise IndexError(rank)
+        return materialize(read_own(self.folder / names.own_state_file(rank)))
 
 
 def _files(folder: Path) -> tuple[list[Path], list[Path]]:

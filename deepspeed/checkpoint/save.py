@@ -69,6 +69,8 @@ class Training:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     positions: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Any] = field(default_factory=dict)
+    own_state: Mapping[str, Any] | None = None
+    """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
 
 
 def save(
@@ -229,6 +231,8 @@ class _Files:
             contents[names.model_file(place.mp_rank)] = self._model_states
         if self.pending:
             contents[names.pending_file(rank)] = lambda: {"pending_gradients": pending}
+        if training.own_state is not None:
+            contents[names.own_state_file(rank)] = lambda: dict(training.own_state or {})
         if self.buffers_differ:
             own = {name: self.weights[name] for name in self.differing}
             contents[names.buffers_file(rank)] = lambda: {"buffers": own}
@@ -346,6 +350,7 @@ class _Files:
             else None,
             "part_files": "model files" if self.parts else None,
             "pending": self.pending,
+            "own_state": training.own_state is not None,
             "buffers_differ": self.buffers_differ,
             **training.positions,
             **self.directories,

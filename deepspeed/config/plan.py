@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class Cadence(enum.Enum):
-    """How often local gradients are summed over the data-parallel ranks."""
+    """How often local gradients are summed over the data-parallel ranks. It may change between two steps
+    (``StepExecutor.announce``)."""
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
     EVERY_MICRO_BATCH = "after the backward of every micro-batch"
+    NEVER = "not at all: each rank updates with its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

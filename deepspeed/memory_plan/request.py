@@ -20,6 +20,7 @@ from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.utils.logging import logger
@@ -166,6 +167,7 @@ def _optimizer(
         return ADAM, [], ["no optimizer is known: only weights are counted"]
     if made is None:
         return ADAM, None, ["the config names no optimizer: Adam with two fp32 moments is assumed"]
+    check_partitioning(made, plan)
     notes = []
     if traits_of(made).whole_matrices:
         notes.append("matrices that Muon gathers during the update are not counted")

@@ -7,14 +7,22 @@ is called. ``traits_of`` is the only place that decides; training, the memory pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from deepspeed.comm.collectives import Communicator
+
 SegmentSum = Callable[[list[Tensor], Tensor], Tensor]
 """Given fragments and their sums [n, k] fp64, the sums of the whole tensors that they are parts of. Collective."""
+
+
+HoldersOf = Callable[[Sequence[Tensor]], Sequence[tuple["Communicator", list[int]]]]
+"""Given masters, those ranks that hold the same ones as this rank, with the positions of these masters: one entry per
+kind of weights, in one order on all of them."""
 
 
 class WholeMatrixUpdate(Protocol):
@@ -43,10 +51,24 @@ class UpdateTraits:
     whole_matrices: bool = False
     """Functions of whole matrices in the middle of the update (Muon)."""
 
+    gradient_norm: bool = False
+    """The norm of the whole gradient, of all groups and ranks (LAMB's own clipping)."""
+    own_communication: bool = False
+    """Whether it may ask for gradients that are not summed over ranks, and then exchanges what it needs itself (1-bit
+    Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned there is no such update: what a rank would
+    exchange is as large as its whole gradient, and belongs into a wire format of gradients."""
+    rank_state: tuple[str, ...] = ()
+    """Entries of its state that differ between ranks with the same weights (error feedback); per element."""
+
     @property
     def joins_ranks(self) -> bool:
         """Whether the update is collective, so that ranks without a fragment participate as well."""
-        return self.segment_sums or self.whole_matrices
+        return self.segment_sums or self.whole_matrices or self.own_communication
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether an ``UpdateContext`` can make a difference to it."""
+        return self.joins_ranks or self.gradient_norm
 
 
 FOREIGN = UpdateTraits(fused=False)
@@ -55,12 +77,16 @@ FOREIGN = UpdateTraits(fused=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateContext:
-    """What an update can ask of whoever holds the tensors. None: the tensors are whole, and nobody knows more."""
+    """What an update can ask of whoever holds the tensors, as far as its traits say that it does. None: the tensors are
+    whole, and nobody knows more."""
 
     gradient_norm: float | None = None
     """Norm of the whole gradient, ``grad_scale`` included."""
     segment_sum: SegmentSum | None = None
     whole_matrices: WholeMatrixUpdate | None = None
+    holders: HoldersOf | None = None
+    """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges
+    what keeps the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
 
 
 ALONE = UpdateContext()
@@ -91,6 +117,27 @@ class FragmentOptimizer(Protocol):
         self, fragments: Sequence[Fragments], *, grad_scale: float, context: UpdateContext
     ) -> None:
         """Update ``fragments[g]`` with the hyperparameters of group g, from the gradients times ``grad_scale``."""
+        ...
+
+
+class CommunicatingOptimizer(FragmentOptimizer, Protocol):
+    """One with ``own_communication``. An engine calls these methods at the same time on every rank."""
+
+    def keeps_own_gradients(self) -> bool:
+        """Whether, once the coming step is applied, the following gradients should be left as they are on each rank.
+
+        They are as soon as every rank says so, and summed again as soon as one does not; the update is told which by
+        ``UpdateContext.holders``. Asked before each step, maybe repeatedly."""
+        ...
+
+    def own_state(self) -> dict[str, Any]:
+        """What a checkpoint must hold of this rank besides the groups and the state by parameter: plain values and
+        tensors."""
+        ...
+
+    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        """``saved[r]``: what rank r had saved, of as many ranks as there were then, read when it is asked for; none if
+        another optimizer was saved. This is ``rank`` of ``ranks`` now."""
         ...
 
 

@@ -19,7 +19,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.zero.access import StateAccess
@@ -51,6 +51,7 @@ from deepspeed.runtime.zero.optimizer import (
     FP16_Optimizer,
     ZeroOptimizer,
 )
+from deepspeed.runtime.zero.own_state import OwnState
 from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
@@ -74,6 +75,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
+    own_state: OwnState
     client_state: ClientState | None
     late_params: LateParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
@@ -149,13 +151,7 @@ def check_optimizer(
             f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
-    if plan.zero.allow_untested_optimizer or traits_of(optimizer).joins_ranks or is_elementwise(optimizer):
-        return
-    raise DeepSpeedConfigError(
-        f"{type(optimizer).__name__} does not update elements independently, so zero_optimization.stage="
-        f"{plan.zero.stage} cannot partition its tensors across ranks; use stage 0, or set "
-        "zero_allow_untested_optimizer: true to try."
-    )
+    check_partitioning(optimizer, plan)
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
@@ -253,6 +249,7 @@ def _wire_step(
         scaler=scaler,
         executor=executor,
         access=access,
+        own_state=OwnState(access),
         client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded),

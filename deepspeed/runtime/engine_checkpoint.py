@@ -20,12 +20,13 @@ from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.reader import materialize, open_checkpoint, read_pending
+from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
+from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.placements import whole_tensor
@@ -102,7 +103,9 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
             "fp16": bool(engine.fp16_enabled()),
             "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
             "optimizer_order": _optimizer_order(engine),
+            "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
         },
+        own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": _loader_state(engine)},
     )
 
@@ -285,6 +288,7 @@ def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, rep
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if what.optimizer:
         _load_loss_scale(engine, catalog)
+        _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)
     if what.everything:
         _load_rank_state(engine, catalog, ranks)
@@ -295,6 +299,17 @@ def _load_loss_scale(engine: EngineBase, catalog: Catalog) -> None:
     before = bool(catalog.index.get("fp16") and catalog.index.get("dynamic_loss_scale"))
     dynamic = catalog.scalars.get("dynamic", before)
     engine.state_access.load_scalars({**catalog.scalars, "dynamic": dynamic})
+
+
+def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
+    """What ranks do not share, and whether gradients are summed: as every rank reads in the same index."""
+    core = engine.core
+    if core is None or not core.store.traits.own_communication:
+        return
+    report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
+    sums = catalog.index.get("sums_gradients", True)
+    core.reducer.clear()
+    core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)
 
 
 def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:

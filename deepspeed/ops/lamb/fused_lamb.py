@@ -30,7 +30,7 @@ class FusedLamb(MultiTensorOptimizer):
     ranks) would be at most this. `amsgrad` is in the signature but not available.
     """
 
-    update_traits = UpdateTraits(elementwise=False, segment_sums=True)
+    update_traits = UpdateTraits(elementwise=False, segment_sums=True, gradient_norm=True)
     state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.optim.first_state import constructed_state, stand_in
 from deepspeed.utils.logging import logger
@@ -35,6 +37,24 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     if cls not in _verdicts:
         _verdicts[cls] = _probe(optimizer)
     return _verdicts[cls]
+
+
+def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
+    """DeepSpeedConfigError: the plan partitions tensors that ``optimizer`` cannot update in parts."""
+    if not plan.zero.shard_state:
+        return
+    name, traits = type(optimizer).__name__, traits_of(optimizer)
+    if traits.own_communication:
+        raise DeepSpeedConfigError(
+            f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
+            "cannot partition its tensors across ranks; use stage 0."
+        )
+    if plan.zero.allow_untested_optimizer or traits.joins_ranks or is_elementwise(optimizer):
+        return
+    raise DeepSpeedConfigError(
+        f"{name} does not update elements independently, so zero_optimization.stage={plan.zero.stage} cannot partition "
+        "its tensors across ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
+    )
 
 
 @torch.no_grad()

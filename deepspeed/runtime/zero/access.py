@@ -90,9 +90,12 @@ class StateAccess:
         ]
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live."""
+        """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
+        each rank's own (``own_state.py``)."""
+        own = self.store.traits.rank_state
         for owned in self.store.fragments:
-            yield self.index_of(owned), self._tensors(owned)
+            tensors = self._tensors(owned)
+            yield self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Those of ``shards`` whose first holder this rank is."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.zero.buffer_pool import BufferPool
-from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
+from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight, LocalSum
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.host_copies import HostCopies
 
@@ -25,10 +25,10 @@ class GradBucket:
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
 
-    ``over_ranks``: how the sum over ranks is taken, times ``factors`` before and after; ``rank``: which slice is this
-    rank's; ``counts``: whether its norm counts, as no other rank's counts the same weights. ``host``: set if the slice
-    leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host memory. ``new_slice(numel,
-    dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
+    ``over_ranks``: how the sum over the ``holders`` of its weights is taken, times ``factors`` before and after;
+    ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
+    ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
+    memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class GradBucket:
         device: torch.device,
         *,
         rank: int,
+        holders: int = 1,
         factors: tuple[float, float] = (1.0, 1.0),
         counts: bool = True,
         accumulate_dtype: torch.dtype,
@@ -50,6 +51,7 @@ class GradBucket:
         self.new_slice = new_slice
         self.layout = layout
         self.over_ranks = over_ranks
+        self._formats: tuple[GradientSum, GradientSum] = (LocalSum(holders), over_ranks)
         self.pool = pool
         self.device = device
         self.dtype = accumulate_dtype
@@ -103,6 +105,19 @@ class GradBucket:
         self.views = [self.local[slot.offset : slot.end] for slot in self.layout.slots]
 
     # The sum over ranks -------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """ValueError: this rank keeps only a slice of the sum, so that it cannot go without one."""
+        if not self.keep_local or self.layout.num_shards > 1:
+            raise ValueError(
+                "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
+            )
+
+    def sum_over_ranks(self, yes: bool) -> None:
+        """Whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way is
+        released."""
+        self.over_ranks = self._formats[yes]
+        self.pool.clear()
 
     def launch(self) -> None:
         """Start the sum over ranks of what arrived; missing gradients are zero."""

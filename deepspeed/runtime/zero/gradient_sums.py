@@ -8,6 +8,7 @@ method; ``gradient_sum`` decides which ones a bucket gets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
+from deepspeed.comm.pending import DONE
 from deepspeed.config.plan import Plan
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.layout import BucketLayout
@@ -77,6 +79,22 @@ class DenseSum:
         out = wire[self.mine] if kept is None else kept()
         pending = self.communicator.reduce_scatter(out, wire, scale=after)
         return InFlight(pending, out, wire, kept is None)
+
+
+class LocalSum:
+    """Nothing travels (``Cadence.NEVER``): each of ``holders`` ranks keeps its own sum, in the accumulation dtype and
+    scaled such that the mean over the holders is what the sum over ranks would have been."""
+
+    def __init__(self, holders: int) -> None:
+        self.holders = holders
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        scale = before * after * self.holders
+        if not math.isclose(scale, 1.0, rel_tol=1e-12):
+            local.mul_(scale)
+        return InFlight(DONE, local, local, True)
 
 
 class ReplicatedSum:

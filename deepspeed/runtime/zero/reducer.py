@@ -8,6 +8,10 @@ once. A bucket that fills early waits for its turn; ``flush`` launches the rest 
 [Note: arrivals] A parameter used twice arrives once; reentrant checkpointing makes it arrive once per segment.
 How often each arrives is part of rank 0's record, and a bucket is full when all have arrived. A gradient that
 arrives after its bucket was launched is set aside, and the ranks agree at the step (``GradReport``) to sum it late.
+
+[Note: cadence] The cadence changes only at the end of a step, when nothing is in flight and the gradients are dropped
+next, and on all ranks in the same one (``StepExecutor``). With ``Cadence.NEVER`` everything happens as at the boundary,
+except that the buckets' wire format sends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ class LaunchTurns(Protocol):
 
 
 class GradReducer:
-    """Packs ready gradients into buckets and sums the buckets over ranks at the plan's cadence.
+    """Packs ready gradients into buckets and sums the buckets over ranks at a cadence, at first the plan's.
 
     Args:
         params: the engine's trainable parameters; bucket slots index into it.
@@ -259,6 +263,29 @@ class GradReducer:
         self._order, self._expected = values[: len(order)], values[len(order) :]
         self._recorded = True
 
+    def check_cadence(self, cadence: Cadence) -> None:
+        """ValueError: this reducer cannot change to it."""
+        if cadence is Cadence.NEVER:
+            for bucket in self.buckets:
+                bucket.check_whole()
+        if self.turns is not None and cadence is not self.cadence:
+            raise ValueError("where sums take turns with the gathers of stage 3, their cadence is fixed")
+
+    def change_cadence(self, cadence: Cadence) -> None:
+        """Sum at this cadence from the next backward on. Every rank calls this between the same two steps, or none
+        (Note: cadence). RuntimeError: this rank has gradients that are not summed yet."""
+        if cadence is self.cadence:
+            return
+        self.check_cadence(cadence)
+        if self._running or any(bucket.local is not None for bucket in self.buckets):
+            raise RuntimeError("the cadence of sums changes between two steps, not between micro-batches")
+        self.cadence = cadence
+        self._set_formats()
+
+    def _set_formats(self) -> None:
+        for bucket in self.buckets:
+            bucket.sum_over_ranks(self.cadence is not Cadence.NEVER)
+
     @property
     def device(self) -> torch.device:
         if self._device is not None:
@@ -326,6 +353,8 @@ class GradReducer:
         self.used += [False] * len(params)
         self._expected += [1] * len(params)
         self.buckets += [bucket for bucket in buckets if bucket not in self.buckets]
+        if self.cadence is Cadence.NEVER:
+            self._set_formats()
         self._lay_out()
         self.install_hooks()
 

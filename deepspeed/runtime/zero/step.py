@@ -13,15 +13,15 @@ from torch import Tensor
 
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
-from deepspeed.config.plan import Plan
-from deepspeed.ops.update import UpdateContext
+from deepspeed.config.plan import Cadence, Plan
+from deepspeed.ops.update import ALONE, UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
-from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, params_by_scope
+from deepspeed.runtime.zero.surroundings import LentStep, Surroundings, local_squares, params_by_scope
 from deepspeed.utils.exceptions import UnusedParametersError
 from deepspeed.utils.logging import logger
 
@@ -29,7 +29,7 @@ from deepspeed.utils.logging import logger
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """``norm`` is the global gradient norm before clipping, in the scale of the true gradient; inf if the step was
-    skipped, even if the norm was NaN."""
+    skipped, even if the norm was NaN. Where gradients are not summed over ranks it is ``local_squares``'s."""
 
     applied: bool
     norm: float
@@ -40,13 +40,14 @@ class StepResult:
 class GradReport:
     """What all ranks must know at a boundary: who used which parameter, the norm, late arrivals, and which of the
     parameters not trained yet have a gradient (``woken``). ``changes``: some rank of the whole model has either, and
-    all must report again."""
+    all must report again. ``own``: every rank's optimizer wants the next gradients unsummed."""
 
     squares: float
     used: list[bool]
     late: bool
     woken: list[bool]
     changes: bool
+    own: bool
 
 
 class Latecomers(Protocol):
@@ -101,6 +102,10 @@ class StepExecutor:
         self._counted: list[Tensor] = []  # gradients whose norm counts on this rank
         self.surroundings = Surroundings(store, scopes, sharded=self.sharded)
         optimizer: Any = store.optimizer
+        self._announced: Cadence | None = None
+        self._asks: Callable[[], bool] | None = (
+            optimizer.keeps_own_gradients if store.traits.own_communication else None
+        )
         self._step_fragments: Any = optimizer.step_fragments if store.traits.fused else LentStep(store)
 
     def step(self) -> StepResult:
@@ -117,10 +122,28 @@ class StepExecutor:
         clip = clip_coefficient(norm, self.plan.gradients.clip)
         self._relink_detached()
         with torch.no_grad():
-            self._update(report.used, clip / self.scaler.scale, self.surroundings.context(norm * clip))
+            context = self._context(norm * clip) if self.store.traits.needs_context else ALONE
+            self._update(report.used, clip / self.scaler.scale, context)
         self.publisher.publish()
         self.scaler.update(overflow=False)
+        if self._asks or self._announced is not None:
+            self._change_cadence(report)
         return StepResult(True, norm, clip)
+
+    # Cadence ------------------------------------------------------------------------------------------------
+
+    def announce(self, cadence: Cadence) -> None:
+        """Sum gradients over ranks at this cadence once the next step has been applied. Every rank announces the same
+        before the same step. ValueError: the gradients are partitioned, or their sums are scheduled (stage 3)."""
+        self.reducer.check_cadence(cadence)
+        self._announced = cadence
+
+    def _change_cadence(self, report: GradReport) -> None:
+        if self._asks:
+            self.reducer.change_cadence(Cadence.NEVER if report.own else self.plan.zero.cadence)
+        if self._announced is not None:
+            self.reducer.change_cadence(self._announced)
+            self._announced = None
 
     # Agreement ----------------------------------------------------------------------------------------------
 
@@ -143,20 +166,24 @@ class StepExecutor:
 
     def _exchange(self) -> GradReport:
         self._gradient_lists()
-        squares = sum_of_squares(self._counted)
+        alone = self.reducer.cadence is Cadence.NEVER
+        squares = local_squares(self.store, self.members) if alone else sum_of_squares(self._counted)
         used, late = self.reducer.used, self.reducer.has_late()
         woken = [param.grad is not None for param in self.reducer.waiting]
+        wishes = [bool(self._asks())] if self._asks else []
+        own = any(wishes)
         if self.communicator.size > 1:
-            values = self._sum([squares, late, *used, *woken], self.communicator)
-            flags = [count > 0 for count in values[2:]]
+            values = self._sum([squares, late, *used, *woken, *wishes], self.communicator)
+            flags = [count > 0 for count in values[2 : 2 + len(used) + len(woken)]]
             mine, used, woken = used, flags[: len(used)], flags[len(used) :]
             squares, late = values[0], values[1] > 0
+            own = bool(wishes) and values[-1] == self.communicator.size
             self._ask_holders(mine, used)
         changes = late or any(woken)
         for others in self.scopes.across.values():
-            squares, again = self._sum([squares, changes], others)
-            changes = again > 0
-        return GradReport(squares, used, late, woken, changes)
+            squares, again, refused = self._sum([squares, changes, not own], others)
+            changes, own = again > 0, not refused
+        return GradReport(squares, used, late, woken, changes, own)
 
     def _sum(self, message: Sequence[float], communicator: Communicator) -> list[float]:
         packed = torch.tensor(message, dtype=torch.float64).to(self.reducer.device)
@@ -244,6 +271,10 @@ class StepExecutor:
             bucket.relink(positions)
             self.store.rebind(bucket)
             self._lists = []
+
+    def _context(self, norm: float) -> UpdateContext:
+        """``norm``: of the gradient after clipping."""
+        return self.surroundings.context(norm, own_gradients=self.reducer.cadence is Cadence.NEVER)
 
     def _update(self, used: Sequence[bool], grad_scale: float, context: UpdateContext) -> None:
         """Update used parameters; one that no rank used keeps its value and state, as with ``grad is None``."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.update import UpdateContext
+from deepspeed.runtime.zero.norms import sum_of_squares
 from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
@@ -32,10 +34,15 @@ class Surroundings:
             self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
         self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
 
-    def context(self, gradient_norm: float) -> UpdateContext:
-        """``gradient_norm``: after clipping."""
+        self._holders = Holders(self.store, self.scopes) if traits.own_communication else None
+
+    def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
+        """``gradient_norm``: after clipping. ``own_gradients``: they have not been summed over ranks."""
         return UpdateContext(
-            gradient_norm=gradient_norm, segment_sum=self._sums, whole_matrices=self._matrices
+            gradient_norm=gradient_norm,
+            segment_sum=self._sums,
+            whole_matrices=self._matrices,
+            holders=self._holders if own_gradients else None,
         )
 
 
@@ -64,6 +71,20 @@ class SegmentSums:
             holders.all_reduce(share.view(-1)).wait()
             whole[params] = share
         return whole[indices.to(whole.device)].to(sums.device)
+
+
+class Holders:
+    """Sorts masters by who holds the same ones."""
+
+    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+        self.order = list(params_by_scope(store, scopes))
+        self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
+
+    def __call__(self, masters: Sequence[Tensor]) -> list[tuple[Communicator, list[int]]]:
+        found: dict[Scope, list[int]] = {scope: [] for scope in self.order}
+        for position, master in enumerate(masters):
+            found[self.scope_of[id(master)]].append(position)
+        return [(scope.everyone, positions) for scope, positions in found.items() if positions]
 
 
 class LentStep:
@@ -110,3 +131,18 @@ def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]
     for index, param in enumerate(store.params):
         found.setdefault(scopes.of(param), []).append(index)
     return found
+
+
+def local_squares(store: StateStore, members: Mapping[Scope, Sequence[int]]) -> float:
+    """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
+
+    Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
+    mean, and equal to it where all ranks have the same gradient. It is the same number on every rank, so that clipping
+    scales all of them alike and does not turn their mean.
+    """
+    total = 0.0
+    for scope, params in members.items():
+        chosen = {index for index in params if placement_of(store.params[index]).counts}
+        grads = [owned.gradient() for owned in store.fragments if owned.param_index in chosen]
+        total += sum_of_squares(grads) / scope.everyone.size
+    return total

@@ -65,6 +65,7 @@ def make_grad_buckets(
                 pool,
                 first.device,
                 rank=bucket.rank,
+                holders=scope.everyone.size,
                 factors=plan.gradients.factors(scope.divisor),
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
