@@ -267,38 +267,48 @@ class Rehearsal:
     meter: Meter = field(default_factory=Meter)
 
     def run(self) -> dict[Phase, Counter[Kind]]:
-        scopes = PaperScopes(self.shards, self.everyone, self.meter, buffered=self.apart)
-        params = self._params()
-        buckets = [
-            PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
-            for layout, persistent in zip(self.layouts, self.persistent, strict=True)
-        ]
-        coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
-        micro_batches = min(self.micro_batches, 2)  # one before the boundary is representative of the others
-        clock = AccumulationClock(micro_batches)
-        reducer = self._reducer(buckets, params, scopes, coordinator, clock)
-        needs = self._needs(buckets)
-        known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
-        arrive = Arrivals(reducer, params, self.calls, known, self.meter)
         with torch.inference_mode(False), torch.enable_grad():
+            scopes = PaperScopes(self.shards, self.everyone, self.meter, buffered=self.apart)
+            params = self._params()
+            buckets = [
+                PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
+                for layout, persistent in zip(self.layouts, self.persistent, strict=True)
+            ]
+            coordinator = self._coordinator(buckets, scopes) if self.plan.zero.shard_params else None
+            clock = AccumulationClock(min(self.micro_batches, 2))  # the first represents all before the last
+            reducer = self._reducer(buckets, params, scopes, coordinator, clock)
+            known = {slot.param for bucket in reducer.buckets for slot in bucket.layout.slots}
+            arrive = Arrivals(reducer, params, self.calls, known, self.meter)
             for step in range(STEPS):
-                for _ in range(micro_batches):
-                    self._enter(step, Phase.FORWARD)
-                    last = self._forward(coordinator, needs, arrive)
-                    self._enter(step, Phase.BACKWARD)
-                    reducer.before_backward()
-                    last.backward()
-                    reducer.flush()
-                    clock.tick()
-                self._enter(step, Phase.STEP)
-                if coordinator is not None:
-                    coordinator.gatherer.end_of_step()
-                    for bucket in buckets:
-                        if not bucket.persistent:
-                            bucket.release()
-                    coordinator.end_of_step()
-                reducer.clear()
+                self._step(step, buckets, coordinator, reducer, arrive, clock)
         return self.meter.by_phase()
+
+    def _step(
+        self,
+        step: int,
+        buckets: Sequence[PaperBucket],
+        coordinator: ParamCoordinator | None,
+        reducer: GradReducer,
+        arrive: Arrivals,
+        clock: AccumulationClock,
+    ) -> None:
+        """Its micro-batches, and what the update does to gathered parameters."""
+        for _ in range(clock.steps):
+            self._enter(step, Phase.FORWARD)
+            last = self._forward(coordinator, self._needs(buckets), arrive)
+            self._enter(step, Phase.BACKWARD)
+            reducer.before_backward()
+            last.backward()
+            reducer.flush()
+            clock.tick()
+        self._enter(step, Phase.STEP)
+        if coordinator is not None:
+            coordinator.gatherer.end_of_step()
+            for bucket in buckets:
+                if not bucket.persistent:
+                    bucket.release()
+            coordinator.end_of_step()
+        reducer.clear()
 
     def _enter(self, step: int, phase: Phase) -> None:
         self.meter.enter(Phase.FIRST_UPDATE if step == 0 and phase is Phase.STEP else phase)

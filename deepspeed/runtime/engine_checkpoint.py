@@ -28,6 +28,7 @@ from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
+from deepspeed.runtime.stateful import Loads, state_of
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils.logging import log_dist, logger
@@ -81,7 +82,6 @@ def save_checkpoint(
 
 
 def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
-    scheduler = engine.lr_scheduler
     return Training(
         module=engine.module,
         state=engine.state_access,
@@ -89,7 +89,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
         bf16=bool(engine.bfloat16_enabled()),
         ds_config=engine._config._param_dict,
         header={
-            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "lr_scheduler": state_of(engine.lr_scheduler),
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
@@ -106,13 +106,8 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
             "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
-        rank_state={"random": rng.capture(), "data": _loader_state(engine)},
+        rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
     )
-
-
-def _loader_state(engine: EngineBase) -> dict[str, Any] | None:
-    loader = engine.training_dataloader
-    return loader.state_dict() if loader is not None and hasattr(loader, "state_dict") else None
 
 
 def _place(engine: EngineBase, ranks: Ranks) -> Place:
@@ -274,7 +269,7 @@ def _optimizer_order(engine: EngineBase) -> list[list[str]]:
 def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, report: Report) -> None:
     """Everything except weights and optimizer state."""
     saved = catalog.model_states
-    if what.scheduler and hasattr(engine.lr_scheduler, "load_state_dict"):
+    if what.scheduler and isinstance(engine.lr_scheduler, Loads):
         if saved.get("lr_scheduler") is None:
             report.notes.append("no learning-rate schedule was saved")
         else:
@@ -348,7 +343,7 @@ def _load_rank_state(engine: EngineBase, catalog: Catalog, ranks: Ranks) -> None
     if ranks.rank < catalog.index["world_size"]:
         rng.restore(saved["random"])
     loader = engine.training_dataloader
-    if saved["data"] is not None and loader is not None and hasattr(loader, "load_state_dict"):
+    if saved["data"] is not None and isinstance(loader, Loads):
         loader.load_state_dict(materialize(saved["data"]))
 
 

@@ -202,7 +202,7 @@ def test_a_collective_update_leaves_nothing_on_the_device() -> None:
     share = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
     state = Phase.STEP, Place.DEVICE, Kind.STATE
     for name, expected in (("Adam", True), ("Lamb", False)):
-        ledger, _ = ledger_for(config_for(2, optimizer={"type": name, "params": {"lr": 1e-3}}, **share), 2)
+        ledger, _ = ledger_for(config_for(3, optimizer={"type": name, "params": {"lr": 1e-3}}, **share), 2)
         assert (ledger.entries[state] > 0) is expected
 
 

@@ -51,6 +51,7 @@ class GradReducer:
         at_boundary: asks the accumulation clock.
         overlap: leave sums in flight while backward runs; otherwise each is awaited immediately.
         expose: stage 0: leave the (reduced) gradients readable in ``param.grad`` after each backward.
+        turns: whose turn it is, if other collectives are launched in one order with the sums.
         device: where messages to other ranks are built; default: where the gradients are.
     """
 
@@ -64,8 +65,10 @@ class GradReducer:
         overlap: bool,
         expose: bool,
         at_boundary: Callable[[], bool],
+        turns: LaunchTurns | None = None,
         device: torch.device | None = None,
     ) -> None:
+        self.turns = turns
         self._device = device
         self.params = list(params)
         self.buckets = list(buckets)
@@ -83,7 +86,6 @@ class GradReducer:
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether the caller calls flush() at the end of the running backward
-        self.turns: LaunchTurns | None = None
         self._running = False  # between the beginning of a backward and its flush
         self._lay_out()
 

@@ -18,7 +18,6 @@ from deepspeed.config.plan import Cadence, Plan
 from deepspeed.runtime.zero.bucket import ParamBucket
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
-from deepspeed.runtime.zero.gathering.gather import LocalGather
 from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.gradient_sums import gradient_sum
@@ -89,6 +88,8 @@ def make_reducer(
 ) -> GradReducer:
     """``coordinator``: of the parameters, where stage 3 has sharded them. ``device``: where messages about gradients
     are built (default: where the gradients are). Hooks are installed by the caller."""
+    gatherer = coordinator.gatherer if coordinator is not None else None
+    turns = gatherer if isinstance(gatherer, ScheduledGather) else None  # its gathers are collectives too
     reducer = GradReducer(
         params,
         buckets,
@@ -97,10 +98,11 @@ def make_reducer(
         overlap=plan.zero.overlap,
         expose=not plan.zero.shard_state,
         at_boundary=at_boundary,
+        turns=turns,
         device=device,
     )
-    if coordinator is not None:
-        take_turns(reducer, coordinator.gatherer)
+    if turns is not None:
+        turns.start_sum = reducer.launch
     return reducer
 
 
@@ -110,13 +112,6 @@ def cadence(plan: Plan, coordinator: ParamCoordinator | None) -> Cadence:
     if coordinator is None:
         return plan.zero.cadence
     return Cadence.AT_BOUNDARY if coordinator.keeps_all else Cadence.EVERY_MICRO_BATCH
-
-
-def take_turns(reducer: GradReducer, gatherer: LocalGather) -> None:
-    """Put sums and gathers into one order, if gathers are collectives."""
-    if isinstance(gatherer, ScheduledGather):
-        reducer.turns = gatherer
-        gatherer.start_sum = reducer.launch
 
 
 def live_budget(zero: DeepSpeedZeroConfig) -> LiveBudget:
