@@ -11,6 +11,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
+from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import CHECKSUMS, DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS
 from deepspeed.checkpoint.own_format import (
@@ -87,7 +88,9 @@ class OwnReader:
     def _directories(self) -> dict[str, Directory]:
         """By index key, with the parameter names that each covers."""
         packed = {key: self.index.get(key) for key in DIRECTORIES}
-        made = {key: Directory(value, self.head.verify) for key, value in packed.items() if value is not None}
+        made = {
+            key: read_directory(value, self.head.verify) for key, value in packed.items() if value is not None
+        }
         if self.reads_optimizer and OPTIMIZER_DIRECTORY in made:
             for name, kinds in made[OPTIMIZER_DIRECTORY].kinds.items():
                 self.catalog.fragments.setdefault(name, {kind: [] for kind in kinds})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from math import prod
@@ -27,23 +27,47 @@ from deepspeed.checkpoint.own_format import (
 )
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.checkpoint.state import TrainingState
 from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
 from deepspeed.comm import CommunicationError
+from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.utils.logging import logger
 from deepspeed.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This rank's place: the numbers in its files' names, and what it writes."""
+    """This rank's place: the numbers in its files' names, and what it writes.
+
+    ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
+    """
 
     dp_rank: int
     dp_size: int
     mp_rank: int
     mp_size: int
     writes_model: bool
+    writes_replicas: bool = False
+
+    @classmethod
+    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> Place:
+        """The place of this rank, which is its position on the mesh."""
+        dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
+        mp_size = mesh.size("pp") * tp_size
+        return cls(
+            dp_rank=dp_rank,
+            dp_size=mesh.size("dp", "sp"),
+            mp_rank=mesh.rank("pp") * tp_size + mesh.rank("tp"),
+            mp_size=mp_size,
+            writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
+            writes_replicas=ranks.node_local,
+        )
+
+    @property
+    def number(self) -> int:
+        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
+        return self.mp_rank * self.dp_size + self.dp_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +157,7 @@ class _Files:
         self.training = training
         self.place = place
         self.pending = pending
-        self.rank_states: list[dict[str, Any]] | None = None
+        self.rank_states: list[dict[str, Any]] = []
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
         self.differing: list[str] = []
         self.buffers_differ = False
@@ -151,18 +175,32 @@ class _Files:
                 self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered right now
         self.aliases = shared_names(module)
 
-    def held(self) -> dict[str, Any]:
-        """What this rank's files hold of each parameter, for the directories; small."""
+    def held(self) -> dict[str, directory.Contents]:
+        """What this rank's files hold of each parameter, by key of the directory."""
         state = self.training.state
-        found: dict[str, Any] = {}
+        found: dict[str, directory.Contents] = {}
         if self.sharded and state is not None:
-            trained = [entry.name for entry in state.trainable()]
-            shards = ((index, flat_kinds(index, tensors)) for index, tensors in state.shards())
-            found[OPTIMIZER_DIRECTORY] = directory.held(shards, trained).packed()
+            shapes = {entry.name: tuple(entry.shape) for entry in state.trainable()}
+            shards = ((index, flat_kinds(index, tensors)) for index, tensors in self._shards(state))
+            found[OPTIMIZER_DIRECTORY] = self._contents(shapes, state.cuts(), shards)
         if self.parts:
             parts = ((index, ()) for index, _ in self._untrained())
-            found[PARTS_DIRECTORY] = directory.held(parts, list(self._part_shapes())).packed()
-        return {"file": self._number(), **found}
+            found[PARTS_DIRECTORY] = self._contents(self._part_shapes(), self.parts.cuts(), parts)
+        return found
+
+    def _contents(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        cuts: Mapping[str, Cut],
+        shards: Iterable[tuple[ShardIndex, Iterable[str]]],
+    ) -> directory.Contents:
+        held = directory.held(shards, list(shapes))
+        known = [cuts.get(name) for name in shapes]
+        return directory.Contents(list(shapes), list(shapes.values()), known, held, self.place.number)
+
+    def _shards(self, state: TrainingState) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """What this rank writes of the training state."""
+        return state.shards() if self.place.writes_replicas else state.distinct_shards()
 
     def buffer_hashes(self) -> list[int]:
         return [hash_tensor(buffer) for buffer in self._buffers().values()]
@@ -175,11 +213,13 @@ class _Files:
             if isinstance(buffer, Tensor) and buffer.layout == torch.strided and buffer.device.type != "meta"
         }
 
-    def whole_job(self, ranks: Ranks, held: dict[str, Any], buffer_hashes: list[int]) -> None:
-        """Exchange what must be in the first file, and find out which buffers differ from rank to rank. Collective.
+    def whole_job(
+        self, ranks: Ranks, held: Mapping[str, directory.Contents], buffer_hashes: list[int]
+    ) -> None:
+        """Agree on what must be in the first file, and find out which buffers differ from rank to rank. Collective.
 
-        This grows with the number of ranks: a row of 32 bytes for each fragment, once per checkpoint; and random states
-        where ranks have no files of their own (stage 0)."""
+        What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
+        their random states."""
         if ranks.agree(list(self._buffers())):
             alike = ranks.agree_each(buffer_hashes)
             self.differing = [name for name, same in zip(self._buffers(), alike, strict=True) if not same]
@@ -187,25 +227,11 @@ class _Files:
             self.differing = list(self._buffers())
         self.buffers_differ = ranks.any(bool(self.differing))
         if not self.sharded and not self.parts:
-            self.rank_states = ranks.gather_at_writers(dict(self.training.rank_state))
+            states = ranks.gather_at_writers((self.place.number, dict(self.training.rank_state)))
+            self.rank_states = [state for _, state in sorted(states or (), key=lambda report: report[0])]
         elif not ranks.node_local:
-            reports = ranks.gather_at_writers(held)
-            if reports is not None:
-                self._make_directories(sorted(reports, key=lambda report: report["file"]))
-
-    def _make_directories(self, reports: list[dict[str, Any]]) -> None:
-        state = self.training.state
-        tables: dict[str, dict[str, tuple[int, ...]]] = {PARTS_DIRECTORY: self._part_shapes()}
-        if state is not None:
-            tables[OPTIMIZER_DIRECTORY] = {entry.name: tuple(entry.shape) for entry in state.trainable()}
-        for key, shapes in tables.items():
-            if key in reports[0]:
-                ranks = [report[key] for report in reports]
-                self.directories[key] = directory.pack(list(shapes), list(shapes.values()), ranks)
-
-    def _number(self) -> int:
-        """Number of this rank's files among those of all ranks, as ``names.dp_mp_ranks`` counts."""
-        return self.place.mp_rank * self.place.dp_size + self.place.dp_rank
+            for key, contents in held.items():
+                self.directories[key] = directory.make(contents, ranks)
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of this rank's files."""
@@ -240,7 +266,7 @@ class _Files:
             names.DS_VERSION: __version__,
             **pack_groups(training.state),
             "scalars": training.state.scalars(),
-            **pack_section(training.state.shards(), self.weights),
+            **pack_section(self._shards(training.state), self.weights),
         }
 
     def _versions(self) -> dict[str, Any]:
@@ -282,7 +308,8 @@ class _Files:
         sharded."""
         if self.parts:
             shapes = self._part_shapes()
-            return [(index, part) for index, part in self.parts.fragments() if index.name in shapes]
+            fragments = self.parts.fragments(replicas=self.place.writes_replicas)
+            return [(index, part) for index, part in fragments if index.name in shapes]
         return [
             (ShardIndex(name, tuple(param.shape), (), 0, param.numel()), self.weights[name])
             for name, param in self.frozen.items()
@@ -320,7 +347,7 @@ class _Files:
             return {}
         if self.parts:
             return {"rank_state": dict(self.training.rank_state)}
-        return {"rank_states": self.rank_states or []}
+        return {"rank_states": self.rank_states}
 
 
 def _put(path: Path, content: Callable[[], dict[str, Any]]) -> None:

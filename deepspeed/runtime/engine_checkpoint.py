@@ -68,7 +68,7 @@ def save_checkpoint(
             _training(engine, client_state),
             Path(save_dir),
             tag,
-            _place(engine, ranks),
+            Place.on(engine.mesh, ranks),
             ranks,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
@@ -108,17 +108,6 @@ def _training(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> Train
 def _loader_state(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     loader = engine.training_dataloader
     return loader.state_dict() if loader is not None and hasattr(loader, "state_dict") else None
-
-
-def _place(engine: DeepSpeedEngine, ranks: Ranks) -> Place:
-    dp_rank, mp_rank = engine.mesh.rank("dp", "sp"), engine.mesh.rank("tp")
-    return Place(
-        dp_rank=dp_rank,
-        dp_size=engine.seq_dp_world_size,
-        mp_rank=mp_rank,
-        mp_size=engine.mp_world_size,
-        writes_model=dp_rank == 0 or (ranks.keeps_folder and engine.mp_world_size == 1),
-    )
 
 
 def _ranks(engine: DeepSpeedEngine) -> Ranks:
@@ -179,7 +168,7 @@ def load_checkpoint(
         needed = needed_shards(
             catalog, engine.module, engine.state_access, masters=masters, optimizer=what.optimizer
         )
-        catalog.files.fetch(None if everything else needed, prefer=ranks.rank)
+        catalog.files.fetch(None if everything else needed, prefer=Place.on(engine.mesh, ranks).number)
     with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):
         restorer.check_names()
         if custom_load_fn is not None:
@@ -323,10 +312,11 @@ def _load_accumulation(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks, 
 
 def _load_rank_state(engine: DeepSpeedEngine, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
-    saved = catalog.files.rank_state(ranks.rank)
+    number = Place.on(engine.mesh, ranks).number
+    saved = catalog.files.rank_state(number)
     if saved is None:
         return
-    if ranks.rank < catalog.index["world_size"]:
+    if number < catalog.index["world_size"]:
         rng.restore(saved["random"])
     loader = engine.training_dataloader
     if saved["data"] is not None and loader is not None and hasattr(loader, "load_state_dict"):

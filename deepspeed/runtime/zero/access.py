@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.grad_bucket import GradBucket
@@ -92,6 +92,21 @@ class StateAccess:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live."""
         for owned in self.store.fragments:
             yield self.index_of(owned), self._tensors(owned)
+
+    def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """Of ``shards`` those of which this rank is the first to hold them (MiCS has replicas)."""
+        for owned in self.store.fragments:
+            if self.scopes.of(self.store.params[owned.param_index]).first_replica:
+                yield self.index_of(owned), self._tensors(owned)
+
+    def cuts(self) -> dict[str, Cut]:
+        """How each parameter is divided among the ranks that share one copy, by name."""
+        return {
+            self.names[slot.param]: bucket.layout.cut_of(slot)
+            for bucket in self.store.param_buckets
+            for slot in bucket.layout.slots
+            if slot.param != NOBODY
+        }
 
     def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
         tensors = {MASTER: owned.master.detach().view(-1)}
