@@ -47,9 +47,9 @@ class Files(Protocol):
         """CheckpointNotFoundError names a file that is missing."""
         ...
 
-    def rank_state(self, rank: int, number: int) -> dict[str, Any] | None:
-        """Random states and data position of the rank that saved as ``rank``, or file number ``number``; those of the
-        last one if there were fewer."""
+    def rank_state(self, number: int) -> dict[str, Any] | None:
+        """Random states and data position of the rank that saved as number ``number``; those of the last one if there
+        were fewer."""
         ...
 
 
@@ -62,7 +62,7 @@ class AllOpen:
     def check_complete(self) -> None:
         """They were complete when they were opened."""
 
-    def rank_state(self, rank: int, number: int) -> dict[str, Any] | None:
+    def rank_state(self, number: int) -> dict[str, Any] | None:
         return None
 
 

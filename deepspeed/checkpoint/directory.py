@@ -1,19 +1,26 @@
 """Which file of a checkpoint holds which interval of a parameter, so that a loader opens only the files it needs.
 
-One file of each checkpoint contains it. It has a row for each fragment and is searched by bisection, so reading a few
-intervals touches a few blocks of it, however many ranks saved.
+One file of each checkpoint contains it, in one of two forms:
+
+- *computed*: how each parameter is cut, three numbers for each. ZeRO cuts evenly, and shard ``s`` is in file ``s``, so
+  the files of an interval follow by division. Neither its size nor the work to make or to use it depends on how many
+  ranks saved. Every rank checks that what it holds is what the numbers say.
+- *listed*, where a rank holds anything else: a row for each fragment, gathered from all ranks and searched by
+  bisection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 
 NAME, START, STOP, FILE = range(4)
 """Columns of a row. Rows are sorted by them, in this order."""
@@ -28,6 +35,24 @@ class Held:
     rows: list[tuple[int, int, int]] = field(default_factory=list)
     kinds: list[tuple[str, ...]] = field(default_factory=list)
     has_boxes: bool = False
+
+    def follows(self, cuts: Sequence[Cut], numels: Sequence[int], file: int) -> bool:
+        """Whether the file with this number holds what the parameters' ``cuts`` say, and nothing else."""
+        if self.has_boxes:
+            return False
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, start, stop in self.rows:
+            if start < stop:
+                found.setdefault(number, []).append((start, stop))
+        for number, (cut, numel) in enumerate(zip(cuts, numels, strict=True)):
+            start, stop = cut.interval(file, numel)
+            for low, high in sorted(found.get(number, ())):  # several where they are kept in pieces
+                if low != start:
+                    return False
+                start = high
+            if start != stop:
+                return False
+        return True
 
     def packed(self) -> tuple[Tensor, list[tuple[str, ...]], list[int], bool]:
         """In a form that is small to send: numbers as a tensor, each set of kinds once."""
@@ -79,8 +104,104 @@ def pack(
     }
 
 
-class Directory:
-    """Reads what ``pack`` made. ``verify`` is called with each part of the table before it is used."""
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What all ranks know of a directory to be made, by parameter, and what this rank's file ``held``.
+
+    ``cuts``: None for a parameter that is not known to be cut evenly.
+    """
+
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    cuts: Sequence[Cut | None]
+    held: Held
+    file: int
+
+    def known_cuts(self) -> list[Cut]:
+        return [cut for cut in self.cuts if cut is not None]
+
+
+def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
+    """The directory, on ranks that write it; None elsewhere, and where there can be none. Collective."""
+    computed = _compute(contents, ranks)
+    if computed is not None:
+        return computed
+    reports = ranks.gather_at_writers((contents.file, contents.held.packed()))
+    if reports is None:
+        return None
+    by_file = [report for _, report in sorted(reports, key=lambda report: report[0])]
+    return pack(contents.names, contents.shapes, by_file)
+
+
+def _compute(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
+    """The computed form; None on all ranks if a rank holds something else. What is sent does not grow with the number
+    of ranks."""
+    names, shapes = list(contents.names), [tuple(shape) for shape in contents.shapes]
+    cuts = contents.known_cuts()
+    numels = [prod(shape) for shape in shapes]
+    follows = len(cuts) == len(names) and contents.held.follows(cuts, numels, contents.file)
+    if not ranks.agree((follows, names, shapes, cuts)) or not follows:
+        return None
+    kinds = _kinds_of_all(contents, ranks)
+    if kinds is None:
+        return None
+    numbers = [(cut.offset, cut.length, cut.count) for cut in cuts]
+    return {"names": names, "shapes": shapes, "kinds": kinds, "cuts": numbers}
+
+
+def _kinds_of_all(contents: Contents, ranks: Ranks) -> list[tuple[str, ...]] | None:
+    """The kinds of state that each parameter has on any rank. None if no rank has every kind that occurs."""
+    own = list(dict.fromkeys(kind for kinds in contents.held.kinds for kind in kinds))
+    known = ranks.longest(own)
+    if known is None or ranks.any(not set(own) <= set(known)):
+        return None
+    width = len(known)
+    flags = [False] * (len(contents.names) * width)
+    for (number, *_), kinds in zip(contents.held.rows, contents.held.kinds, strict=True):
+        for kind in kinds:
+            flags[number * width + known.index(kind)] = True
+    found = ranks.any_each(flags)
+    return [
+        tuple(kind for place, kind in enumerate(known) if found[number * width + place])
+        for number in range(len(contents.names))
+    ]
+
+
+class Directory(Protocol):
+    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, tuple[str, ...]]
+
+    def files(self, shard: ShardIndex, prefer: int) -> set[int]:
+        """Numbers of the files that hold all saved parts of ``shard``; of replicas, the one in file ``prefer``, or the
+        first. For a shard without elements, a file that has its name."""
+        ...
+
+
+def read(packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> Directory:
+    """What ``make`` made. ``verify`` is called with each part of a table before it is used."""
+    return Computed(packed) if "cuts" in packed else Listed(packed, verify)
+
+
+class Computed:
+    """Files by arithmetic."""
+
+    def __init__(self, packed: Mapping[str, Any]) -> None:
+        names = packed["names"]
+        self.shapes: dict[str, tuple[int, ...]] = dict(zip(names, packed["shapes"], strict=True))
+        self.kinds: dict[str, tuple[str, ...]] = dict(zip(names, packed["kinds"], strict=True))
+        self._cuts = {name: Cut(*cut) for name, cut in zip(names, packed["cuts"], strict=True)}
+
+    def files(self, shard: ShardIndex, prefer: int) -> set[int]:
+        cut = self._cuts.get(shard.name)
+        if cut is None:
+            return set()
+        if not shard.numel:
+            return {prefer if prefer < cut.count else 0}
+        return set(cut.shards(shard.start, shard.stop))
+
+
+class Listed:
+    """Searches the rows of all fragments."""
 
     def __init__(self, packed: Mapping[str, Any], verify: Callable[[Tensor], Any]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = dict(zip(packed["names"], packed["shapes"], strict=True))
@@ -91,8 +212,6 @@ class Directory:
         self._verify = verify
 
     def files(self, shard: ShardIndex, prefer: int) -> set[int]:
-        """Numbers of the files that hold all saved parts of ``shard``; of replicas, the one in file ``prefer``, or the
-        first. For a shard without elements, a file that has its name."""
         if shard.name not in self._number:
             return set()
         number = self._number[shard.name]

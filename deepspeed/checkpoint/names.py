@@ -6,9 +6,9 @@ import re
 
 LATEST = "latest"
 RECOVERY_SCRIPT = "zero_to_fp32.py"
-FORMAT = 2
+FORMAT = 3
 """Version of the index that our files carry under ``INDEX``. Format 1 had sums for checksums, and all ranks' random
-states in every model file."""
+states in every model file; format 2 listed every fragment in its directories."""
 
 MODEL_SUFFIX = "_model_states.pt"
 OPTIM_SUFFIX = "_optim_states.pt"

@@ -11,6 +11,7 @@ from deepspeed.checkpoint import names
 from deepspeed.checkpoint.archive import Archive, open_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
 from deepspeed.checkpoint.directory import TABLES, Directory
+from deepspeed.checkpoint.directory import read as read_directory
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import CHECKSUMS, DS_VERSION, FORMAT, INDEX, OPTIMIZER_STATE, RESERVED_KEYS
 from deepspeed.checkpoint.own_format import (
@@ -90,19 +91,21 @@ class OwnReader:
     def _directories(self) -> dict[str, Directory]:
         """By index key, with the parameter names that each covers."""
         packed = {key: self.index.get(key) for key in DIRECTORIES}
-        made = {key: Directory(value, self.head.verify) for key, value in packed.items() if value is not None}
-        if self.reads_optimizer and OPTIMIZER_DIRECTORY in made:
-            for name, kinds in made[OPTIMIZER_DIRECTORY].kinds.items():
-                self.catalog.fragments.setdefault(name, {kind: [] for kind in kinds})
-        if self.reads_optimizer and OPTIMIZER_DIRECTORY not in made and self.index["format"] > 1:
-            for name in self.index["trained"]:
-                self.catalog.fragments.setdefault(name, {})
-        if PARTS_DIRECTORY in made or self.index["format"] > 1:
-            known = made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else self.index["cut"]
-            for name in known:
-                if name not in self.catalog.aliases:
-                    self.catalog.module.setdefault(name, [])
+        made = {
+            key: read_directory(value, self.head.verify) for key, value in packed.items() if value is not None
+        }
+        if self.reads_optimizer:
+            held = made[OPTIMIZER_DIRECTORY].kinds if OPTIMIZER_DIRECTORY in made else {}
+            for name in self._covered(OPTIMIZER_DIRECTORY, held):
+                self.catalog.fragments.setdefault(name, {kind: [] for kind in held.get(name, ())})
+        shapes = made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else {}
+        for name in self._covered(PARTS_DIRECTORY, shapes):
+            self.catalog.module.setdefault(name, [])
         return made
+
+    def _covered(self, key: str, listed: Iterable[str]) -> Iterable[str]:
+        """Names of the parameters in the files of a directory, also if it does not say where."""
+        return self.index.get("covered", {}).get(key, listed)
 
     # Other files --------------------------------------------------------------------------------------------
 
@@ -130,10 +133,12 @@ class OwnReader:
         if directory in self.directories and shards is not None:
             numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
-        if self.index["format"] == 1:
+        names = self.index.get("covered", {}).get(directory)
+        if shards is None or names is None:
             return self.present(files)
         held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
-        return self._search(self._near(files, prefer), shards, held)
+        wanted = set(names)
+        return self._search(self._near(files, prefer), [s for s in shards if s.name in wanted], held)
 
     def _search(
         self,
@@ -242,10 +247,10 @@ class OwnReader:
 
     # What differs from rank to rank ---------------------------------------------------------------------------
 
-    def rank_state(self, rank: int, number: int) -> dict[str, Any] | None:
+    def rank_state(self, number: int) -> dict[str, Any] | None:
         states = self.index.get("rank_states")
         if states is not None:
-            return states[min(rank, len(states) - 1)] if states else None
+            return states[min(number, len(states) - 1)] if states else None
         files = self.optim_files or self.part_files
         return self._archive(files[min(number, len(files) - 1)]).content[INDEX].get("rank_state")
 

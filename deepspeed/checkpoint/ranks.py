@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.errors import CheckpointError
+
+MESSAGE_BYTES = 4096
+"""Of a text of which only some rank knows how long it is."""
 
 
 class Ranks:
@@ -62,7 +66,26 @@ class Ranks:
 
     def any(self, value: bool) -> bool:
         """Whether it is true on any rank."""
-        return bool(self._reduce([int(value)], dist.ReduceOp.MAX)[0])
+        return self.any_each([value])[0]
+
+    def any_each(self, values: Sequence[bool | int]) -> list[bool]:
+        """``any`` for each of ``values``; every rank passes the same number of them."""
+        return [bool(value) for value in self._reduce([int(value) for value in values], dist.ReduceOp.MAX)]
+
+    def longest(self, value: list[str]) -> list[str] | None:
+        """The longest of the ranks' lists, of the first rank that has it; None if it is too long to be sent in one
+        message of ``MESSAGE_BYTES``."""
+        if not self.active:
+            return value
+        text = json.dumps(value).encode()
+        first = self._reduce([len(value) * self.size + self.size - 1 - self.rank], dist.ReduceOp.MAX)[0]
+        source = self.size - 1 - first % self.size
+        message = text.ljust(MESSAGE_BYTES) if len(text) <= MESSAGE_BYTES else bytes(MESSAGE_BYTES)
+        device = get_accelerator().current_device_name()
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+        dist.broadcast(sent, src=source)
+        received = bytes(sent.tolist()).rstrip()
+        return None if not any(received) else json.loads(received)
 
     def _reduce(self, values: list[int], op: Any) -> list[int]:
         if not self.active or not values:

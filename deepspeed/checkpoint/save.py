@@ -28,23 +28,42 @@ from deepspeed.checkpoint.own_format import (
 from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.checkpoint.state import TrainingState
 from deepspeed.checkpoint.writers import StagedFolder, replace_file, write_latest
 from deepspeed.comm import CommunicationError
+from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.utils.logging import logger
 from deepspeed.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """This rank's place: the numbers in its files' names, and what it writes."""
+    """This rank's place: the numbers in its files' names, and what it writes.
+
+    ``writes_replicas``: of shards that several ranks hold, each writes its own (where they share no folder).
+    """
 
     dp_rank: int
     dp_size: int
     mp_rank: int
     mp_size: int
     writes_model: bool
+    writes_replicas: bool = False
+
+    @classmethod
+    def on(cls, mesh: ProcessMesh, ranks: Ranks) -> Place:
+        """The place of this rank, which is its position on the mesh."""
+        dp_rank, tp_size = mesh.rank("dp", "sp"), mesh.size("tp")
+        mp_size = mesh.size("pp") * tp_size
+        return cls(
+            dp_rank=dp_rank,
+            dp_size=mesh.size("dp", "sp"),
+            mp_rank=mesh.rank("pp") * tp_size + mesh.rank("tp"),
+            mp_size=mp_size,
+            writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
+            writes_replicas=ranks.node_local,
+        )
 
     @property
     def number(self) -> int:
@@ -141,8 +160,9 @@ class _Files:
         self.training = training
         self.place = place
         self.pending = pending
-        self.rank_states: list[dict[str, Any]] | None = None
+        self.rank_states: list[dict[str, Any]] = []
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
+        self.covered: dict[str, list[str]] = {}
         self.differing: list[str] = []
         self.buffers_differ = False
         module = training.module
@@ -166,18 +186,32 @@ class _Files:
                 self.weights[name] = self.weights[name].new_empty(0)  # even if it is gathered right now
         self.aliases = shared_names(module)
 
-    def held(self) -> dict[str, Any]:
-        """What this rank's files hold of each parameter, for the directories; small."""
+    def held(self) -> dict[str, directory.Contents]:
+        """What this rank's files hold of each parameter, by key of the directory."""
         state = self.training.state
-        found: dict[str, Any] = {}
+        found: dict[str, directory.Contents] = {}
         if self.optimizer_files and state is not None:
-            trained = [entry.name for entry in state.trainable()]
+            shapes = {entry.name: tuple(entry.shape) for entry in state.trainable()}
             shards = ((index, flat_kinds(index, tensors)) for index, tensors in self._shards(state))
-            found[OPTIMIZER_DIRECTORY] = directory.held(shards, trained).packed()
+            found[OPTIMIZER_DIRECTORY] = self._contents(shapes, state.cuts(), shards)
         if self.parts:
             parts = ((index, ()) for index, _ in self._untrained())
-            found[PARTS_DIRECTORY] = directory.held(parts, list(self._part_shapes())).packed()
-        return {"file": self.place.number, **found}
+            found[PARTS_DIRECTORY] = self._contents(self._part_shapes(), self.parts.cuts(), parts)
+        return found
+
+    def _contents(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        cuts: Mapping[str, Cut],
+        shards: Iterable[tuple[ShardIndex, Iterable[str]]],
+    ) -> directory.Contents:
+        held = directory.held(shards, list(shapes))
+        known = [cuts.get(name) for name in shapes]
+        return directory.Contents(list(shapes), list(shapes.values()), known, held, self.place.number)
+
+    def _shards(self, state: TrainingState) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """What this rank writes of the training state."""
+        return state.shards() if self.place.writes_replicas else state.distinct_shards()
 
     def buffer_hashes(self) -> list[int]:
         return [hash_tensor(buffer) for buffer in self._buffers().values()]
@@ -190,11 +224,13 @@ class _Files:
             if isinstance(buffer, Tensor) and buffer.layout == torch.strided and buffer.device.type != "meta"
         }
 
-    def whole_job(self, ranks: Ranks, held: dict[str, Any], buffer_hashes: list[int]) -> None:
-        """Exchange what must be in the first file, and find out which buffers differ from rank to rank. Collective.
+    def whole_job(
+        self, ranks: Ranks, held: Mapping[str, directory.Contents], buffer_hashes: list[int]
+    ) -> None:
+        """Agree on what must be in the first file, and find out which buffers differ from rank to rank. Collective.
 
-        This grows with the number of ranks: a row of 32 bytes for each fragment, once per checkpoint; and random states
-        where ranks have no files of their own (stage 0)."""
+        What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
+        their random states."""
         if ranks.agree(list(self._buffers())):
             alike = ranks.agree_each(buffer_hashes)
             self.differing = [name for name, same in zip(self._buffers(), alike, strict=True) if not same]
@@ -202,21 +238,12 @@ class _Files:
             self.differing = list(self._buffers())
         self.buffers_differ = ranks.any(bool(self.differing))
         if not self.optimizer_files and not self.parts:
-            self.rank_states = ranks.gather_at_writers(dict(self.training.rank_state))
+            states = ranks.gather_at_writers((self.place.number, dict(self.training.rank_state)))
+            self.rank_states = [state for _, state in sorted(states or (), key=lambda report: report[0])]
         elif not ranks.node_local:
-            reports = ranks.gather_at_writers(held)
-            if reports is not None:
-                self._make_directories(sorted(reports, key=lambda report: report["file"]))
-
-    def _make_directories(self, reports: list[dict[str, Any]]) -> None:
-        state = self.training.state
-        tables: dict[str, dict[str, tuple[int, ...]]] = {PARTS_DIRECTORY: self._part_shapes()}
-        if state is not None:
-            tables[OPTIMIZER_DIRECTORY] = {entry.name: tuple(entry.shape) for entry in state.trainable()}
-        for key, shapes in tables.items():
-            if key in reports[0]:
-                ranks = [report[key] for report in reports]
-                self.directories[key] = directory.pack(list(shapes), list(shapes.values()), ranks)
+            for key, contents in held.items():
+                self.directories[key] = directory.make(contents, ranks)
+                self.covered[key] = list(contents.names)
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of this rank's files."""
@@ -260,11 +287,6 @@ class _Files:
         """Where tensors of the state dict lie in larger ones."""
         placements = {name: self.placements[name] for name in held if name in self.placements}
         return {name: (p.global_shape, p.boxes) for name, p in placements.items() if p.boxes}
-
-    def _shards(self, state: TrainingState) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """What this rank's file holds: whole tensors are in the file of their first holder only."""
-        whole_files = self.optimizer_files and self.training.zero_stage == 0
-        return state.distinct_shards() if whole_files else state.shards()
 
     def _section(self) -> dict[str, Any]:
         training, place = self.training, self.place
@@ -323,7 +345,8 @@ class _Files:
         sharded."""
         if self.parts:
             shapes = self._part_shapes()
-            return [(index, part) for index, part in self.parts.fragments() if index.name in shapes]
+            fragments = self.parts.fragments(replicas=self.place.writes_replicas)
+            return [(index, part) for index, part in fragments if index.name in shapes]
         return [
             (self.placements[name].index(name), self.weights[name])
             for name in self.frozen
@@ -354,6 +377,7 @@ class _Files:
             "buffers_differ": self.buffers_differ,
             **training.positions,
             **self.directories,
+            "covered": {key: names for key, names in self.covered.items() if self.directories[key] is None},
             **self._rank_states(),
         }
 
@@ -363,7 +387,7 @@ class _Files:
             return {}
         if self.parts:
             return {"rank_state": dict(self.training.rank_state)}
-        return {"rank_states": self.rank_states or []}
+        return {"rank_states": self.rank_states}
 
 
 def _put(path: Path, content: Callable[[], dict[str, Any]]) -> None:

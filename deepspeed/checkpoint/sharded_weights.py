@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 
 
 class ShardedWeights:
@@ -31,10 +31,17 @@ class ShardedWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(param.ds_shape) for name, param in self.params.items()}
 
-    def fragments(self) -> Iterator[tuple[ShardIndex, Tensor]]:
-        """This rank's part of each parameter, 1-D in its own dtype; writes go through."""
+    def cuts(self) -> dict[str, Cut]:
+        """How each parameter is divided among the ranks, by name."""
+        return {name: param.ds_home.cut_of(param.ds_position) for name, param in self.params.items()}
+
+    def fragments(self, *, replicas: bool = True) -> Iterator[tuple[ShardIndex, Tensor]]:
+        """This rank's part of each parameter, 1-D in its own dtype; writes go through. ``replicas=False``: if it is the
+        first of the ranks that hold the same part."""
         for name, param in self.params.items():
             home, position, placement = param.ds_home, param.ds_position, placement_of(param)
+            if not replicas and not home.first_replica:
+                continue
             if not prod(param.ds_shape):
                 yield placement.index(name), home.local_part(position)
             for rank, start, stop in home.owners(position):

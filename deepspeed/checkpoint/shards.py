@@ -74,6 +74,26 @@ class ShardIndex:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How one tensor is divided as part of a run of elements that is cut evenly: it starts at ``offset`` in the run,
+    whose shard ``s`` of ``count`` holds the elements ``[s * length, (s + 1) * length)``."""
+
+    offset: int
+    length: int
+    count: int
+
+    def interval(self, shard: int, numel: int) -> Interval:
+        """The elements ``[start, stop)`` of a tensor of ``numel`` elements that a shard holds; ``(0, 0)`` for none."""
+        start = max(0, shard * self.length - self.offset)
+        stop = min(numel, (shard + 1) * self.length - self.offset)
+        return (start, stop) if start < stop and shard < self.count else (0, 0)
+
+    def shards(self, start: int, stop: int) -> range:
+        """Numbers of the shards that hold the elements ``[start, stop)`` of the tensor, which are not none."""
+        return range((self.offset + start) // self.length, (self.offset + stop - 1) // self.length + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """A box of the global tensor and where its elements are in a flat fragment.
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 
 MASTER = "fp32"
 """Key of a fragment's master weights, whatever their dtype."""
@@ -46,7 +46,12 @@ class TrainingState(Protocol):
         ...
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Those of ``shards`` whose first holder this rank is."""
+        """Of ``shards`` those that this rank writes: of the ranks that hold the same one, one does."""
+        ...
+
+    def cuts(self) -> Mapping[str, Cut]:
+        """How each parameter is divided, by name: shard ``s`` is what rank ``s`` of those with the same model writes.
+        Where it is left out, all fragments are listed."""
         ...
 
     def keep_state(self, names: Container[str]) -> None:

@@ -103,18 +103,25 @@ class MeshLayout:
         for axis in axes:
             if axis not in BASE_AXES:
                 raise ValueError(f"mesh axes {axes}: only {BASE_AXES} can be combined, not {axis!r}")
-        positions = [self.coordinate(rank)]
+        self.coordinate(rank)  # checks that it is one of the mesh's
+        found, stride = [rank], self.world_size
         for axis in BASE_AXES:
+            size = self._size(axis)
+            stride //= size
             if axis in axes:
-                positions = [{**at, axis: index} for at in positions for index in range(self._size(axis))]
-        return tuple(self.rank_at(**at) for at in positions)
+                place = rank // stride % size
+                found = [at + (index - place) * stride for at in found for index in range(size)]
+        return tuple(found)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Every group over these axes, ordered by first rank; each rank is in exactly one."""
-        result: dict[tuple[int, ...], None] = {}
+        result: list[tuple[int, ...]] = []
+        placed: set[int] = set()
         for rank in range(self.world_size):
-            result.setdefault(self.ranks(rank, *axes))
-        return list(result)
+            if rank not in placed:
+                result.append(self.ranks(rank, *axes))
+                placed.update(result[-1])
+        return result
 
     def _size(self, axis: str) -> int:
         if axis in _DERIVED_AXES:

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from .native_sums import ExchangedSum
+from .native_sums import ExchangedSum, all_gather_single
 from .pending import CommunicationError, Pending
 from .reduction import accumulation_dtype
 
 # torch 2.13 renamed the flat forms and warns about the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -29,6 +29,9 @@ from .groups import new_group
 from .pending import DONE, CommunicationError, Pending
 from .reduction import accumulation_dtype, sum_in_order
 
+# torch 2.13 renamed the flat form and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 SCRATCH_BYTES = 32 << 20
 """Of what is sent at a time; with what is received and summed up to three times as much is taken."""
 
@@ -138,9 +141,9 @@ class ExchangedSum:
         """Find out which ranks share a host. Collective, at the first sum."""
         identity = hashlib.sha256(hosts.host_identity()).digest()
         mine = torch.tensor(list(identity), dtype=torch.uint8, device=device)
-        everyone = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(everyone, mine, group=self.group)
-        blocks = hosts.blocks_of([bytes(one.tolist()) for one in everyone])
+        everyone = mine.new_empty(mine.numel() * self.size)
+        all_gather_single(everyone, mine, group=self.group)
+        blocks = hosts.blocks_of([bytes(row) for row in everyone.view(self.size, -1).tolist()])
         if len(blocks) == 1 or not hosts.are_regular(blocks):
             return Levels(1, self.group, None)
         place = self.group.rank() % len(blocks[0])

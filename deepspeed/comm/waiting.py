@@ -39,8 +39,11 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
         yield
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    key = f"deepspeed/{call}/{_count(call)}"
+    visit = _count(call)
+    key = f"deepspeed/{call}/{visit}"
     store.set(f"{key}/{rank}", "here")
+    if visit > 2:  # all ranks have left that one: the store must not grow with every call of every rank
+        _quietly(lambda: store.delete_key(f"deepspeed/{call}/{visit - 2}/{rank}"))
 
     def look() -> None:
         missing = _missing(_clone(store), key, size)

@@ -424,14 +424,17 @@ def check_ranks_agree(module: nn.Module, communicator: Communicator) -> None:
     params = list(module.parameters())
     counts = [len(params), sum(map(full_numel, params)), sum(p.requires_grad for p in params)]
     device = params[0].device if params else torch.device("cpu")
+    extremes = torch.tensor([*counts, *(-count for count in counts)], dtype=torch.int64, device=device)
+    communicator.all_reduce_max(extremes).wait()
+    highest, lowest = extremes.view(2, -1).tolist()
+    if highest == [-value for value in lowest]:
+        return
     every = torch.empty(len(counts) * communicator.size, dtype=torch.int64, device=device)
     communicator.all_gather(every, torch.tensor(counts, dtype=torch.int64, device=device)).wait()
     rows = every.view(-1, len(counts)).tolist()
-    if any(row != rows[0] for row in rows):
-        listing = "; ".join(
-            f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
-        )
-        raise RuntimeError(
-            f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every "
-            "rank."
-        )
+    listing = "; ".join(
+        f"rank {r}: {n} parameters, {e} elements, {t} trainable" for r, (n, e, t) in enumerate(rows)
+    )
+    raise RuntimeError(
+        f"ranks disagree on the model ({listing}); build the same model with the same frozen parameters on every rank."
+    )

@@ -72,7 +72,7 @@ def save_checkpoint(
             _training(engine, client_state),
             Path(save_dir),
             tag,
-            _place(engine, ranks),
+            Place.on(engine.mesh, ranks),
             ranks,
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
@@ -107,19 +107,6 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
-    )
-
-
-def _place(engine: EngineBase, ranks: Ranks) -> Place:
-    """This rank's position on the mesh: model-parallel ranks are those of tensor parallelism, stage by stage."""
-    mesh = engine.mesh
-    dp_rank, mp_size = mesh.rank("dp", "sp"), mesh.size("pp") * mesh.size("tp")
-    return Place(
-        dp_rank=dp_rank,
-        dp_size=engine.seq_dp_world_size,
-        mp_rank=mesh.rank("pp") * mesh.size("tp") + mesh.rank("tp"),
-        mp_size=mp_size,
-        writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
     )
 
 
@@ -181,7 +168,7 @@ def load_checkpoint(
         needed = needed_shards(
             catalog, engine.module, engine.state_access, masters=masters, optimizer=what.optimizer
         )
-        catalog.files.fetch(None if everything else needed, prefer=_place(engine, ranks).number)
+        catalog.files.fetch(None if everything else needed, prefer=Place.on(engine.mesh, ranks).number)
     with _whole(engine, modified=custom_load_fn is not None), ranks.together("loading the checkpoint"):
         restorer.check_names()
         if custom_load_fn is not None:
@@ -337,10 +324,11 @@ def _load_accumulation(engine: EngineBase, catalog: Catalog, ranks: Ranks, repor
 
 def _load_rank_state(engine: EngineBase, catalog: Catalog, ranks: Ranks) -> None:
     """Each rank resumes its own random state, if the checkpoint had that rank; data positions are global."""
-    saved = catalog.files.rank_state(ranks.rank, _place(engine, ranks).number)
+    number = Place.on(engine.mesh, ranks).number
+    saved = catalog.files.rank_state(number)
     if saved is None:
         return
-    if ranks.rank < catalog.index["world_size"]:
+    if number < catalog.index["world_size"]:
         rng.restore(saved["random"])
     loader = engine.training_dataloader
     if saved["data"] is not None and isinstance(loader, Loads):

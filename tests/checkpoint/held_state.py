@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ class HeldState:
 
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         yield from self.held
+
+    def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        return self.shards()
+
+    def cuts(self) -> dict[str, Cut]:
+        return {}
 
     def set_scalar_state(self, key: str, values: Mapping[str, Tensor]) -> None:
         for index, tensors in self.held:

@@ -9,9 +9,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from deepspeed.checkpoint import names
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import check_signatures
+from deepspeed.checkpoint.save import Place, check_signatures
+from deepspeed.comm.mesh import MeshLayout, ProcessMesh
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine, train
 from tests.pool import distributed
 
@@ -20,6 +22,18 @@ def test_ranks_that_train_different_models():
     check_signatures([(3, 100), (3, 90), None][:2])  # parts of one model may differ in size
     with pytest.raises(CheckpointError, match="rank 0 trains 3 parameters, rank 2 trains 4"):
         check_signatures([(3, 100), (3, 100), (4, 110)])
+
+
+def test_files_are_numbered_by_the_position_on_the_mesh():
+    """Each rank has a number of its own, and those of one data-parallel group the same model-parallel one."""
+    layout = MeshLayout(pp=2, dp=3, sp=2, tp=2)
+    places = [Place.on(ProcessMesh(rank, {}, layout=layout), Ranks()) for rank in range(24)]
+    in_order = sorted(places, key=lambda place: place.number)
+    assert [place.number for place in in_order] == list(range(24))
+    assert [(place.dp_rank, place.mp_rank) for place in in_order] == names.dp_mp_ranks(6, 4)
+    for rank, place in enumerate(places):
+        assert {places[other].mp_rank for other in layout.ranks(rank, "dp", "sp")} == {place.mp_rank}
+        assert place.writes_model == (place.dp_rank == 0)
 
 
 @distributed(world_size=2)
@@ -63,12 +77,12 @@ def _save_and_resume_on_nodes(tmp_path: Path, stage: int) -> None:
     for _ in range(2):
         engine.save_checkpoint(folder, tag="t")
     saved, expected = full_state(engine), train(engine, 2, 4)
-    names = {path.name for path in (folder / "t").iterdir()}
+    found = {path.name for path in (folder / "t").iterdir()}
     assert (folder / "latest").read_text() == "t" and (folder / "zero_to_fp32.py").exists()
     rank = dist.get_rank()
     optims = {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"} if stage else set()
     model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    assert names == {model} | optims
+    assert found == {model} | optims
     resumed = make_engine(ds_config, seed=9)
     resumed.load_checkpoint(folder)
     assert_restored(full_state(resumed), saved)

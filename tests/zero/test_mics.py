@@ -150,7 +150,9 @@ def test_full_values_and_edits() -> None:
 def test_checkpoints_fit_other_groups(tmp_path: Path, saved: int, loaded: int) -> None:
     engine = start({"mics_shard_size": saved, **NOTHING})
     losses = run(engine, 0, 2)
-    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    if dist.get_rank() == 0:
+        assert_written_once(tmp_path / "t", copies_at=saved if saved > 0 else 4)
     expected = run(engine, 2, 5)
     engine.destroy()
     engine = start({"mics_shard_size": loaded, **NOTHING}, make_zoo(seed=9))
@@ -158,6 +160,23 @@ def test_checkpoints_fit_other_groups(tmp_path: Path, saved: int, loaded: int) -
     torch.testing.assert_close(run(engine, 2, 5), expected, rtol=1e-6, atol=1e-6)
     assert len(losses) == 2
     engine.destroy()
+
+
+def assert_written_once(folder: Path, copies_at: int) -> None:
+    """Each fragment is in one file, of the first ``copies_at`` ranks; every rank has one for its random state."""
+    holders: dict[object, list[int]] = {}
+    for rank in range(4):
+        states = torch.load(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        for shard in states["optimizer_state_dict"]["shards"]:
+            holders.setdefault(shard, []).append(rank)
+        for part in torch.load(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")[
+            "checkpoint_index"
+        ]["parts"]:
+            if part[-1]:
+                holders.setdefault((part, "weights"), []).append(rank)
+        assert "random" in states["checkpoint_index"]["rank_state"]
+    assert {len(ranks) for ranks in holders.values()} == {1}
+    assert {ranks[0] for ranks in holders.values()} == set(range(copies_at))
 
 
 @pytest.mark.parametrize("plain_engine", [True, False])

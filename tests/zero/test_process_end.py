@@ -19,7 +19,10 @@ SCRIPT = """\
 import sys, time
 import torch
 import deepspeed
+from deepspeed.runtime.zero.gathering import roll
 
+if sys.argv[2] == "through the store":
+    roll.DIRECT_RANKS = 1
 deepspeed.init_distributed(auto_mpi_discovery=False)
 rank = deepspeed.comm.get_rank()
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
@@ -49,24 +52,26 @@ with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
 """
 
 
-def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+def launched(folder: Path, how: str, way: str = "directly") -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*launcher, str(script), how], env=environment(), capture_output=True, text=True, timeout=400
+        [*launcher, str(script), how, way], env=environment(), capture_output=True, text=True, timeout=400
     )
 
 
-def test_the_last_rank_still_gets_its_slices(tmp_path: Path) -> None:
-    done = launched(tmp_path, "ends")
+@pytest.mark.parametrize("way", ["directly", "through the store"])
+def test_the_last_rank_still_gets_its_slices(tmp_path: Path, way: str) -> None:
+    done = launched(tmp_path, "ends", way)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
 
 
-def test_a_rank_that_destroyed_its_engine_serves_the_last_gather(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["directly", "through the store"])
+def test_a_rank_that_destroyed_its_engine_serves_the_last_gather(tmp_path: Path, way: str) -> None:
     """Its parameters were gathered, so that nothing made it wait for the other one, which comes two seconds later."""
-    done = launched(tmp_path, "destroys")
+    done = launched(tmp_path, "destroys", way)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
 

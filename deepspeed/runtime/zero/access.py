@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.shards import Cut, ShardIndex
 from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.grad_bucket import GradBucket
@@ -92,16 +92,25 @@ class StateAccess:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
         each rank's own (``own_state.py``)."""
-        own = self.store.traits.rank_state
-        for owned in self.store.fragments:
-            tensors = self._tensors(owned)
-            yield self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
+        return map(self._shard, self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
-        """Those of ``shards`` whose first holder this rank is."""
-        for owned in self.store.fragments:
-            if owned.grad_bucket.counts:
-                yield self.index_of(owned), self._tensors(owned)
+        """Of ``shards`` those of which this rank is the first to hold them: of MiCS's replicas and, at stage 0, of all
+        ranks with the same weights."""
+        return (self._shard(owned) for owned in self.store.fragments if owned.grad_bucket.counts)
+
+    def _shard(self, owned: OwnedFragment) -> tuple[ShardIndex, dict[str, Tensor]]:
+        own, tensors = self.store.traits.rank_state, self._tensors(owned)
+        return self.index_of(owned), {k: t for k, t in tensors.items() if k not in own} if own else tensors
+
+    def cuts(self) -> dict[str, Cut]:
+        """How each parameter is divided among the ranks that share one copy, by name."""
+        return {
+            self.names[slot.param]: bucket.layout.cut_of(slot)
+            for bucket in self.store.param_buckets
+            for slot in bucket.layout.slots
+            if slot.param != NOBODY
+        }
 
     def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
         tensors = {MASTER: owned.master.detach().view(-1)}

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from deepspeed.checkpoint.shards import Cut
+
 ALIGNMENT = 16
 """Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard."""
 
@@ -93,13 +95,14 @@ class BucketLayout:
 
     def parts(self, slot: Slot) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` of the non-empty parts of one parameter, as offsets into the flat parameter."""
-        found: list[tuple[int, int, int]] = []
-        for rank in range(self.num_shards):
-            start, stop = self.shard_range(rank)
-            low, high = max(start, slot.offset), min(stop, slot.end)
-            if low < high:
-                found.append((rank, low - slot.offset, high - slot.offset))
-        return found
+        if not slot.numel:
+            return []
+        cut = self.cut_of(slot)
+        return [(rank, *cut.interval(rank, slot.numel)) for rank in cut.shards(0, slot.numel)]
+
+    def cut_of(self, slot: Slot) -> Cut:
+        """How one parameter is divided among the shards."""
+        return Cut(slot.offset, self.shard_numel, self.num_shards)
 
     def owned(self, rank: int) -> tuple[Fragment, ...]:
         """The non-empty fragments of parameters inside the shard of ``rank``, in order."""

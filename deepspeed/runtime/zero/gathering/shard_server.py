@@ -9,7 +9,7 @@ version it wants, and a rank that has not finished that update yet answers once 
 the interpreter exits, every rank tells the others and keeps serving until they have finished too, are gone, or have
 sent no request for ``LINGER_S``. A rank that ends with an uncaught exception does not linger: its launcher waits.
 (Nor does one that calls ``sys.exit(3)`` under the `deepspeed` command, which tells the interpreter so.) A rank that
-destroys its engine keeps serving in the same way, in the background.
+destroys its engine keeps serving in the same way, in the background. Many ranks leave through the store (``roll``).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from deepspeed.runtime.zero.gathering.meeting import (
     pack_answer,
     unpack_order,
 )
+from deepspeed.runtime.zero.gathering.roll import roll_of
 
 _REQUEST = struct.Struct("<qq")  # bucket, version
 _COUNT = struct.Struct("<q")
@@ -79,6 +80,7 @@ class ShardServer:
         dist.all_gather_object(everyone, mine, group=communicator.group)
         self._addresses: list[tuple[str, int, bytes]] = everyone
         self._token = everyone[0][2]
+        self._roll = roll_of(self._token.hex(), communicator.size)
         threading.Thread(target=self._accept, name="shard-server", daemon=True).start()
         _open.add(self)
         communicator.at_close(
@@ -205,6 +207,12 @@ class ShardServer:
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
+        if self._roll is not None:
+            self._roll.sign()
+        else:
+            self._tell_all()
+
+    def _tell_all(self) -> None:
         for rank in range(self.communicator.size):
             if rank != self.communicator.rank:
                 with contextlib.suppress(OSError):
@@ -224,6 +232,10 @@ class ShardServer:
 
     def linger(self, limit_s: float) -> None:
         """Serve until the other ranks are leaving or gone: then they close the connection."""
+        if self._roll is not None:
+            if self._roll.wait(limit_s, lambda: self.served):
+                return
+            self._tell_all()
         for connection in list(self._peers.values()):
             with contextlib.suppress(OSError):
                 connection.settimeout(limit_s)

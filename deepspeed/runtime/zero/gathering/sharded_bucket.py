@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.shards import Cut
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.bucket import ParamBucket
@@ -155,6 +156,15 @@ class ShardedBucket(ParamBucket):
         self.views = []
 
     # Single parameters --------------------------------------------------------------------------------------
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's slice is the first of those that hold the same (runs of neighbours hold one copy)."""
+        return self.everyone.rank < self.communicator.size
+
+    def cut_of(self, position: int) -> Cut:
+        """How one parameter is divided among the slices."""
+        return self.layout.cut_of(self.layout.slots[position])
 
     def owners(self, position: int) -> list[tuple[int, int, int]]:
         """``(rank, start, stop)`` of the parts of one parameter, as offsets into the flat parameter."""
