@@ -133,11 +133,11 @@ class OwnReader:
         if directory in self.directories and shards is not None:
             numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
-        names = self.index.get("covered", {}).get(directory)
-        if shards is None or names is None:
+        covered = self.index.get("covered", {}).get(directory)
+        if shards is None or covered is None:
             return self.present(files)
         held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
-        wanted = set(names)
+        wanted = set(covered)
         return self._search(self._near(files, prefer), [s for s in shards if s.name in wanted], held)
 
     def _search(
