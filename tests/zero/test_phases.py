@@ -125,9 +125,9 @@ def non_reentrant_checkpointing(engine: Any, step: int) -> None:
     learn(engine, engine(inputs(step)).square().mean())
 
 
-@reports(FORWARD, BACKWARD, RECOMPUTATION)
+@reports(EVALUATION, BACKWARD, RECOMPUTATION)
 def reentrant_checkpointing_of_blocks_called_by_themselves(engine: Any, step: int) -> None:
-    """Their forward is not recorded, and no call around it says what it is for."""
+    """Their forward is not recorded, and no call around it says what it is for: the pass of each asks first."""
     x = inputs(step)
     for block in engine.module.blocks:
         x = checkpoint(block, x, use_reentrant=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from deepspeed.runtime.backward import output_tensors, tensors_in
 from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator, recording
+from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.transforms import call_outside_transforms, inside_transform
@@ -118,10 +119,11 @@ class DeepSpeedZeRoOffload:
             if this_thread.frames:
                 call_outside_transforms(coordinator.enter, needs)
                 return
-            if recording() and not inside_transform():
+            recorded = recording()
+            if recorded and not inside_transform():
                 for tensor in tensors_in((args, kwargs)):
                     coordinator.watch_input(tensor)
-            phase = coordinator.phase_of_call(number, module.training)
+            phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:

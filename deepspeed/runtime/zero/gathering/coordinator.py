@@ -101,25 +101,8 @@ class ParamCoordinator:
         self._clock = 0
         self._backwards: dict[int, Backward] = {}
         self._watched = WeakIdKeyDictionary()  # input tensors that have a hook
-        # Modules called by themselves, unrecorded and in training mode; those that backward ran again; both at once.
-        self._unrecorded: set[Hashable] = set()
-        self._recomputed: set[Hashable] = set()
-        self._trained_unrecorded: set[Hashable] = set()
 
     # Forward ------------------------------------------------------------------------------------------------
-
-    def phase_of_call(self, root: Hashable, training: bool) -> Phase:
-        """What an outermost call of module ``root`` is for.
-
-        Without a record no backward can follow, with one exception: reentrant checkpointing of a module that is
-        called by itself runs it unrecorded, and again in backward. One step shows it, from the next on it is known.
-        """
-        if not training:
-            return Phase.EVALUATION
-        if recording():
-            return Phase.FORWARD
-        self._unrecorded.add(root)
-        return Phase.FORWARD if root in self._trained_unrecorded else Phase.EVALUATION
 
     def enter(self, needs: list[int], phase: Phase = Phase.FORWARD, root: Hashable = None) -> None:
         """A call begins. ``phase`` and ``root`` apply to outermost calls, except to those inside a backward."""
@@ -129,16 +112,15 @@ class ParamCoordinator:
             if frames and frames[-1].entered_in == task:
                 phase = frames[-1].phase
             elif task != _OUTSIDE:
-                phase = Phase.EVALUATION if frames and self.transitions.evaluating else Phase.RECOMPUTATION
+                inside = frames[-1].phase if frames else Phase.FORWARD  # a backward begun inside that call
+                phase = Phase.RECOMPUTATION if inside.trains else inside
             elif self._trainer != threading.get_ident():
                 phase = Phase.APART
             self._clock += 1
             frame = Frame(needs, list(needs), self._clock, phase, task)
             frames.append(frame)
             if len(frames) == 1:
-                if phase is Phase.RECOMPUTATION:
-                    self._recomputed.add(root)
-                else:
+                if phase is not Phase.RECOMPUTATION:
                     self._forget_failed()
                 self.transitions.begin_pass(phase, root)
             if needs:
@@ -266,9 +248,6 @@ class ParamCoordinator:
     def end_of_step(self) -> None:
         """The weights have changed."""
         self._trainer = threading.get_ident()
-        self._trained_unrecorded = self._unrecorded & self._recomputed
-        self._unrecorded.clear()
-        self._recomputed.clear()
         self.transitions.end_of_step()
 
     def abandon(self) -> None:

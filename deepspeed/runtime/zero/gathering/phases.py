@@ -6,9 +6,12 @@
 | the outermost module call, if none can: not in training mode, or nothing of it is recorded | EVALUATION |
 | a call inside another call | that of the outer call |
 | a hook on an output of a call, when autograd reaches it | BACKWARD (EVALUATION inside an evaluation: forces) |
-| a call inside a backward | RECOMPUTATION |
+| a call inside a backward | RECOMPUTATION (EVALUATION or APART inside those) |
 | ``GatheredParameters`` | BY_HAND |
 | a call on another thread than the one that takes the steps | APART |
+
+Nobody can say what an outermost call without a record will be for: reentrant checkpointing of a module that is called
+by itself runs it so, and again in backward. EVALUATION is safe for it too: such a pass asks the other ranks first.
 """
 
 from __future__ import annotations
