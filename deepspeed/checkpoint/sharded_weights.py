@@ -52,7 +52,7 @@ class ShardedWeights:
         """Parts were written on all ranks: refresh what is kept in full, discard what was gathered.
         Collective."""
         homes = {id(param.ds_home): param.ds_home for param in self.params.values()}
-        for pending in [home.gather() for home in homes.values()]:
+        for pending in [home.publish() for home in homes.values()]:
             if pending is not None:
                 pending.wait()
         for home in homes.values():

@@ -447,7 +447,7 @@ class DeepSpeedEngine(EngineState):
     def empty_partition_cache(self) -> None:
         """Stage 3: release every parameter that is gathered and not in use."""
         if self.sharded is not None:
-            self.sharded.coordinator.release_all()
+            self.sharded.transitions.release_all()
 
     def destroy(self) -> None:
         """Remove hooks and give every parameter its own memory back; the module can then be used without the engine.

@@ -153,7 +153,7 @@ def train(
     if engine.sharded is not None:
         coordinator = engine.sharded.coordinator
         assert not coordinator.active
-        assert not any(coordinator._uses)
+        assert not any(engine.sharded.transitions.holders)
         assert not coordinator._backwards
         assert all(b.status.name == "SHARDED" for b in engine.sharded.buckets)
     engine.destroy()

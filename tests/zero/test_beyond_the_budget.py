@@ -133,7 +133,7 @@ def test_backward_of_a_backward(
             else:
                 engine.backward(loss)
             engine.step()
-            assert not any(engine.sharded.coordinator._uses)
+            assert not any(engine.sharded.transitions.holders)
             assert all(b.status.name == "SHARDED" for b in engine.sharded.buckets)
         engine.destroy()
         for name, value in model.state_dict().items():

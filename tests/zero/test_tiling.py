@@ -118,7 +118,7 @@ def test_stage_3_trains_it_like_stage_0(init: bool) -> None:
         if stage:
             sharded = engine.sharded
             for tile in [tile for row in tiled.linears for tile in row]:
-                tile.register_forward_hook(lambda *_: live.append(sharded.coordinator._live()))
+                tile.register_forward_hook(lambda *_: live.append(sharded.transitions.live()))
         for step in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step + 10 * engine.global_rank))
             loss = engine(x).square().mean()

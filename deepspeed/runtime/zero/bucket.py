@@ -91,8 +91,8 @@ class ParamBucket:
                 return param
         raise KeyError(fragment.param)
 
-    def gather(self) -> Pending | None:
-        """Start publishing this rank's slice to the others; None when there is nothing to move."""
+    def publish(self) -> Pending | None:
+        """Start to send this rank's slice to the others; None when there is nothing to move."""
         if self.full is None or self.shard is None or self.layout.num_shards == 1:
             return None
         return self.communicator.all_gather(self.full, self.shard)
@@ -116,7 +116,7 @@ class WeightPublisher:
     def publish(self, buckets: Sequence[ParamBucket] | None = None) -> None:
         """Gather what changed (default: everything). Collective."""
         chosen = self.buckets if buckets is None else buckets
-        for pending in [bucket.gather() for bucket in chosen]:
+        for pending in [bucket.publish() for bucket in chosen]:
             if pending is not None:
                 pending.wait()
         torch.autograd.graph.increment_version([param for bucket in chosen for param in bucket.params])

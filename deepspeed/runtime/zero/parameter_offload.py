@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.backward import output_tensors, tensors_in
-from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator
+from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator, recording
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
@@ -113,20 +113,24 @@ class DeepSpeedZeRoOffload:
 
     def _hook(self, module: nn.Module, needs: list[int]) -> None:
         coordinator, number = self.param_coordinator, self._numbers.setdefault(module, len(self._numbers))
-        calls = coordinator.calls  # these run around every module: no call is made that is not needed
+        this_thread = coordinator.this_thread  # hooks run around every module: no needless calls
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-            phase = calls.frames[0].phase if calls.frames else _phase_of_call(module)
-            if not calls.frames and torch.is_grad_enabled() and not inside_transform():
+            if this_thread.frames:
+                call_outside_transforms(coordinator.enter, needs)
+                return
+            recorded = recording()
+            if recorded and not inside_transform():
                 for tensor in tensors_in((args, kwargs)):
                     coordinator.watch_input(tensor)
+            phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
             frame = call_outside_transforms(coordinator.leave)
-            if frame.held and torch.is_grad_enabled():
+            if frame.held and recording():
                 if inside_transform():  # backwards at several levels reach the outputs in an unknown order
-                    coordinator.keep(frame.held)
+                    coordinator.transitions.keep(frame.held)
                     return
 
                 def before_backward(grad: Tensor) -> None:
@@ -144,10 +148,10 @@ class DeepSpeedZeRoOffload:
 
     def _watch_reads(self) -> None:
         coordinator, index = self.param_coordinator, self._index
-        calls = coordinator.calls
+        this_thread = coordinator.this_thread
 
         def read(param: nn.Parameter) -> None:
-            if not torch.compiler.is_compiling() and calls.frames:
+            if not torch.compiler.is_compiling() and this_thread.frames:
                 b = index.get(id(param))
                 if b is not None and not coordinator.buckets[b].persistent:
                     call_outside_transforms(coordinator.touch, b)
@@ -160,7 +164,7 @@ class DeepSpeedZeRoOffload:
     # The end ------------------------------------------------------------------------------------------------
 
     def partition_all_parameters(self) -> None:
-        self.param_coordinator.release_all()
+        self.param_coordinator.transitions.release_all()
 
     empty_partition_cache = partition_all_parameters
 
@@ -175,12 +179,6 @@ class DeepSpeedZeRoOffload:
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())
             module.__dict__.pop("ds_external_parameters", None)
-
-
-def _phase_of_call(module: nn.Module) -> Phase:
-    """What an outermost call is for. The grad mode is checked only here, where a pass begins: deeper inside it means
-    nothing (reentrant checkpointing turns it off in training, recomputation turns it on in backward)."""
-    return Phase.FORWARD if torch.is_grad_enabled() and module.training else Phase.EVALUATION
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,20 +12,27 @@ from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.gathering.transitions import Transitions
+
 
 class LocalGather:
     """One rank: the slice is everything."""
 
     def __init__(self, buckets: Sequence[ShardedBucket]) -> None:
         self.buckets = list(buckets)
-        self.lock = threading.RLock()  # held in every transition; forwards may run on several threads
+
+    def connect(self, transitions: Transitions) -> None:
+        """``transitions`` will say what to gather, and be told of every beginning and end of a gather."""
+        self.transitions = transitions
+        self.lock = transitions.lock
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         """Make bucket ``index`` whole; on return it is GATHERED."""
-        bucket = self.buckets[index]
-        assert bucket.shard is not None
-        bucket.allocate().copy_(bucket.shard)
-        bucket.arrived()
+        shard = self.buckets[index].shard
+        assert shard is not None
+        self.transitions.begin(index).copy_(shard)
+        self.transitions.arrived(index)
 
     def begin_pass(self, phase: Phase, root: Hashable) -> None:
         """An outermost call of module ``root`` begins."""
@@ -117,13 +124,13 @@ class ReadingGather(LocalGather):
             self._read_ahead(walk)
 
     def _start(self, index: int) -> None:
-        self.in_flight[index] = self.read(index, self.buckets[index].allocate())
+        self.in_flight[index] = self.read(index, self.transitions.begin(index))
 
     def _finish(self, index: int) -> None:
         try:
             self.in_flight.pop(index)()
         finally:
-            self.buckets[index].arrived()
+            self.transitions.arrived(index)
 
     def _finish_all(self) -> None:
         for index in list(self.in_flight):
@@ -141,7 +148,7 @@ class ReadingGather(LocalGather):
         with self.lock:
             for index in list(self.in_flight):  # predicted but not used: the weights are about to change
                 self._finish(index)
-                self.buckets[index].release()
+                self.transitions.evict(index)
             self.training.again()
 
     def abandon(self) -> None:
@@ -161,11 +168,11 @@ class FetchingGather(LocalGather):
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
         bucket = self.buckets[index]
-        full = bucket.allocate()
+        full = self.transitions.begin(index)
         try:
             self.server.fetch(index, full)
         finally:
-            bucket.arrived()
+            self.transitions.arrived(index)
         # This rank sends as many bytes for the others' copies as it receives.
         size = bucket.communicator.size
         bucket.communicator.collectives["fetch"] += 1

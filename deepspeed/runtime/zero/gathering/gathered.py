@@ -62,7 +62,7 @@ class GatheredParameters:
             setattr(param, _COUNT, getattr(param, _COUNT, 0) + 1)
         self._held = list(_whole_buckets(first))
         for bucket in self._held:
-            bucket.coordinator.hold(bucket.layout.index)
+            bucket.transitions.hold(bucket.layout.index)
         zero_params.all_gather(None, param_list=first)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -86,10 +86,10 @@ class GatheredParameters:
                 last.append(param)
         zero_params.partition(None, param_list=last)
         for bucket in self._held:
-            bucket.coordinator.drop(bucket.layout.index)
+            bucket.transitions.let_go(bucket.layout.index)
         if not kept:  # buckets that happen to be gathered still hold what was written to them
-            for coordinator in {id(home.coordinator): home.coordinator for home in self._buckets()}.values():
-                coordinator.release_all()
+            for transitions in {id(home.transitions): home.transitions for home in self._buckets()}.values():
+                transitions.release_all()
 
     def _keep_changes(self, error: BaseException | None) -> bool:
         """Take the modifier's values, unless a rank arrives with an error: then all ranks raise and keep nothing."""
@@ -103,7 +103,7 @@ class GatheredParameters:
             return True
         for home in self._buckets():
             if home.persistent and home.full is not None:
-                home.communicator.all_gather(home.full, home.own_slice()).wait()
+                home.refresh().wait()
         if misshapen is not None:
             raise misshapen
         if error is None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
@@ -24,8 +23,7 @@ from deepspeed.utils.untraced import untraced
 class RowNorms:
     """Watches the embeddings of ``module`` that have a ``max_norm``. ``everyone``: all ranks of a step."""
 
-    def __init__(self, module: nn.Module, coordinator: ParamCoordinator, everyone: Communicator) -> None:
-        self.coordinator = coordinator
+    def __init__(self, module: nn.Module, everyone: Communicator) -> None:
         self.everyone = everyone
         self._tables: list[Any] = [
             each
@@ -71,8 +69,7 @@ class RowNorms:
             home: ShardedBucket = param.ds_home
             if not rows.numel():
                 continue
-            with self.coordinator.quiet():
-                self.coordinator.release(home.layout.index)  # now it is in slices on every rank
+            home.transitions.evict_stale(home.layout.index)  # now it is in slices on every rank
             whole = torch.empty(full_shape(param), dtype=param.dtype, device=home.device)
             home.read_param(param.ds_position, whole)
             torch.embedding_renorm_(whole, rows, float(table.max_norm), float(table.norm_type))

@@ -164,7 +164,7 @@ class ScheduledGather(FetchingGather):
         bucket = self.buckets[index]
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
-            full = bucket.allocate()
+            full = self.transitions.begin(index)
             self.in_flight[index] = self.channels[bucket.layout.scope].all_gather(full, bucket.own_slice())
             return
         # Already whole here, or not needed: the others still need this rank's slice.
@@ -192,7 +192,7 @@ class ScheduledGather(FetchingGather):
         try:
             self.in_flight.pop(index).wait()
         finally:
-            self.buckets[index].arrived()
+            self.transitions.arrived(index)
 
     # Sums (``LaunchTurns`` of the reducer) ------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class ScheduledGather(FetchingGather):
             foreseen = list(self.in_flight)
             self._launch_rest()
             for index in foreseen:  # predicted but not used: the weights are about to change
-                self.buckets[index].release()
+                self.transitions.evict(index)
             self._agree()
 
     def abandon(self) -> None:

@@ -32,6 +32,8 @@ class Status(enum.Enum):
 class ShardedBucket(ParamBucket):
     """Owns ``shard`` [shard_numel] permanently and the memory of ``full`` [padded_numel] while gathered.
 
+    When that is, ``Transitions`` decides; only it calls ``allocate``, ``arrived`` and ``release``.
+
     ``persistent`` buckets (small parameters) stay gathered and are refreshed after every update. ``communicator`` joins
     the ranks that hold one copy, ``everyone`` also those of its replicas (MiCS). ``keep`` creates ``shard`` from a
     slice of the whole bucket: on the device, or where slices are offloaded to.
@@ -52,7 +54,7 @@ class ShardedBucket(ParamBucket):
         self.everyone = everyone or communicator
         self.persistent = persistent
         self.status = Status.SHARDED
-        self.coordinator: Any = None  # set by its owner, who gathers this bucket
+        self.transitions: Any = None  # set by its owner
         self.on_change: Callable[[], None] = lambda: None
         self.device = self.params[0].device
         self.views: list[Tensor] = []
@@ -75,8 +77,7 @@ class ShardedBucket(ParamBucket):
             self.full, self.shard = full, self.keep(full[start:stop])
         for position, param in enumerate(self.params):
             zero_params.adopt(param, self, position)
-        self.status = Status.GATHERED
-        self._show()
+        self.arrived()
         if not self.persistent:
             self.release()
 
@@ -84,7 +85,7 @@ class ShardedBucket(ParamBucket):
 
     def allocate(self) -> Tensor:
         """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
-        assert self.status is Status.SHARDED and self.full is not None
+        assert self.full is not None
         self.full.untyped_storage().resize_(self._nbytes)
         self.status = Status.GATHERING
         zero_params.mark(self.params, zero_params.ZeroParamStatus.INFLIGHT)
@@ -93,17 +94,12 @@ class ShardedBucket(ParamBucket):
     def arrived(self) -> None:
         """GATHERING -> GATHERED: ``full`` holds every slice."""
         self.status = Status.GATHERED
-        self._show()
-
-    def _show(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
         zero_params.mark(self.params, zero_params.ZeroParamStatus.AVAILABLE)
 
     def release(self) -> None:
         """GATHERED -> SHARDED: free the memory (Note: release and materialize)."""
-        if self.status is not Status.GATHERED:
-            return
         assert self.full is not None
         for param, view in zip(self.params, self.views, strict=True):
             if getattr(param, zero_params.GATHER_COUNT, 0):  # inside a GatheredParameters block: stays whole
@@ -121,13 +117,16 @@ class ShardedBucket(ParamBucket):
 
     # What the step sees -------------------------------------------------------------------------------------
 
-    def gather(self) -> Pending | None:
+    def publish(self) -> Pending | None:
         """After an update: refresh persistent parameters, drop stale copies of the others."""
-        assert self.shard is not None and self.full is not None
-        if not self.persistent:
-            with self.coordinator.quiet():
-                self.release()
-            return None
+        if self.persistent:
+            return self.refresh()
+        self.transitions.evict_stale(self.layout.index)
+        return None
+
+    def refresh(self) -> Pending:
+        """Overwrite the whole copy with what the slices hold."""
+        assert self.full is not None
         return self.communicator.all_gather(self.full, self.own_slice())
 
     def own_slice(self) -> Tensor:
@@ -142,13 +141,9 @@ class ShardedBucket(ParamBucket):
         return []  # between uses a parameter has no memory that could have been replaced
 
     def destroy(self) -> None:
-        """Make every parameter whole, with its own memory. Collective."""
+        """Give every parameter, whole now, its own memory (``Transitions.dissolve`` comes before it)."""
         if self.full is None or self.shard is None:
             return
-        if self.status is Status.SHARDED:
-            full = self.allocate()
-            self.communicator.all_gather(full, self.own_slice()).wait()
-            self.arrived()
         for param in self.params:
             zero_params.forget(param)
             param.data = param.data.clone()

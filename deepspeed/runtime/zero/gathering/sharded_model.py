@@ -50,11 +50,12 @@ class ShardedModel:
             self.buckets, GatherLinks(scopes), storage, device=device, prefetch_numel=prefetch_numel
         )
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
+        self.transitions = self.coordinator.transitions
         for bucket in self.buckets:
-            bucket.coordinator = self.coordinator
+            bucket.transitions = self.transitions
             bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
-        self.row_norms = RowNorms(module, self.coordinator, scopes.everyone)
+        self.row_norms = RowNorms(module, scopes.everyone)
 
     def before_step(self) -> None:
         self.gatherer.end_of_step()
@@ -68,15 +69,14 @@ class ShardedModel:
         """The batch ended with an exception: nothing is in use, and the step starts over."""
         self.coordinator.abandon()
         self.gatherer.abandon()
-        self.coordinator.release_all()
+        self.transitions.release_all()
 
     def destroy(self) -> None:
         """Undo everything; parameters become whole again. Collective."""
         self.offload.destroy()
         self.row_norms.destroy()
         self.gatherer.settle()
-        for bucket in self.buckets:
-            bucket.destroy()
+        self.transitions.dissolve()
         self.gatherer.close()
         self.storage.close()
 

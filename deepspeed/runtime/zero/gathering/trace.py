@@ -22,6 +22,11 @@ class UseTrace:
         self._cursor = 0
 
     @property
+    def total(self) -> int:
+        """Elements of all buckets together."""
+        return sum(self.numels)
+
+    @property
     def complete(self) -> bool:
         return bool(self._last)
 

@@ -49,7 +49,7 @@ class StateMover:
             return []
         if kind is Kind.lp_params:
             for bucket in self._sharded():
-                bucket.release()
+                bucket.transitions.evict(bucket.layout.index)
         tensors = [tensor for tensor in self._tensors(kind) if off_host(tensor.device)]
         for group in by_storage(tensors):
             size = group[0].untyped_storage().nbytes()
