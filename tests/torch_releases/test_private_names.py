@@ -75,7 +75,9 @@ def test_it_is_there_and_takes_what_we_pass(name: str) -> None:
         return
     assert list(signature.parameters)[: len(expected.split())] == expected.split()
     others = list(signature.parameters.values())[len(expected.split()) :]
-    if name != "torch.nn.Module._load_from_state_dict":  # wrapped, and called with the arguments that it was given
+    if (
+        name != "torch.nn.Module._load_from_state_dict"
+    ):  # wrapped, and called with the arguments that it was given
         assert all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others)
 
 
@@ -222,13 +224,17 @@ def overridden_private_methods() -> Iterator[tuple[str, str]]:
     """(class, method) of every class of this package that overrides a private method of one of torch."""
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
-        classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.bases]
+        classes = [
+            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.bases
+        ]
         if "torch" not in text or not any(_private_methods(node) for node in classes):
             continue
         module = importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
         for node in classes:
             ours = getattr(module, node.name, None)
-            bases = [base for base in getattr(ours, "__mro__", ()) if base.__module__.split(".")[0] == "torch"]
+            bases = [
+                base for base in getattr(ours, "__mro__", ()) if base.__module__.split(".")[0] == "torch"
+            ]
             for name in _private_methods(node):
                 if any(name in vars(base) for base in bases):
                     yield node.name, name
