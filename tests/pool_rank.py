@@ -261,6 +261,10 @@ def _tear_down(job: Job) -> None:
     gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
     if groups := sys.modules.get("deepspeed.utils.groups"):
         groups.set_mesh(None)  # by design it speaks of the engine built last
+    if log := sys.modules.get("deepspeed.comm.logging"):
+        log.set_newest_log(log.PROCESS_LOG)  # so does this
+    if collectives := sys.modules.get("deepspeed.comm.collectives"):
+        collectives.use_shared_memory(True)
     if flush := sys.modules.get("deepspeed.checkpoint.flush"):
         flush.wait_for_flushes()  # else threads go on
     if dist.is_initialized():
@@ -312,8 +316,8 @@ def snapshot() -> dict[str, Any]:
         "process group": dist.is_initialized(),
     }
     collectives = sys.modules.get("deepspeed.comm.collectives")
-    state["deepspeed.comm communicators"] = len(collectives._communicators) if collectives else 0
-    state["deepspeed.comm shared memory"] = collectives._shared_memory_wanted if collectives else True
+    state["deepspeed.comm communicators"] = len(collectives._wires) if collectives else 0
+    state["deepspeed.comm shared memory"] = collectives.process_network.shared_memory if collectives else True
     log = sys.modules.get("deepspeed.comm.logging")
     state["deepspeed.comm log enabled"] = log.comms_logger.enabled if log else False
     for owner, names in _PATCHABLE:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from deepspeed.checkpoint.archive import LazyTensor, Sink, naming, write_archive
@@ -96,7 +97,12 @@ def parse_size(size: int | str) -> int:
 
 
 def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
-    """The safetensors format: header length, JSON header, then the tensors' bytes. Streams."""
+    """The safetensors format: header length, JSON header, then the tensors' bytes.
+
+    Written here because the library's `save_file` takes tensors that are all in memory, and this one a tensor at a
+    time, which may be read from the shards of a checkpoint just then. The library judges the result: it reads the
+    header back, with every dtype, shape and offset. ValueError: a dtype that the format or the installed library lacks.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     position = 0
     for name, tensor in weights.items():
@@ -118,6 +124,12 @@ def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] 
         sink = Sink(file)
         for tensor in weights.values():
             sink.write_tensor(tensor)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            complete = set(file.keys()) == set(weights)
+    except SafetensorError as error:
+        raise ValueError(f"the installed safetensors cannot read what {path} was to hold: {error}") from error
+    assert complete, f"{path} lacks tensors"
 
 
 def nbytes(tensor: Tensor | LazyTensor) -> int:

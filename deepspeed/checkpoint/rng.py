@@ -11,7 +11,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 
-def capture() -> dict[str, Any]:
+def capture(*, device: bool = True) -> dict[str, Any]:
+    """``device=False``: without the device's generator, which a worker process must not touch."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
@@ -22,7 +23,7 @@ def capture() -> dict[str, Any]:
         keys = torch.from_numpy(np.asarray(keys).astype(np.int64))
         state["numpy"] = {"keys": keys, "position": int(position), "gauss": (int(has_gauss), float(cached))}
     accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
+    if device and accelerator.device_name() != "cpu":
         state["device"] = accelerator.get_rng_state()
     return state
 

@@ -1,11 +1,14 @@
-"""Communication as the training core sees it: a `Communicator` per process group."""
+"""Communication as the training core sees it: a `Communicator` per process group and engine.
+
+What belongs to a process group is kept per process (`Wires`: its transports), what a config decides and what is counted
+or recorded per engine (`Network`).
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -14,24 +17,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.comms_logging import CommsLogger
 
-from .logging import measured, recording
+from .logging import PROCESS_LOG, measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
-from .transport import (
-    AllGather,
-    AllReduce,
-    ReduceScatter,
-    Transport,
-    is_gloo,
-    select_transport,
-)
+from .transport import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
 
 __all__ = [
     "AllGather",
     "AllReduce",
     "CommunicationError",
     "Communicator",
+    "Network",
     "Pending",
     "ReduceScatter",
     "Transport",
@@ -42,7 +40,7 @@ __all__ = [
 
 
 class Communicator:
-    """Collectives of one process group on flat tensors, with traffic counters.
+    """Collectives of one process group on flat tensors, with traffic counters of one network.
 
     Sums are taken over ranks in rank order in fp32 (fp64 and integers as they are), multiplied by `scale`
     and rounded once to the output's dtype, on every transport: equal inputs give equal bits, however the
@@ -51,8 +49,10 @@ class Communicator:
     rank never touches the network.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, network: Network | None = None) -> None:
         self.group = group
+        self._network = network or process_network
+        self._log = self._network.log
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.ranks: tuple[int, ...] = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
@@ -60,7 +60,13 @@ class Communicator:
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
         self._cpu_transport: Transport | None = None  # the same one, for faster access
-        self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._wires = None if group is None else _wires_of(group, self.ranks)
+        if self._wires is not None:
+            self._wires.users.add(self)
+
+    def beside(self, group: ProcessGroup) -> Communicator:
+        """The communicator of another group in the same network."""
+        return self._network.communicator(group)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         """`output [size * n]` = the `input [n]` of every rank, in rank order. `input` may be output's own
@@ -74,8 +80,10 @@ class Communicator:
         operation = self._transport(output, input).all_gather
         output, input = _flat(output), _flat(input)
         self._count("all_gather", input.nbytes * (self.size - 1))
-        if recording("all_gather_into_tensor"):
-            return measured("all_gather_into_tensor", input, self.size, lambda: operation(output, input))
+        if self._log.enabled and recording(self._log, "all_gather_into_tensor"):
+            return measured(
+                self._log, "all_gather_into_tensor", input, self.size, lambda: operation(output, input)
+            )
         return operation(output, input)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
@@ -88,9 +96,13 @@ class Communicator:
         operation = self._transport(output, input).reduce_scatter
         output, input = _flat(output), _flat(input)
         self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
-        if recording("reduce_scatter_tensor"):
+        if self._log.enabled and recording(self._log, "reduce_scatter_tensor"):
             return measured(
-                "reduce_scatter_tensor", output, self.size, lambda: operation(output, input, scale=scale)
+                self._log,
+                "reduce_scatter_tensor",
+                output,
+                self.size,
+                lambda: operation(output, input, scale=scale),
             )
         return operation(output, input, scale=scale)
 
@@ -102,8 +114,8 @@ class Communicator:
         operation, flat = self._transport(tensor).all_reduce, _flat(tensor)
         self.collectives["all_reduce"] += 1
         self.bytes_sent += 2 * flat.nbytes * (size - 1) // size
-        if recording("all_reduce"):
-            return measured("all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
+        if self._log.enabled and recording(self._log, "all_reduce"):
+            return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
         return operation(flat, scale=scale)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
@@ -112,8 +124,8 @@ class Communicator:
             return DONE
         operation, flat = self._transport(tensor).all_reduce_max, _flat(tensor)
         self._count("all_reduce_max", 2 * flat.nbytes * (self.size - 1) // self.size)
-        if recording("all_reduce"):
-            return measured("all_reduce", flat, self.size, lambda: operation(flat))
+        if self._log.enabled and recording(self._log, "all_reduce"):
+            return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat))
         return operation(flat)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
@@ -122,8 +134,8 @@ class Communicator:
             return DONE
         operation, flat = self._transport(tensor).broadcast, _flat(tensor)
         self._count("broadcast", flat.nbytes * (self.size - 1) if self.rank == src else 0)
-        if recording("broadcast"):
-            return measured("broadcast", flat, self.size, lambda: operation(flat, src))
+        if self._log.enabled and recording(self._log, "broadcast"):
+            return measured(self._log, "broadcast", flat, self.size, lambda: operation(flat, src))
         return operation(flat, src)
 
     def reduce(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
@@ -132,8 +144,8 @@ class Communicator:
             return _single(tensor, tensor, scale)
         operation, flat = self._transport(tensor).reduce, _flat(tensor)
         self._count("reduce", 0 if self.rank == dst else flat.nbytes)
-        if recording("reduce"):
-            return measured("reduce", flat, self.size, lambda: operation(flat, dst, scale=scale))
+        if self._log.enabled and recording(self._log, "reduce"):
+            return measured(self._log, "reduce", flat, self.size, lambda: operation(flat, dst, scale=scale))
         return operation(flat, dst, scale=scale)
 
     def all_to_all(
@@ -157,9 +169,13 @@ class Communicator:
             raise self._unfit("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
         operation = self._transport(output, input).all_to_all
         self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
-        if recording("all_to_all_single"):
+        if self._log.enabled and recording(self._log, "all_to_all_single"):
             return measured(
-                "all_to_all_single", input, self.size, lambda: operation(output, input, received, sent)
+                self._log,
+                "all_to_all_single",
+                input,
+                self.size,
+                lambda: operation(output, input, received, sent),
             )
         return operation(output, input, received, sent)
 
@@ -176,16 +192,16 @@ class Communicator:
 
     def at_close(self, method: Callable[[], None]) -> None:
         """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
-        self._at_close.append(weakref.WeakMethod(method))
+        if self._wires is not None:
+            self._wires.at_close(method)
 
     def close(self) -> None:
-        """Release what the transports hold."""
-        for reference in self._at_close:
-            if (method := reference()) is not None:
-                method()
-        self._at_close.clear()
-        for transport in self._transports.values():
-            transport.close()
+        """Release what the transports of the group hold, for every network."""
+        if self._wires is not None:
+            self._wires.close()
+
+    def choose_again(self) -> None:
+        """Ask for the transports again when they are needed next."""
         self._transports.clear()
         self._cpu_transport = None
 
@@ -215,8 +231,12 @@ class Communicator:
     def works_in_background(self, device_type: str) -> bool:
         """Whether an asynchronous operation can be issued without waiting for others, and finishes
         regardless of what this rank does next."""
-        transport = self._transports.get(device_type)
-        return self.size == 1 or (transport is not None and transport.background)
+        if self._wires is None or self.size == 1:
+            return True
+        transport = self._transports.get(device_type) or self._wires.chosen(
+            device_type, may_share_memory=self._network.may_share_memory()
+        )
+        return transport is not None and transport.background
 
     def _transport(self, tensor: Tensor, other: Tensor | None = None) -> Transport:
         if tensor.is_cpu and self._cpu_transport is not None and (other is None or other.is_cpu):
@@ -236,9 +256,9 @@ class Communicator:
     def _transport_for(self, device_type: str) -> Transport:
         transport = self._transports.get(device_type)
         if transport is None:
-            assert self.group is not None
-            transport = self._transports[device_type] = select_transport(
-                self.group, self.ranks, device_type, may_share_memory=_may_share_memory()
+            assert self._wires is not None
+            transport = self._transports[device_type] = self._wires.transport(
+                device_type, may_share_memory=self._network.may_share_memory()
             )
             if device_type == "cpu":
                 self._cpu_transport = transport
@@ -263,40 +283,79 @@ def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
     return DONE
 
 
-_shared_memory_wanted = True
+class Network:
+    """How one engine communicates: what its config says, the log of its calls, and its communicators, whose counters
+    are its own. The documented functions, which belong to no engine, have one too."""
+
+    def __init__(self, *, shared_memory: bool = True, log: CommsLogger = PROCESS_LOG) -> None:
+        self.shared_memory = shared_memory
+        self.log = log
+        self._communicators: dict[ProcessGroup, Communicator] = {}
+
+    def communicator(self, group: ProcessGroup) -> Communicator:
+        """The communicator of `group`: one per group and network."""
+        found = self._communicators.get(group)
+        if found is None:
+            _forget_destroyed_groups()
+            found = self._communicators[group] = Communicator(group, self)
+        return found
+
+    def may_share_memory(self) -> bool:
+        return self.shared_memory and os.environ.get("DS_SHM", "1") != "0"
+
+    def use_shared_memory(self, wanted: bool) -> None:
+        """Whether tensors may move through shared memory between ranks on the same host. All ranks call this at the
+        same point. What other networks of the same groups use stays open."""
+        if wanted != self.shared_memory:
+            for known in self._communicators.values():
+                known.choose_again()
+        self.shared_memory = wanted
+
+    def forget(self, group: ProcessGroup) -> None:
+        self._communicators.pop(group, None)
+
+
+class _ProcessNetwork(Network):
+    """That of the documented functions, which follow the newest config that says how to communicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines_share_memory = True  # those whose config does not say
+
+
+process_network = _ProcessNetwork()
+
+_wires: dict[ProcessGroup, Wires] = {}
 
 
 def use_shared_memory(wanted: bool) -> None:
-    """Config `comm.shared_memory`: whether groups may communicate through shared memory between ranks on the same
-    host. All ranks call this at the same point, with nothing in flight: groups choose again if it changes.
-    DS_SHM=0 in the environment always forbids it."""
-    global _shared_memory_wanted
-    if wanted != _shared_memory_wanted:
-        for known in _communicators.values():
-            known.close()
-    _shared_memory_wanted = wanted
-
-
-def _may_share_memory() -> bool:
-    return _shared_memory_wanted and os.environ.get("DS_SHM", "1") != "0"
-
-
-_communicators: dict[ProcessGroup, Communicator] = {}
+    """Config `comm.shared_memory` for the documented functions, and for engines whose config does not say. All ranks
+    call this at the same point, with nothing in flight. DS_SHM=0 in the environment always forbids it."""
+    process_network.engines_share_memory = wanted
+    process_network.use_shared_memory(wanted)
 
 
 def communicator(group: ProcessGroup | None = None) -> Communicator:
-    """The communicator of `group` (None: the default group, or one rank alone before torch.distributed is
-    initialised). One per group: all users share its counters."""
+    """The communicator that the documented functions use for `group` (None: the default group, or one rank alone
+    before torch.distributed is initialised). One per group: all users share its counters."""
     if group is None:
         group = dist.group.WORLD
         if group is None:
             return Communicator(None)
-    found = _communicators.get(group)
+    return process_network.communicator(group)
+
+
+def _wires_of(group: ProcessGroup, ranks: tuple[int, ...]) -> Wires:
+    found = _wires.get(group)
     if found is None:
-        for stale in [known for known in _communicators if not _is_registered(known)]:
-            _communicators.pop(stale).close()  # destroyed behind our back
-        found = _communicators[group] = Communicator(group)
+        found = _wires[group] = Wires(group, ranks)
     return found
+
+
+def _forget_destroyed_groups() -> None:
+    """Those that were destroyed behind our back."""
+    for group in [known for known in _wires if not _is_registered(known)]:
+        forget_communicators(group)
 
 
 def _is_registered(group: ProcessGroup) -> bool:
@@ -308,12 +367,13 @@ def _is_registered(group: ProcessGroup) -> bool:
 
 
 def forget_communicators(group: ProcessGroup | None = None) -> None:
-    """Drop the communicator of a destroyed group (None: of all groups)."""
+    """Drop what is kept for a destroyed group (None: for all groups)."""
     if group is None:
         OrderedPending.forget_all()
-    for known in list(_communicators) if group is None else [group]:
-        if known in _communicators:
-            _communicators.pop(known).close()
+    for known in list(_wires) if group is None else [group]:
+        process_network.forget(known)
+        if known in _wires:
+            _wires.pop(known).close()
 
 
 _LET_GO_S = 0.01

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .client_state import tell_accelerate
 from .init import require_initialized
-from .logging import comms_logger, paused_log, timed_op
+from .logging import newest_log, paused_log, timed_op
 from .reduce_op import ReduceOp
 from .torch import TorchBackend
 
@@ -183,20 +183,20 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """
     first = not is_initialized() or dist.get_rank() == 0
     with paused_log():
-        return comms_logger.log_all(print_log=first, show_straggler=show_straggler, return_dict=return_dict)
+        return newest_log().log_all(print_log=first, show_straggler=show_straggler, return_dict=return_dict)
 
 
 def reset_log() -> None:
-    comms_logger.reset_data()
+    newest_log().reset_data()
 
 
 def has_comm_data() -> bool:
-    return comms_logger.has_data()
+    return newest_log().has_data()
 
 
 def get_comm_operation_count() -> int:
-    return comms_logger.get_total_operations()
+    return newest_log().get_total_operations()
 
 
 def get_logged_comm_ops() -> list[str]:
-    return comms_logger.get_operation_names()
+    return newest_log().get_operation_names()

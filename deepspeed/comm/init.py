@@ -16,12 +16,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.utils import environment
+from deepspeed.utils.comms_logging import CommsLogger
 from deepspeed.utils.environment import Identity
 from deepspeed.utils.logging import logger
 
 from .client_state import tell_accelerate
-from .collectives import use_shared_memory
-from .logging import configure
+from .collectives import Network, process_network, use_shared_memory
+from .logging import PROCESS_LOG, configure, set_newest_log
 from .pending import CommunicationError
 from .waiting import start_of_all
 
@@ -49,7 +50,8 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Create torch.distributed's default process group; if it exists, only `config` is considered.
+    """Create torch.distributed's default process group; if it exists, only `config` is considered: its sections
+    `comm` and `comms_logger`, for the documented functions and for engines whose config does not have them.
 
     The rank comes from the arguments, from RANK/WORLD_SIZE (torchrun, the `deepspeed` command), or with
     `auto_mpi_discovery` from an MPI launcher or Slurm. If nothing indicates a job, this process is rank 0
@@ -96,9 +98,31 @@ def _check_backend(backend: str) -> None:
 
 def _choose_transports(config: DeepSpeedConfig) -> None:
     """Apply the `comm` section's settings; for those it does not set, an earlier config's stay in effect."""
+    wanted = _wants_shared_memory(config)
+    if wanted is not None:
+        use_shared_memory(wanted)
+
+
+def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
+    """What the config says; None: nothing."""
     section: CommConfig | None = getattr(config, "comm_config", None)
-    if section is not None and "shared_memory" in section.model_fields_set:
-        use_shared_memory(section.shared_memory)
+    given = section is not None and "shared_memory" in section.model_fields_set
+    return section.shared_memory if section is not None and given else None
+
+
+def network_of(config: DeepSpeedConfig) -> Network:
+    """The network of a new engine: its own settings and log where its config has them, else the process's. The
+    documented functions follow the newest engine that has them."""
+    wanted, section = _wants_shared_memory(config), config.comms_config.comms_logger
+    log = PROCESS_LOG
+    if section.enabled:
+        log = CommsLogger()
+        log.configure(section)
+        set_newest_log(log)
+    if wanted is None:
+        return Network(shared_memory=process_network.engines_share_memory, log=log)
+    process_network.use_shared_memory(wanted)
+    return Network(shared_memory=wanted, log=log)
 
 
 def _identify(schedulers: bool, port: int) -> Identity:

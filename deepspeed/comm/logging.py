@@ -18,7 +18,42 @@ from deepspeed.utils.comms_logging import CommsLogger, get_caller_func
 
 from .pending import CommunicationError, Pending, is_peer_failure
 
-comms_logger = CommsLogger()
+PROCESS_LOG = CommsLogger()
+"""Of the documented functions, and of engines whose config has no log of its own."""
+
+
+class _Newest:
+    """The log that the documented functions write and show: that of the engine built last among those that have one,
+    else the process's. It stays when its engine goes: a summary may be asked for at the end of a run."""
+
+    __slots__ = ("log",)
+
+    def __init__(self) -> None:
+        self.log = PROCESS_LOG
+
+
+_newest = _Newest()
+
+
+def set_newest_log(log: CommsLogger) -> None:
+    _newest.log = log
+
+
+def newest_log() -> CommsLogger:
+    return _newest.log
+
+
+class _NewestLog:
+    """The documented object `deepspeed.comm.comms_logger`: always the newest log, whenever it was imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_newest.log, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_newest.log, name, value)
+
+
+comms_logger = _NewestLog()
 
 _paused = False  # while one recorded call runs inside another, or the log itself communicates
 
@@ -31,12 +66,12 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set up the communication log from a config (a DeepSpeedConfig, or its `comms_logger` section), then
+    """Set up the newest communication log from a config (a DeepSpeedConfig, or its `comms_logger` section), then
     from the individual values given. A section that is not enabled changes nothing."""
     section = getattr(deepspeed_config, "comms_config", deepspeed_config)
     section = getattr(section, "comms_logger", section)
     if section is not None and section.enabled:
-        comms_logger.configure(section)
+        _newest.log.configure(section)
     single = {
         "enabled": enabled,
         "prof_all": prof_all,
@@ -46,7 +81,7 @@ def configure(
     }
     for name, value in single.items():
         if value is not None:
-            setattr(comms_logger, name, value)
+            setattr(_newest.log, name, value)
 
 
 @contextlib.contextmanager
@@ -60,20 +95,27 @@ def paused_log() -> Iterator[None]:
         _paused = before
 
 
-def recording(op_name: str) -> bool:
+def recording(log: CommsLogger, op_name: str) -> bool:
     """Whether a call of this operation should be recorded now."""
-    return comms_logger.enabled and not _paused and comms_logger.wants(op_name)
+    return not _paused and log.wants(op_name)
 
 
 class Measurement:
     """One call being timed, from before it is issued until it has finished (for an asynchronous one until `wait()`:
     what the caller computes in between is included)."""
 
-    __slots__ = ("group_size", "message_bytes", "on_device", "op_name", "record_name", "start")
+    __slots__ = ("group_size", "log", "message_bytes", "on_device", "op_name", "record_name", "start")
 
     def __init__(
-        self, op_name: str, record_name: str, message_bytes: int, group_size: int, on_device: bool
+        self,
+        log: CommsLogger,
+        op_name: str,
+        record_name: str,
+        message_bytes: int,
+        group_size: int,
+        on_device: bool,
     ) -> None:
+        self.log = log
         self.op_name, self.record_name = op_name, record_name
         self.message_bytes, self.group_size, self.on_device = message_bytes, group_size, on_device
         self._synchronize()
@@ -82,7 +124,7 @@ class Measurement:
     def finish(self) -> None:
         self._synchronize()
         latency_ms = (time.perf_counter() - self.start) * 1e3
-        comms_logger.append(self.op_name, self.record_name, latency_ms, self.message_bytes, self.group_size)
+        self.log.append(self.op_name, self.record_name, latency_ms, self.message_bytes, self.group_size)
 
     def _synchronize(self) -> None:
         if self.on_device:
@@ -107,12 +149,16 @@ class MeasuredWork:
         return getattr(self._work, name)
 
 
-def measured(op_name: str, message: Tensor, group_size: int, issue: Callable[[], Pending]) -> Pending:
+def measured(
+    log: CommsLogger, op_name: str, message: Tensor, group_size: int, issue: Callable[[], Pending]
+) -> Pending:
     """Issue a communicator's collective and record it."""
     record_name = op_name
-    if comms_logger.debug:
+    if log.debug:
         record_name = f"{op_name} | [Caller Func: {get_caller_func(frame=3)}]"
-    measurement = Measurement(op_name, record_name, message.nbytes, group_size, message.device.type != "cpu")
+    measurement = Measurement(
+        log, op_name, record_name, message.nbytes, group_size, message.device.type != "cpu"
+    )
     pending = issue()
 
     def finish() -> None:
@@ -142,7 +188,7 @@ def timed_op(
     @functools.wraps(func)
     def operation(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not comms_logger.enabled and len(args) <= positional and unusual.isdisjoint(kwargs):
+            if not _newest.log.enabled and len(args) <= positional and unusual.isdisjoint(kwargs):
                 return func(*args, **kwargs)
             return with_options(args, kwargs)
         except RuntimeError as error:
@@ -157,7 +203,7 @@ def timed_op(
         if len(args) > positional:
             options.update(zip(extra, args[positional:], strict=False))
             args = args[:positional]
-        if _paused or not (options.get("prof") or recording(op_name)):
+        if _paused or not (options.get("prof") or recording(_newest.log, op_name)):
             return func(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
         caller = options.get("debug") or get_caller_func(frame=3)
@@ -179,9 +225,11 @@ def timed_op(
 def _record(
     func: Callable[..., Any], op_name: str, bound: dict[str, Any], message: str, log_name: str, caller: str
 ) -> Any:
-    record_name = f"{log_name} | [Caller Func: {caller}]" if comms_logger.debug else log_name
+    log = _newest.log
+    record_name = f"{log_name} | [Caller Func: {caller}]" if log.debug else log_name
     tensors = _tensors(bound.get(message))
     measurement = Measurement(
+        log,
         op_name,
         record_name,
         sum(tensor.nbytes for tensor in tensors),

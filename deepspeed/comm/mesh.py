@@ -12,6 +12,7 @@ ranks that hold the same dense weights:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Communicator, communicator
+from .collectives import Communicator, Network, process_network
 from .groups import new_group
 
 BASE_AXES = ("pp", "dp", "sp", "tp")
@@ -175,6 +176,13 @@ class ProcessMesh:
         self._ranks_of = {_key(axes): ranks for axes, ranks in ranks_of.items()}
         self._groups: dict[tuple[int, ...], ProcessGroup] = dict(groups or {})
         self._timeout = timeout
+        self._network = process_network
+
+    def in_network(self, network: Network) -> ProcessMesh:
+        """The same ranks and groups, with communicators of `network`."""
+        result = copy.copy(self)
+        result._network = network
+        return result
 
     @classmethod
     def build(
@@ -303,7 +311,7 @@ class ProcessMesh:
         """The communicator over these axes; one rank alone needs no process group."""
         if self.size(*axes) == 1:
             return Communicator(None)
-        return communicator(self.group(*axes)).prepare()
+        return self._network.communicator(self.group(*axes)).prepare()
 
     def _compute_ranks(self, key: tuple[str, ...]) -> tuple[int, ...]:
         if self.layout is not None:

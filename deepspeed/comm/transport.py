@@ -6,6 +6,7 @@ operations and shared memory are siblings with the same calls.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,21 +70,68 @@ class Transport:
     close: Callable[[], None] = lambda: None
 
 
-def select_transport(
-    group: ProcessGroup, ranks: tuple[int, ...], device_type: str, *, may_share_memory: bool
-) -> Transport:
-    """The one place where a transport is chosen. A collective call for CPU tensors over gloo."""
-    if device_type != "cpu" or not is_gloo(group):
-        return _native_transport(group, ranks)
-    gloo_channel = gloo.GlooChannel(group, ranks)
-    met = hosts.meet(gloo_channel, may_share_memory)
-    gloo_channel.blocks = met.blocks
-    fallback = _gloo_transport(gloo_channel)
-    if met.channel is None:
-        return fallback
-    if len(met.blocks) == 1:
-        return _shared_memory_transport(met.channel, fallback)
-    return _hierarchical_transport(met.channel, gloo_channel, fallback)
+class User(Protocol):
+    """Who keeps what `Wires.transport` returned."""
+
+    def choose_again(self) -> None: ...
+
+
+class Wires:
+    """The transports of one process group. There is one of these per group and process: messages of a group have one
+    numbering, and ranks attach to a segment of shared memory once, however many engines use the group."""
+
+    def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self.group, self.ranks = group, ranks
+        self._transports: dict[
+            tuple[str, bool], Transport
+        ] = {}  # by device type and permission to share memory
+        self._gloo: gloo.GlooChannel | None = None
+        self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.users: weakref.WeakSet[User] = weakref.WeakSet()
+
+    def transport(self, device_type: str, *, may_share_memory: bool) -> Transport:
+        """The one place where a transport is chosen. A collective call for CPU tensors over gloo, the first time."""
+        found = self.chosen(device_type, may_share_memory=may_share_memory)
+        if found is None:
+            over_gloo = device_type == "cpu" and is_gloo(self.group)
+            make = self._over_gloo if over_gloo else self._native
+            found = self._transports[device_type, may_share_memory] = make(may_share_memory)
+        return found
+
+    def chosen(self, device_type: str, *, may_share_memory: bool) -> Transport | None:
+        """What `transport` has returned before; None: nothing."""
+        return self._transports.get((device_type, may_share_memory))
+
+    def _native(self, may_share_memory: bool) -> Transport:
+        return _native_transport(self.group, self.ranks)
+
+    def _over_gloo(self, may_share_memory: bool) -> Transport:
+        if self._gloo is None:
+            self._gloo = gloo.GlooChannel(self.group, self.ranks)
+        met = hosts.meet(self._gloo, may_share_memory)
+        self._gloo.blocks = met.blocks
+        fallback = _gloo_transport(self._gloo)
+        if met.channel is None:
+            return fallback
+        if len(met.blocks) == 1:
+            return _shared_memory_transport(met.channel, fallback)
+        return _hierarchical_transport(met.channel, self._gloo, fallback)
+
+    def at_close(self, method: Callable[[], None]) -> None:
+        """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
+        self._at_close.append(weakref.WeakMethod(method))
+
+    def close(self) -> None:
+        """Release what the transports hold; they are chosen again if they are asked for again."""
+        for reference in self._at_close:
+            if (method := reference()) is not None:
+                method()
+        self._at_close.clear()
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
+        for user in self.users:
+            user.choose_again()
 
 
 def _gloo_transport(channel: gloo.GlooChannel) -> Transport:

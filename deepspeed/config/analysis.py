@@ -57,7 +57,7 @@ class Analysis:
     def error(self, path: Path | str, message: str, remedy: Remedy | None = None) -> None:
         path = tuple(path.split(".")) if isinstance(path, str) else path
         key = ".".join(str(part) for part in path) or "config"
-        self.errors.append(Problem(key, message, self.source.line(path), remedy, path))
+        self.errors.append(Problem(key, message, self.source.place(path), remedy, path))
 
 
 def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False) -> Analysis:
@@ -145,8 +145,8 @@ def _unknown_key(
     elsewhere = [home for home in homes(TrainingConfig).get(key, []) if home != key or path]
     hint = f"; it belongs to {' or '.join(repr(home) for home in elsewhere[:3])}" if elsewhere else ""
     if lenient:
-        line = result.source.line(here)
-        place = f" (line {line})" if line else ""
+        where = result.source.place(here)
+        place = f" ({where})" if where else ""
         note(f"config key '{'.'.join(map(str, here))}'{place} is unknown and ignored{hint}")
     else:
         known = ", ".join(sorted({documented_name(k.name, k.field) for k in keys_of(model).values()}))

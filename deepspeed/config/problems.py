@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 FROM_DICT, FROM_BASE64 = "config", "base64 config"
 WITHOUT_FILE = (FROM_DICT, FROM_BASE64)
@@ -21,21 +21,41 @@ class Remedy:
     replaces_value: bool = False
 
 
+class Place(NamedTuple):
+    """Where a key is in the text of a config, counted from 1. ``file``: None for text in an argument."""
+
+    file: str | None
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        """As editors and terminals open it."""
+        return (
+            f"{self.file}:{self.line}:{self.column}"
+            if self.file
+            else f"line {self.line}, column {self.column}"
+        )
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key (dotted), the message about it, the line if it came from a file, and, if that
+    """One thing that is wrong: the key (dotted), the message about it, the place if it came from a file, and, if that
     is clear, what was meant.
     """
 
     key: str
     message: str
-    line: int | None = None
+    place: Place | None = None
     remedy: Remedy | None = field(default=None, compare=False)
     path: tuple[str | int, ...] = field(default=(), compare=False)
     """The key in its parts, which may hold dots themselves."""
 
+    @property
+    def line(self) -> int | None:
+        return self.place.line if self.place else None
+
     def __str__(self) -> str:
-        place = f" (line {self.line})" if self.line else ""
+        place = f" ({self.place})" if self.place else ""
         return f"{self.key}{place}: {self.message}"
 
 

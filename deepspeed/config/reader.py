@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.config.problems import FROM_BASE64, FROM_DICT, named
+from deepspeed.config.problems import FROM_BASE64, FROM_DICT, WITHOUT_FILE, Place, named
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 Path = tuple[str | int, ...]
@@ -26,24 +26,30 @@ class UnreadableConfig(ValueError):
 
 @dataclass
 class ConfigSource:
-    """A config as written. `text` is kept so that messages about a key can give line numbers."""
+    """A config as written. `text` is kept so that messages about a key can say where it is."""
 
     data: dict[str, Any]
     name: str = FROM_DICT
     text: str | None = None
-    _lines: dict[Path, list[int]] | None = field(default=None, repr=False)
+    _places: dict[Path, list[tuple[int, int]]] | None = field(default=None, repr=False)
 
-    def line(self, path: Path) -> int | None:
-        """Line (1-based) of a key in the file, else of its nearest enclosing key; None without a file."""
+    def place(self, path: Path) -> Place | None:
+        """Where a key is in the text, else its nearest enclosing key; None if there is no text, or neither."""
         if self.text is None:
             return None
-        if self._lines is None:
-            self._lines = key_lines(self.text)
+        if self._places is None:
+            self._places = key_places(self.text)
         while path:
-            if path in self._lines:
-                return self._lines[path][-1]
+            if path in self._places:
+                line, column = self._places[path][-1]
+                return Place(None if self.name in WITHOUT_FILE else self.name, line, column)
             path = path[:-1]
         return None
+
+    def line(self, path: Path) -> int | None:
+        """The line of `place`."""
+        place = self.place(path)
+        return place.line if place else None
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> ConfigSource:
@@ -119,17 +125,19 @@ def _parse_hjson(text: str, name: str, json_error: json.JSONDecodeError) -> Any:
 
 
 def _duplicates(text: str, name: str, error: ValueError) -> UnreadableConfig:
-    twice = {path: lines for path, lines in key_lines(text).items() if len(lines) > 1}
+    twice = {path: places for path, places in key_places(text).items() if len(places) > 1}
     if not twice:
         return UnreadableConfig(f"{error} in {name}")
-    places = ", ".join(
-        f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(map(str, lines))})"
-        for path, lines in twice.items()
+    listed = ", ".join(
+        f"'{'.'.join(str(part) for part in path)}' (lines {', '.join(str(line) for line, _ in places)})"
+        for path, places in twice.items()
     )
-    return UnreadableConfig(f"Duplicate keys in {named(name)}: {places}")
+    return UnreadableConfig(f"Duplicate keys in {named(name)}: {listed}")
 
 
-# Comments, strings, structure and bare words: enough to follow keys through JSON and HJSON alike.
+# Comments, strings, structure and bare words: enough to follow keys through JSON and HJSON alike. No package on PyPI
+# gives the places of keys in both: json-source-map (1.0.5 of 2022) refuses comments and bare words and keeps only the
+# last of two equal keys, json-five reads JSON5, which has no bare values, and hjson, which parses here, keeps none.
 _TOKEN = re.compile(
     r"""(?P<comment>\#[^\n]*|//[^\n]*|/\*.*?\*/)
       | (?P<text>'''.*?''')
@@ -154,24 +162,28 @@ class _Level:
         return (*self.path, self.index if self.is_list else self.key)
 
 
-def key_lines(text: str) -> dict[Path, list[int]]:
-    """Path of every key -> the lines (1-based) where it appears; list items are addressed by index.
+def key_places(text: str) -> dict[Path, list[tuple[int, int]]]:
+    """Path of every key -> the (line, column) where it appears, from 1; list items are addressed by index.
 
     Best effort for HJSON, where an unquoted string may contain structural characters.
     """
-    lines: dict[Path, list[int]] = {}
+    places: dict[Path, list[tuple[int, int]]] = {}
     stack: list[_Level] = []
-    previous: tuple[str, int] | None = None
+    previous: tuple[str, int, int] | None = None
     position, line = 0, 1
     for token in _TOKEN.finditer(text):
         line += text.count("\n", position, token.start())
         position = token.start()
         kind, value = token.lastgroup, token.group()
         if kind in ("string", "word"):
-            previous = (value[1:-1] if kind == "string" else value, line)
+            previous = (
+                value[1:-1] if kind == "string" else value,
+                line,
+                position - text.rfind("\n", 0, position),
+            )
         elif value == ":" and previous and stack and not stack[-1].is_list:
             stack[-1].key = previous[0]
-            lines.setdefault(stack[-1].here, []).append(previous[1])
+            places.setdefault(stack[-1].here, []).append(previous[1:])
             previous = None
         elif value in "{[":
             stack.append(_Level(value == "[", stack[-1].here if stack else ()))
@@ -179,4 +191,4 @@ def key_lines(text: str) -> dict[Path, list[int]]:
             stack.pop()
         elif value == "," and stack:
             stack[-1].index += 1
-    return lines
+    return places

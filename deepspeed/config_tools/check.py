@@ -117,7 +117,7 @@ def _argument_problem(key: str, text: str, source: ConfigSource) -> Problem:
     close = re.search(r"did you mean '?(\w+)'?\?", text)
     siblings = source.data.get(path[0], {}).get("params") or {}
     remedy = Remedy(rename=close.group(1)) if close and close.group(1) not in siblings else None
-    return Problem(key, text, source.line(path), remedy, path)
+    return Problem(key, text, source.place(path), remedy, path)
 
 
 def _scheduler_problems(name: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

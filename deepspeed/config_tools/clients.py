@@ -77,7 +77,7 @@ class ClientConfig:
     def renamed(self, problem: Problem) -> Problem:
         """The same problem under the name used in the client's file."""
         origin = self.origins.get(problem.key)
-        return replace(problem, key=origin, line=None) if origin else problem
+        return replace(problem, key=origin, place=None) if origin else problem
 
 
 def client_of(data: Mapping[str, Any]) -> str | None:
@@ -126,7 +126,7 @@ def _read_referred(name: Any, source: ConfigSource, key: str, result: ClientConf
     try:
         inner = read_config(name)
     except UnreadableConfig as error:
-        result.errors.append(Problem(key, str(error), source.line((key,))))
+        result.errors.append(Problem(key, str(error), source.place((key,))))
         return False
     where = f"{inner.name} ({key} of {source.name})" if isinstance(name, str) else f"{source.name}, key {key}"
     result.source = ConfigSource(inner.data, where, inner.text)
@@ -248,9 +248,9 @@ def _fill_or_compare(key: str, name: str, value: Any, result: ClientConfig) -> N
         node[last] = value
         result.filled[key] = value
     elif written is not None and written != value:
-        line = result.source.line(tuple(key.split(".")))
+        place = result.source.place(tuple(key.split(".")))
         text = f'{shown(written)}, but {name} works out to {shown(value)}: the Trainer refuses that; write "auto"'
-        result.errors.append(Problem(key, text, line))
+        result.errors.append(Problem(key, text, place))
 
 
 def _is_count(value: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import stream_position
 from deepspeed.utils.logging import logger
 
 __all__ = ["DeepSpeedDataLoader", "EpochSampler", "RepeatingLoader"]
@@ -117,7 +118,9 @@ class DeepSpeedDataLoader:
         tput_timer: its `start()` is called before each batch, if not None.
         collate_fn: turns a list of samples into a batch.
         num_local_io_workers: worker processes; None and 0: this process reads. The workers' random generators
-            are seeded from the position of each batch, so that a resumed run draws the same augmentations.
+            are seeded from the position of each batch, so that a resumed run draws the same augmentations. Those
+            of an IterableDataset continue exactly where they were if torchdata is installed and their number is the
+            same; else the batches before the position are read again and dropped.
         data_sampler: this rank's indices, or lists of them (a BatchSampler, which then decides the batch
             size); None: a shuffled `EpochSampler`.
         data_parallel_world_size, data_parallel_rank: None: those of `deepspeed.comm`.
@@ -169,6 +172,7 @@ class DeepSpeedDataLoader:
         if isinstance(order, RandomSampler) and order.generator is None:
             order.generator = self._generator  # otherwise it draws from the global generator
         self._sampler_start: Any = None  # state of the client's sampler at the start of the epoch
+        self._workers_start: dict[str, Any] | None = None  # where workers continue, after load_state_dict
         if _yields_batches(self.data_sampler):
             batch_size = getattr(self.data_sampler, "batch_size", None) or batch_size
         self.position = Position(int(config.get("seed", 0)), world_size, rank, batch_size)
@@ -191,7 +195,10 @@ class DeepSpeedDataLoader:
             "collate_fn": self.collate_fn,
         }
         if self.iterable:
-            return DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
+            make = stream_position.make_loader if self._workers_have_state else DataLoader
+            return make(
+                self.dataset, batch_size=self.batch_size, drop_last=self.dataloader_drop_last, **common
+            )
         batches: Sampler[Any] = _Rest(self.data_sampler, self.position)
         if not _yields_batches(self.data_sampler):
             batches = BatchSampler(batches, self.batch_size, self.dataloader_drop_last)
@@ -222,7 +229,7 @@ class DeepSpeedDataLoader:
     def _start_epoch(self, epoch: int) -> None:
         self.position.epoch, self.position.samples = epoch, 0
         self._finished = self._resuming = False
-        self._sampler_start = None
+        self._sampler_start = self._workers_start = None
         self.data = None
 
     def __iter__(self) -> DeepSpeedDataLoader:
@@ -260,6 +267,8 @@ class DeepSpeedDataLoader:
             if self._dataset_has_state and self._sampler_start is not None:
                 self.dataset.load_state_dict(self._sampler_start)
                 done = 0
+            elif self._resume_workers():
+                done = 0
         elif self._sampler_start is None:
             self._sampler_start = _epoch_start(self.data_sampler)
         else:
@@ -281,12 +290,42 @@ class DeepSpeedDataLoader:
             "seed": self.position.seed,
             "num_samples": None if self.iterable else len(self.dataset),
             "sampler": start,
+            "workers": self._workers_state(),
         }
 
     @property
     def _dataset_has_state(self) -> bool:
         """Whether the data set is iterable and knows its position; in worker processes it is out of reach."""
         return self.iterable and hasattr(self.dataset, "load_state_dict") and self.num_local_io_workers == 0
+
+    @property
+    def _workers_have_state(self) -> bool:
+        """Whether worker processes tell where in an iterable data set they are."""
+        return self.iterable and self.num_local_io_workers > 0 and stream_position.is_available()
+
+    def _workers_state(self) -> dict[str, Any] | None:
+        """Positions of the workers after the last batch that was taken; None: at the start of an epoch, or unknown."""
+        if not self._workers_have_state or self._finished:
+            return None
+        if self.data is None or self._resuming:
+            return self._workers_start
+        loader: Any = self.dataloader
+        return {"number": self.num_local_io_workers, "positions": loader.state_dict()}
+
+    def _resume_workers(self) -> bool:
+        """Let the workers continue where a checkpoint was saved, if it says where."""
+        start, self._workers_start = self._workers_start, None
+        if start is None or not self._workers_have_state:
+            return False
+        if start["number"] != self.num_local_io_workers:
+            logger.warning(
+                f"{start['number']} workers read an IterableDataset when its position was saved, now "
+                f"{self.num_local_io_workers} do: batches are skipped instead, and samples may be in another order."
+            )
+            return False
+        loader: Any = self.dataloader
+        loader.load_state_dict(start["positions"])
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. A data set of a different size is read from its start, with a
@@ -302,7 +341,7 @@ class DeepSpeedDataLoader:
         self._start_epoch(state["epoch"])
         self.position.samples, self._finished = state["samples"], state["finished"]
         self._resuming = not self._finished
-        self._sampler_start = state["sampler"]
+        self._sampler_start, self._workers_start = state["sampler"], state.get("workers")
         self.position.seed = state["seed"]
         if isinstance(self.data_sampler, EpochSampler):
             self.data_sampler.seed = state["seed"]

@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import CommunicationError
+from deepspeed.comm.init import network_of
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.assembly import (
     TrainingCore,
     broadcast_weights,
@@ -82,7 +84,7 @@ class DeepSpeedEngine(EngineState):
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device)
         apply_log_level(self._config.log_level)
         self.plan: Plan = make_plan(self._config)
-        dist.init_distributed(dist_init_required=dist_init_required, config=self._config)
+        dist.init_distributed(dist_init_required=dist_init_required)
         self.mpu = mpu
         self._find_place(args, mesh_device)
         self.device = self._choose_device(model, dont_change_device)
@@ -113,8 +115,10 @@ class DeepSpeedEngine(EngineState):
 
     def _find_place(self, args: Any, mesh_device: Any) -> None:
         """Which rank this is, and among whom."""
-        self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device)
-        groups.set_mesh(self.mesh)
+        self._network = network_of(self._config)
+        self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
+        groups.follow(self.mesh)
+        self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network)
         self.accelerator = get_accelerator()
         self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)
         if self.local_rank < 0:
@@ -177,7 +181,7 @@ class DeepSpeedEngine(EngineState):
         if precision.autocast is not None:
             context = autocast_context(precision, self.device.type)
         try:
-            with context:
+            with context, checkpointing.in_force(self._checkpointing):
                 outputs = self.module(*inputs, **kwargs)
         except BaseException as error:
             if torch.is_grad_enabled():  # an evaluation is not part of a batch
@@ -456,6 +460,8 @@ class DeepSpeedEngine(EngineState):
         disk; CheckpointError: one of them could not be stored.
         """
         self.events.emit("on_destroy")
+        groups.leave(self.mesh)
+        checkpointing.leave(self._checkpointing)
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:

@@ -63,9 +63,7 @@ def initialize(
     with (
         suspended_init_context()
     ):  # what the engine builds must not be partitioned by a surrounding zero.Init
-        dist.init_distributed(
-            distributed_port=distributed_port, dist_init_required=dist_init_required, config=parsed
-        )
+        dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         engine = DeepSpeedEngine(
             args=args,
             model=model,

@@ -1,7 +1,6 @@
-"""The documented view of "which process group": thin getters over the mesh that the engine registers.
+"""The documented view of "which process group": thin getters over the mesh of the newest engine.
 
-Code in this package is passed its mesh and does not look here. Without a registered mesh all ranks are
-data parallel.
+Code in this package is passed its mesh and does not look here. Without a mesh all ranks are data parallel.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from .exceptions import DeprecatedException
+from .newest import Newest
 
 
 class Mesh(Protocol):
@@ -26,7 +26,8 @@ class Mesh(Protocol):
 
 @dataclass
 class _Registered:
-    mesh: Mesh | None = None
+    engines: Newest[Mesh] = field(default_factory=Newest)
+    by_hand: Mesh | None = None
     # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
     tensor_parallel: dict[str, int] = field(default_factory=dict)
 
@@ -34,14 +35,28 @@ class _Registered:
 _registered = _Registered()
 
 
+def follow(mesh: Mesh) -> None:
+    """Makes the getters report ``mesh``, that of a new engine, until the engine goes or a newer one comes."""
+    _registered.engines.add(mesh)
+    _registered.by_hand = None
+    _registered.tensor_parallel.clear()
+
+
+def leave(mesh: Mesh) -> None:
+    """Its engine is destroyed: the getters report the one before it."""
+    _registered.engines.remove(mesh)
+
+
 def set_mesh(mesh: Mesh | None) -> None:
-    """Makes the getters report ``mesh``, that of the engine built last; None unregisters it."""
-    _registered.mesh = mesh
+    """Makes the getters report ``mesh`` until the next engine is built; None: they forget every mesh."""
+    _registered.by_hand = mesh
+    if mesh is None:
+        _registered.engines.clear()
     _registered.tensor_parallel.clear()
 
 
 def get_mesh() -> Mesh | None:
-    return _registered.mesh
+    return _registered.by_hand or _registered.engines.get()
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -55,14 +70,16 @@ def _initialized() -> bool:
 
 
 def _size(*axes: str) -> int:
-    if _registered.mesh is not None:
-        return _registered.mesh.size(*axes)
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.size(*axes)
     return torch.distributed.get_world_size() if "dp" in axes and _initialized() else 1
 
 
 def _rank(*axes: str) -> int:
-    if _registered.mesh is not None:
-        return _registered.mesh.rank(*axes)
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.rank(*axes)
     return torch.distributed.get_rank() if "dp" in axes and _initialized() else 0
 
 
@@ -70,14 +87,16 @@ def _group(*axes: str) -> ProcessGroup | None:
     """None if there is no such parallelism, or no process group at all."""
     if not _initialized():
         return None
-    if _registered.mesh is not None:
-        return _registered.mesh.group(*axes)
+    mesh = get_mesh()
+    if mesh is not None:
+        return mesh.group(*axes)
     return torch.distributed.group.WORLD if "dp" in axes else None
 
 
 def _ranks(*axes: str) -> list[int]:
-    if _registered.mesh is not None:
-        return list(_registered.mesh.ranks(*axes))
+    mesh = get_mesh()
+    if mesh is not None:
+        return list(mesh.ranks(*axes))
     return list(range(_size(*axes))) if "dp" in axes else [_rank("dp")]
 
 

@@ -30,9 +30,9 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
-    before, ds._settings = ds._settings, ds._Settings()
+    before, ds._state = ds._state, ds._State()
     yield
-    ds._settings = before
+    ds._state = before
 
 
 @BOTH
@@ -192,7 +192,7 @@ def test_contiguous_buffers_are_used_again_and_grow() -> None:
     model = stack(depth=3)
     for _ in range(3):
         gradients(model, ds.checkpoint)
-        arena = ds._settings.arena
+        arena = ds._state.process.arena
         assert arena is not None
         (free,) = arena._free.values()
         assert len(free) == 4  # two buffers of two, since three regions were kept at once
@@ -244,14 +244,17 @@ def test_configure_reads_a_config_and_arguments_override(tmp_path: Path) -> None
     path.write_text(json.dumps(config))
     for given in (config, str(path)):
         ds.configure(None, given, checkpoint_in_cpu=False, num_checkpoints=7)
-        section = ds._settings.section
+        section = ds._state.process.section
         assert (section.partition_activations, section.cpu_checkpointing) == (True, False)
         assert section.number_checkpoints == 7
     ds.configure(None, {"train_batch_size": 1})
-    assert ds.is_configured() and not ds._settings.section.partition_activations
+    assert ds.is_configured() and not ds._state.process.section.partition_activations
     ds.set_num_layers(3)
     ds.partition_activations_in_checkpoint(True)
-    assert (ds._settings.section.number_checkpoints, ds._settings.section.partition_activations) == (3, True)
+    assert (
+        ds._state.process.section.number_checkpoints,
+        ds._state.process.section.partition_activations,
+    ) == (3, True)
 
 
 @pytest.mark.parametrize(

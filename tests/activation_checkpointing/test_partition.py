@@ -40,7 +40,7 @@ OPTIONS = [
 @pytest.mark.parametrize("form", ["checkpoint", "non_reentrant_checkpoint"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_gradients_with_partitioned_inputs(form: str, options: dict[str, Any]) -> None:
-    before, ds._settings = ds._settings, ds._Settings()
+    before, ds._state = ds._state, ds._State()
     try:
         model = stack()
         expected = gradients(model, plain)
@@ -53,7 +53,7 @@ def test_gradients_with_partitioned_inputs(form: str, options: dict[str, Any]) -
         # One gather per region and step: the mask is None and the scale no tensor.
         assert group.collectives["all_gather"] - gathers == 2 * len(model.blocks)
     finally:
-        ds._settings = before
+        ds._state = before
 
 
 @distributed(world_size=[2, 3])

@@ -31,11 +31,11 @@ class Mpu:
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    before, ds._settings = ds._settings, ds._Settings()
+    before, ds._state = ds._state, ds._State()
     state = torch.get_rng_state()
     yield
     ds.get_cuda_rng_tracker().reset()
-    ds._settings = before
+    ds._state = before
     torch.set_rng_state(state)
 
 

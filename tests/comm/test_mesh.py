@@ -129,6 +129,28 @@ def test_there_and_back_as_a_device_mesh():
             )
 
 
+@distributed(world_size=[2, 4])
+def test_tensors_distributed_over_the_exported_mesh(world_size):
+    """torch's DTensor computes on it, in the groups of the mesh: no group is made that was not there."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = ProcessMesh.build(sp=world_size // 2)
+    exported = mesh.device_mesh()
+    groups = len(torch_dist.distributed_c10d._world.pg_map)
+    torch.manual_seed(0)
+    left, right = torch.randn(8, 6), torch.randn(6, 4)
+    rows = [Shard(0), *[Replicate()] * (exported.ndim - 1)]
+    inner = [*[Replicate()] * (exported.ndim - 1), Shard(0)]
+    one = distribute_tensor(left, exported, rows)
+    assert one.to_local().shape == (8 // 2, 6)
+    product = one @ distribute_tensor(right, exported, inner)
+    torch.testing.assert_close(product.full_tensor(), left @ right)
+    moved = product.redistribute(placements=[Shard(1), *[Replicate()] * (exported.ndim - 1)])
+    assert torch.equal(moved.full_tensor(), product.full_tensor())
+    assert len(torch_dist.distributed_c10d._world.pg_map) == groups
+    assert exported["dp"].get_group() is mesh.group("dp")
+
+
 class Megatron:
     """The methods that Megatron-style units have."""
 

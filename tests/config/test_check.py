@@ -114,7 +114,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main([str(bad), "--gpus", "8"]) == 1
     out = capsys.readouterr().out
-    assert "graident_clipping (line 3)" in out and "'gradient_clipping'" in out and "\x1b" not in out
+    assert f"graident_clipping ({bad}:3:2)" in out and "'gradient_clipping'" in out and "\x1b" not in out
 
 
 def test_command_help_and_bad_counts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -400,7 +400,7 @@ def test_line_numbers(tmp_path: Any) -> None:
         ("bf16.enabeld", 5),
         ("fp61", 7),
     ]
-    assert "bf16.enabeld (line 5)" in str(caught.value)
+    assert f"bf16.enabeld ({file}:5:3)" in str(caught.value)
 
 
 def test_settings_without_effect_are_warnings() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.config.reader import UnreadableConfig, key_lines, parse_text, read_config
+from deepspeed.config.reader import UnreadableConfig, key_places, parse_text, read_config
 
 CONFIG = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "steps_per_print": 10}
 
@@ -40,6 +40,14 @@ def test_hjson_file(tmp_path: Path) -> None:
     assert source.data == CONFIG
     assert source.line(("train_batch_size",)) == 3
     assert source.line(("zero_optimization", "stage")) == 4
+    assert str(source.place(("zero_optimization", "stage"))) == f"{file}:4:24"
+    assert str(source.place(("steps_per_print",))) == f"{file}:5:3"
+
+
+def test_text_in_an_argument_has_places_without_a_file() -> None:
+    text = base64.urlsafe_b64encode(b'{"a": 1,\n  "b": 2}').decode()
+    assert str(read_config(text).place(("b",))) == "line 2, column 3"
+    assert read_config({"a": 1}).place(("a",)) is None
 
 
 def test_base64_text() -> None:
@@ -90,13 +98,14 @@ def test_top_level_must_be_an_object() -> None:
         parse_text("[1, 2]", "file")
 
 
-def test_lines_of_nested_lists() -> None:
+def test_places_in_nested_lists() -> None:
     text = '{"a": [\n {"b": 1},\n {"b": "x, y: {z}",\n  "c": 2}],\n "d": 3}'
-    lines = key_lines(text)
-    assert lines[("a", 0, "b")] == [2]
-    assert lines[("a", 1, "b")] == [3]
-    assert lines[("a", 1, "c")] == [4]
-    assert lines[("d",)] == [5]
+    places = key_places(text)
+    assert places[("a",)] == [(1, 2)]
+    assert places[("a", 0, "b")] == [(2, 3)]
+    assert places[("a", 1, "b")] == [(3, 3)]
+    assert places[("a", 1, "c")] == [(4, 3)]
+    assert places[("d",)] == [(5, 2)]
 
 
 def test_hjson_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.)
 
-``configure`` sets how inputs are kept for all regions of the process: that is the documented contract of
-this module, and its only state, held in one object. Recomputation, random states of the default
+How inputs are kept, and the named random states, belong to an engine whose config has the section, and are in force in
+its ``forward``; all other regions have those of the process. Functions that are called outside a forward, such as
+``configure``, act on the newest such engine, else on the process's. Recomputation, random states of the default
 generators, autocast and detached inputs are handled by torch (``torch.utils.checkpoint``). Added here:
 structured arguments and results, the named random states of ``rng.py``, the ways of keeping inputs in
 ``kept_inputs.py``, and timing.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,19 +25,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, KeptInputs
 from deepspeed.runtime.activation_checkpointing.rng import (
     CudaRNGStatesTracker,
-    get_cuda_rng_tracker,
     reseed_tensor_parallel,
     seed_model_parallel,
 )
 from deepspeed.utils.logging import print_dist
 from deepspeed.utils.memory import GIB
+from deepspeed.utils.newest import Newest
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 __all__ = [
@@ -56,14 +58,16 @@ __all__ = [
 SECTION = "activation_checkpointing"
 
 
-@dataclass
-class _Settings:
-    """What ``configure`` was last given."""
+@dataclass(eq=False)
+class Settings:
+    """What one engine, or the process, was configured with."""
 
     configured: bool = False
     mpu: Any = None
     section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
     arena: Arena | None = None
+    tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
+    network: Network = process_network
 
     def group(self) -> Communicator:
         """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
@@ -71,7 +75,7 @@ class _Settings:
             for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
                 if hasattr(self.mpu, getter):
                     group = getattr(self.mpu, getter)()
-                    return Communicator(None) if group is None else communicator(group)
+                    return Communicator(None) if group is None else self.network.communicator(group)
         return Communicator(None)
 
     def keeper(self) -> KeptInputs:
@@ -129,8 +133,9 @@ def configure(
                 f"{SECTION}.contiguous_memory_optimization is true and number_checkpoints is not given: set "
                 f"it to the number of checkpointed regions in a forward pass, whose inputs the buffers hold."
             )
-    _settings.mpu, _settings.section, _settings.configured = mpu_, checked, True
-    _settings.arena = None
+    settings = _current()
+    settings.mpu, settings.section, settings.configured = mpu_, checked, True
+    settings.arena = None
 
 
 def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
@@ -148,41 +153,94 @@ def _section_of(config: Any) -> DeepSpeedActivationCheckpointingConfig:
     )
 
 
-_settings = _Settings()
+class _State:
+    """Who owns the settings in force. ``process``: what was configured before there was an engine with its own."""
+
+    def __init__(self) -> None:
+        self.process = Settings()
+        self.engines: Newest[Settings] = Newest()
+
+
+_state = _State()
+_running: ContextVar[Settings | None] = ContextVar("deepspeed_checkpointing", default=None)
+
+
+def _current() -> Settings:
+    """Those of the engine whose forward, or recomputation, runs; else of the newest; else of the process."""
+    return _running.get() or _state.engines.get() or _state.process
+
+
+def settings_for(config: Any, mpu: Any, network: Network) -> Settings:
+    """Those of a new engine. An engine whose config has no section has the process's.
+
+    If there is no other engine with its own, it takes over what the process was told before: what ``configure`` was
+    given stays in force, and random states that were seeded are its own. Else it starts with a copy of the newest's.
+    """
+    given: DeepSpeedActivationCheckpointingConfig = config.activation_checkpointing_config
+    if not given.model_fields_set:
+        return _state.process
+    newest, settings = _state.engines.get(), _state.process
+    if newest is not None or not settings.configured:
+        tracker = settings.tracker if newest is None else newest.tracker.copy()
+        settings = Settings(mpu=mpu, section=given.model_copy(), tracker=tracker, network=network)
+    _state.engines.add(settings)
+    return settings
+
+
+def leave(settings: Settings) -> None:
+    """Their engine is destroyed: the functions here act on the one before it."""
+    _state.engines.remove(settings)
+
+
+@contextlib.contextmanager
+def in_force(settings: Settings) -> Iterator[None]:
+    """Around an engine's forward."""
+    before = _running.set(settings)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The tracker that checkpointed regions restore when they are recomputed."""
+    return _current().tracker
 
 
 def is_configured() -> bool:
     """Whether ``configure`` has been called."""
-    return _settings.configured
+    return _current().configured
 
 
 def set_num_layers(nlayers: int) -> None:
     """Number of checkpointed regions in a forward pass: how many inputs a contiguous buffer holds."""
-    _settings.section.number_checkpoints = nlayers
-    _settings.arena = None
+    settings = _current()
+    settings.section.number_checkpoints = nlayers
+    settings.arena = None
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turns the partitioning of inputs on or off."""
-    _settings.section.partition_activations = partition_activation
+    _current().section.partition_activations = partition_activation
 
 
 def reset() -> None:
     """Releases the contiguous buffers, for steps with a different number or size of regions."""
-    if _settings.arena is not None:
-        _settings.arena.clear()
+    arena = _current().arena
+    if arena is not None:
+        arena.clear()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seeds what tensor-parallel ranks draw alike with ``seed``, and what they draw independently with
     a different seed each.
     """
-    seed_model_parallel(seed, _settings.mpu)
+    seed_model_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Reseeds what tensor-parallel ranks draw independently."""
-    reseed_tensor_parallel(seed, _settings.mpu)
+    reseed_tensor_parallel(get_cuda_rng_tracker(), seed, _current().mpu)
 
 
 # --- Regions --------------------------------------------------------------------------------------
@@ -197,6 +255,7 @@ class _Region:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self.settings = _current()  # also of the recomputation, whatever is in force then
         self._input_spec: Any = None
         self._output_spec: Any = None
         self._rng_states: dict[str, Tensor] | None = None
@@ -207,12 +266,12 @@ class _Region:
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = tree_unflatten(leaves, self._input_spec)
-        tracker = get_cuda_rng_tracker()
+        tracker = self.settings.tracker
         if self._rng_states is None:
             self._rng_states = tracker.get_states()
             outputs = self._function(*args, **kwargs)
         else:
-            with tracker.replay(self._rng_states):
+            with in_force(self.settings), tracker.replay(self._rng_states):
                 outputs = self._function(*args, **kwargs)
         flat, self._output_spec = tree_flatten(outputs)
         return tuple(flat)
@@ -264,7 +323,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves = region.flatten(args, kwargs)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return _without_reentry(region, leaves)
-    with _boundary("forward", region), _keeping_inputs():
+    with _boundary("forward", region), _keeping_inputs(region.settings):
         outputs = CheckpointFunction.apply(region, [], *leaves)
     return region.result(outputs)
 
@@ -277,19 +336,19 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _without_reentry(region: _Region, leaves: list[Any]) -> Any:
-    with _boundary("forward", region), _keeping_inputs():
+    with _boundary("forward", region), _keeping_inputs(region.settings):
         outputs = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
     return region.result(outputs)
 
 
 @contextlib.contextmanager
-def _keeping_inputs() -> Iterator[None]:
+def _keeping_inputs(settings: Settings) -> Iterator[None]:
     """Inside the block, what autograd saves (a region's inputs) is kept as configured."""
-    section = _settings.section
+    section = settings.section
     if not (section.partition_activations or section.cpu_checkpointing) or not torch.is_grad_enabled():
         yield
         return
-    keeper = _settings.keeper()
+    keeper = settings.keeper()
     with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
         yield
 
@@ -297,7 +356,7 @@ def _keeping_inputs() -> Iterator[None]:
 @contextlib.contextmanager
 def _boundary(phase: str, region: Any) -> Iterator[None]:
     """Marks the edges of a region's forward or backward: waits for the device and measures, as configured."""
-    section = _settings.section
+    section = region.settings.section if isinstance(region, _Region) else _current().section
     if section.synchronize_checkpoint_boundary:
         get_accelerator().synchronize()
     timer = SynchronizedWallClockTimer.Timer(phase) if section.profile else None

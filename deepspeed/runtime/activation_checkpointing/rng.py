@@ -31,6 +31,12 @@ class CudaRNGStatesTracker:
         self.states_ = {}
         self.seeds_ = set()
 
+    def copy(self) -> CudaRNGStatesTracker:
+        """Another tracker that starts with the same states."""
+        result = CudaRNGStatesTracker()
+        result.states_, result.seeds_ = dict(self.states_), set(self.seeds_)
+        return result
+
     def get_states(self) -> dict[str, torch.Tensor]:
         """A copy of the table; the states in it are never written to."""
         return dict(self.states_)
@@ -76,14 +82,6 @@ class CudaRNGStatesTracker:
             self.set_states(now)
 
 
-_tracker = CudaRNGStatesTracker()
-
-
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The tracker that checkpointed regions restore when they are recomputed."""
-    return _tracker
-
-
 def _tensor_parallel_rank(mpu: Any) -> int:
     for getter in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
         if hasattr(mpu, getter):
@@ -91,16 +89,16 @@ def _tensor_parallel_rank(mpu: Any) -> int:
     return 0
 
 
-def seed_model_parallel(seed: int, mpu: Any) -> None:
-    """Seeds the accelerator with ``seed`` and the named state with a different seed per tensor-parallel
+def seed_model_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -> None:
+    """Seeds the accelerator with ``seed`` and the tracker's named state with a different seed per tensor-parallel
     rank.
     """
-    _tracker.reset()
+    tracker.reset()
     get_accelerator().manual_seed(seed)
-    _tracker.add(MODEL_PARALLEL_RNG, seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
+    tracker.add(MODEL_PARALLEL_RNG, seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
 
 
-def reseed_tensor_parallel(seed: int, mpu: Any) -> None:
+def reseed_tensor_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -> None:
     """Restarts only the named state, from ``seed``."""
-    with _tracker.fork():
+    with tracker.fork():
         get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from deepspeed.checkpoint.placement import placement_of
-from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import new_group
 from deepspeed.comm.mesh import ProcessMesh, split_ranks
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -90,7 +90,9 @@ class Scope:
         me = self.everyone.ranks[self.everyone.rank]
         inner = split_ranks(self.everyone.ranks, me, shard_size, inner=True)
         across = split_ranks(self.everyone.ranks, me, shard_size, inner=False)
-        return replace(self, shard=_communicator(inner), replicas=_communicator(across))
+        return replace(
+            self, shard=_communicator(inner, self.everyone), replicas=_communicator(across, self.everyone)
+        )
 
 
 class Scopes:
@@ -137,12 +139,12 @@ class Scopes:
         ranks = self.everyone.ranks
         size = expert_parallel_size(name, len(ranks))
         same = split_ranks(ranks, ranks[self.everyone.rank], size, inner=False)
-        scope = Scope.whole(_communicator(same), name, divisor=len(ranks))
+        scope = Scope.whole(_communicator(same, self.everyone), name, divisor=len(ranks))
         return replace(scope, kind=self.everyone.rank % size, kinds=size)
 
 
-def _communicator(ranks: tuple[int, ...]) -> Communicator:
-    return communicator(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
+def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:
+    return everyone.beside(new_group(ranks)) if len(ranks) > 1 else Communicator(None)
 
 
 class ScopeTable(Protocol):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import default_timeout
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
@@ -139,7 +139,7 @@ def _second_group(ranks: Communicator) -> Communicator:
         list(ranks.ranks), timeout=default_timeout(), use_local_synchronization=True
     )
     assert isinstance(group, torch.distributed.ProcessGroup)
-    return communicator(group)
+    return ranks.beside(group)
 
 
 def prefers_collectives(device_type: str) -> bool:

@@ -1,0 +1,34 @@
+"""What a documented function without an engine argument acts on: the part of the engine built last."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Newest(Generic[T]):
+    """The newest of some objects that are not kept alive by this: when it goes, the one before it is the newest."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[T]] = []
+
+    def add(self, item: T) -> None:
+        self._known = [known for known in self._known if known() not in (None, item)]
+        self._known.append(weakref.ref(item))
+
+    def remove(self, item: T) -> None:
+        self._known = [known for known in self._known if known() not in (None, item)]
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def get(self) -> T | None:
+        """None: there is none."""
+        while self._known:
+            found = self._known[-1]()
+            if found is not None:
+                return found
+            self._known.pop()
+        return None

@@ -1,0 +1,180 @@
+"""What a process has once, however many engines it has: every variable of a module that can change, with the reason.
+
+An engine's own state hangs on the engine (tests/engine/test_two_engines.py). New process-wide state fails here until it
+is listed with a reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "deepspeed"
+
+STATE = {
+    # What deepspeed.comm must hold: process groups are torch's, one set per process.
+    "comm/collectives.py:_wires": "transports of a process group: ranks attach to shared memory once",
+    "comm/collectives.py:process_network": "settings and counters of the documented functions",
+    "comm/functions.py:backend": "holds nothing",
+    "comm/hosts.py:_random_identity()": "tells this process's host from others",
+    "comm/logging.py:PROCESS_LOG": "log of the documented functions",
+    "comm/logging.py:_newest": "which log the documented functions show",
+    "comm/logging.py:comms_logger": "the documented name of the newest log; holds nothing",
+    "comm/logging.py:_paused": "while one recorded call runs in another",
+    "comm/pending.py:DONE": "a finished collective: nothing in it changes",
+    "comm/pending.py:OrderedPending._lock": "guards the queue",
+    "comm/pending.py:OrderedPending._queue": "collectives in flight finish in one order across groups and engines",
+    "comm/waiting.py:_visits": "how often all ranks met at a call, by name; belongs to the default group",
+    "accelerator/select.py:_Selected.accelerator": "the accelerator of this process",
+    # Which engine is the newest, for documented functions that name none; engines are not kept alive.
+    "runtime/activation_checkpointing/checkpointing.py:_running": "whose forward runs, per thread",
+    "runtime/activation_checkpointing/checkpointing.py:_state": "settings before any engine, and the newest engine's",
+    "utils/groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
+    "utils/debug.py:_names": "names of the model registered last, weakly",
+    # Active only inside a with statement.
+    "runtime/config_utils.py:_notes": "collects notes while one config is read, per thread",
+    "runtime/zero/gathering/init_context.py:_active": "patches of an active zero.Init",
+    # Resources of the process that end with it, or with their owner.
+    "checkpoint/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
+    "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",
+    "runtime/zero/gathering/shard_server.py:_open": "open servers, weakly, for the end of the process",
+    "runtime/zero/params.py:_ids": "numbers of parameters, so that none occurs twice",
+    # The documented logger and its level.
+    "launcher/agent.py:logger": "the launcher's logger",
+    "launcher/devices.py:logger": "the launcher's logger",
+    "launcher/launch.py:logger": "the launcher's logger",
+    "utils/logging.py:logger": "the documented logger",
+    "utils/logging.py:_once()": "what log_dist_once and warning_once have said",
+    # Computed once from what does not change while the process runs.
+    "_compat/later.py:make()": "stand-ins of names",
+    "comm/shared_memory.py:_library()": "native library",
+    "config/keys.py:homes()": "of a schema",
+    "config/keys.py:keys_of()": "of a schema",
+    "checkpoint/upstream_format.py:_unhashed()": "of a class",
+    "memory_plan/machine.py:_host_total()": "of the machine",
+    "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
+    "ops/aio/engine.py:library()": "native library",
+    "ops/gds/cufile.py:library()": "native library",
+    "ops/gds/gds.py:why_not()": "of the machine",
+    "ops/native.py:library()": "native library",
+    "runtime/config_utils.py:_special_fields()": "of a schema",
+    "runtime/optim/elementwise.py:_verdicts": "of an optimizer's class, weakly",
+}
+
+# Constructors of what cannot change.
+FROZEN = re.compile(
+    r"frozenset|re\.compile|Path|TypeVar|ParamSpec|struct\.Struct|range|Struct|partial|timedelta|timed_op|Allowed"
+    r"|dict\.fromkeys|os\.getenv|str\.maketrans|torch\.device|Launcher|LazyTensor|Entry|Remedy|tl\.constexpr|_getter"
+    r"|json\.JSONDecoder|.*\.(format|join|split|lower|upper|startswith|device_name)|OptimizerFacts|_whole_from|_[a-z_]*from|tuple|int|str|bool|min|max",
+    re.DOTALL,
+)
+
+CHANGING = ("deque", "threading.RLock", "threading.Lock", "itertools.count", "dict", "list", "set")
+
+
+def test_state_of_the_process_is_listed() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}:{name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in changing(ast.parse(path.read_text()))
+    }
+    new, gone = found - STATE.keys(), STATE.keys() - found
+    assert not new, f"process-wide state without a reason here: {sorted(new)}"
+    assert not gone, f"listed, and not there: {sorted(gone)}"
+
+
+def changing(tree: ast.Module) -> Iterator[str]:
+    """Variables of a module, and of its classes, that can change: rebound by a function, filled by one, or an object
+    whose class is not known to be frozen. `name()`: the cache of a function."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    rebound = {
+        name
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Global)
+        for name in node.names
+    }
+    filled = {name for function in functions for name in _filled(function)}
+    for name, value in _assigned(tree.body):
+        constant = value is None or isinstance(value, ast.Constant)
+        if name in rebound or name in filled or (not constant and _is_object(value)):
+            yield name
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    yield from _of_classes(classes, functions, filled)
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef):
+            decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+            if any(re.match(r"(functools\.)?(lru_)?cache\b", text) for text in decorators):
+                yield f"{function.name}()"
+
+
+def _of_classes(
+    classes: Sequence[ast.ClassDef], functions: Sequence[ast.AST], filled: set[str]
+) -> Iterator[str]:
+    """Variables of classes: objects that change, containers that are filled, and what a function rebinds."""
+    names = {node.name for node in classes}
+    for node in (inner for function in functions for inner in ast.walk(function)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = node.value
+            if isinstance(owner, ast.Name) and owner.id in names:
+                yield f"{owner.id}.{node.attr}"
+    for node in classes:
+        for name, value in _assigned(node.body):
+            called = isinstance(value, ast.Call) and ast.unparse(value.func) in CHANGING
+            if called or (name in filled and isinstance(value, (ast.Dict, ast.List, ast.Set))):
+                yield f"{node.name}.{name}"
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
+    for node in body:
+        targets: Sequence[ast.expr] = []
+        value = None
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign):
+            targets, value = [node.target], node.value
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            yield from _assigned(node.body)
+            yield from _assigned(getattr(node, "orelse", []))
+        for target in targets:
+            if isinstance(target, ast.Name) and not target.id.startswith("__"):
+                yield target.id, value
+
+
+def _is_object(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Call) and not FROZEN.fullmatch(ast.unparse(value.func))
+
+
+def _filled(function: ast.AST) -> Iterator[str]:
+    """Names that a function writes into: `name[...] = `, `name.append(...)`, `name.attribute = `."""
+    local = {
+        arg.arg
+        for node in ast.walk(function)
+        if isinstance(node, ast.arguments)
+        for arg in node.args + node.kwonlyargs
+    } | {
+        node.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    for node in ast.walk(function):
+        owner: ast.AST | None = None
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            owner = node.value
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr
+            in ("append", "add", "pop", "popleft", "update", "setdefault", "clear", "extend", "insert")
+        ):
+            owner = node.func.value
+        if (
+            isinstance(owner, ast.Attribute)
+            and isinstance(owner.value, ast.Name)
+            and owner.value.id in ("self", "cls")
+        ):
+            yield owner.attr
+        if isinstance(owner, ast.Name) and owner.id not in local:
+            yield owner.id
