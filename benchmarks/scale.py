@@ -288,7 +288,7 @@ def measure(world: int, stage: int, size: str, *, mics: bool = False, steps: int
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = first_rank(world, size, stage, mics, folder, steps)
-        if mics:  # who writes the shard of which this rank has a replica
+        if mics and rank >= MICS_SHARD:  # who writes the shard of which this rank has a replica
             write_as(world, rank % MICS_SHARD, size, stage, mics, folder)
         with one_of(world, rank):
             engine = make_engine(size, stage, mics)

@@ -55,6 +55,6 @@ def roll_of(name: str, size: int) -> Roll | None:
     if size <= DIRECT_RANKS:
         return None
     with contextlib.suppress(Exception):  # a group created without one
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         return Roll(store.clone() if hasattr(store, "clone") else store, name, size)
     return None
