@@ -27,6 +27,8 @@ STATE = {
     "comm/pending.py:OrderedPending._lock": "guards the queue",
     "comm/pending.py:OrderedPending._queue": "collectives in flight finish in one order across groups and engines",
     "comm/waiting.py:_visits": "how often all ranks met at a call, by name; belongs to the default group",
+    "ops/update.py:ALONE": "a frozen value",
+    "ops/update.py:FOREIGN": "a frozen value",
     "accelerator/select.py:_Selected.accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "runtime/activation_checkpointing/checkpointing.py:_running": "whose forward runs, per thread",

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.catalog import Source
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.load import Reader
+from deepspeed.checkpoint.originals import ORIGINALS, Expression, Originals, Weight
 from deepspeed.checkpoint.reader import open_checkpoint
 from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.tags import read_latest
@@ -38,6 +39,20 @@ class Consolidated:
             made[alias] = made[name]
         return made
 
+    def original(self, originals: Originals) -> Consolidated:
+        """The tensors of the module before its transforms."""
+        exported = originals.exported(self.tensors, self.aliases)
+        return Consolidated(
+            OrderedDict((name, self._made(made)) for name, made in exported.tensors.items()), exported.aliases
+        )
+
+    def _made(self, made: Expression) -> LazyTensor:
+        if isinstance(made, Weight):
+            return self.tensors[made.name]
+        shape = made.shape(lambda name: tuple(self.tensors[name].shape))
+        dtype = made.dtype(lambda name: self.tensors[name].dtype)
+        return LazyTensor(shape, dtype, lambda: [made.value(lambda name: materialize(self.tensors[name]))])
+
 
 def materialize(tensor: LazyTensor) -> Tensor:
     parts = list(tensor.parts())
@@ -57,7 +72,8 @@ def resolve_folder(checkpoint_dir: Path, tag: str | None) -> Path:
 
 
 def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
-    """Masters of trained parameters; frozen weights and buffers as they are in the model file.
+    """Masters of trained parameters; frozen weights and buffers as they are in the model file. Where transforms changed
+    the module, names and shapes are those of the module before them.
 
     Works on our checkpoints and on those of release 0.19. CheckpointError if a part is missing or damaged.
     """
@@ -74,7 +90,9 @@ def consolidate(folder: Path, *, exclude_frozen: bool = False) -> Consolidated:
         if frozen and exclude_frozen:
             continue
         tensors[name] = _whole(name, catalog.masters(name), reader)
-    return Consolidated(tensors, {alias: name for alias, name in aliases.items() if name in tensors})
+    whole = Consolidated(tensors, {alias: name for alias, name in aliases.items() if name in tensors})
+    packed = catalog.index.get(ORIGINALS)
+    return whole.original(Originals.unpacked(packed)) if packed is not None else whole
 
 
 def _whole(name: str, sources: list[Source], reader: Reader) -> LazyTensor:

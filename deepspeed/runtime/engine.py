@@ -35,12 +35,13 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_state import EngineState
 from deepspeed.runtime.events import Events
-from deepspeed.runtime.module_checks import check_module, lay_out_contiguously
+from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.observers.attach import attach_observers
 from deepspeed.runtime.observers.start_report import log_start
 from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
+from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -94,9 +95,11 @@ class DeepSpeedEngine(EngineState):
         self.events = Events()
 
         require_optimizer(self.plan, optimizer is not None or self._config.optimizer_name is not None)
-        check_module(model)
+        require_module(model)
         if model_parameters is not None:
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
+        model_parameters = self._transform_module(model, optimizer, model_parameters)
+        check_module(model)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)
@@ -128,6 +131,17 @@ class DeepSpeedEngine(EngineState):
         self.dp_world_size = self.mesh.size("dp")  # ranks with different data
         self.seq_dp_world_size = self.mesh.size("dp", "sp")  # ranks that share gradients and state
         self.mp_world_size = self.mesh.size("tp")
+
+    def _transform_module(
+        self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
+    ) -> list[Any] | None:
+        """Change the module as the config and its author ask, before anything is moved or sharded. Returns the
+        parameters to train; a client's optimizer follows in place."""
+        self.module_transforms = transform_module(model, self.plan, self._config, self.mesh)
+        inputs = self.module_transforms.inputs
+        self._input_chain = InputChain(inputs) if inputs else None
+        self.module_transforms.successors.in_optimizer(optimizer)
+        return self.module_transforms.successors.in_parameters(model_parameters)
 
     def _take_module(self, model: nn.Module, *, move: bool) -> None:
         """Put the module on the device, in the plan's dtypes, and make it the same on every rank."""
@@ -172,6 +186,8 @@ class DeepSpeedEngine(EngineState):
         reduces gradients just as ``engine.backward(loss)`` does."""
         self._recover()
         precision = self.plan.precision
+        if self._input_chain is not None:
+            inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
             inputs = cast_inputs(inputs, precision.param)
@@ -191,6 +207,19 @@ class DeepSpeedEngine(EngineState):
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs
+
+    def _transform_inputs(
+        self, chain: InputChain, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        facts = ForwardFacts(
+            training=self.module.training, step=self.global_steps, micro_step=self.clock.micro_steps
+        )
+        try:
+            return chain(inputs, kwargs, facts)
+        except BaseException as error:
+            if torch.is_grad_enabled():
+                self._abandon_batch(error)
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
@@ -414,6 +443,20 @@ class DeepSpeedEngine(EngineState):
         """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
+
+    def add_input_transform(self, transform: InputTransform) -> None:
+        """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,
+        or no order fits it and those that are there."""
+        present = self._input_chain.transforms if self._input_chain is not None else []
+        self._input_chain = InputChain([*present, transform])
+
+    def remove_input_transform(self, name: str) -> None:
+        """The opposite. KeyError: there is none of this name."""
+        present = self._input_chain.transforms if self._input_chain is not None else []
+        left = [transform for transform in present if transform.name != name]
+        if len(left) == len(present):
+            raise KeyError(name)
+        self._input_chain = InputChain(left) if left else None
 
     # Compilation and the end --------------------------------------------------------------------------------
 

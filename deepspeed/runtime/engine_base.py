@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.transforms import Transforms
     from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
     from deepspeed.runtime.zero.scopes import Scopes
 
@@ -45,6 +46,7 @@ class EngineBase(EngineAccessors, nn.Module):
     mpu: Any
     # what it trains
     module: nn.Module
+    module_transforms: Transforms
     param_names: dict[nn.Parameter, str]
     basic_optimizer: Optimizer | None
     optimizer: Any

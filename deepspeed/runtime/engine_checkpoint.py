@@ -18,6 +18,7 @@ from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
+from deepspeed.checkpoint.originals import ORIGINALS, Exported, Expression, Weight
 from deepspeed.checkpoint.placement import EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
@@ -30,6 +31,7 @@ from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.stateful import Loads, state_of
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils.logging import log_dist, logger
 
@@ -82,6 +84,7 @@ def save_checkpoint(
 
 
 def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
+    originals = engine.module_transforms.originals
     return Training(
         module=engine.module,
         state=engine.state_access,
@@ -104,6 +107,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
             "dynamic_loss_scale": bool(engine.dynamic_loss_scale()),
             "optimizer_order": _optimizer_order(engine),
             "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
+            **({ORIGINALS: originals.packed()} if originals is not None else {}),
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
@@ -345,7 +349,7 @@ def module_state_dict(
     keep_vars: bool = False,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """The wrapped module's ``state_dict``, without frozen parameters if requested."""
+    """The wrapped module's ``state_dict``, as transforms have left it; without frozen parameters if requested."""
     state = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     if exclude_frozen_parameters:
         for name, param in engine.module.named_parameters(remove_duplicate=False):
@@ -390,9 +394,10 @@ def save_16bit_model(
 ) -> bool:
     """Write the model's weights in their own dtype to ``save_dir/save_filename``, from rank 0. Collective.
 
-    A name ending in ``.safetensors`` selects that format. Tied weights are written once. Partitioned
-    parameters are gathered one by one as they are written; if ``stage3_gather_16bit_weights_on_model_save``
-    is off, nothing is written and False is returned.
+    Where transforms changed the module, the names and shapes are those of the module before them. A name ending in
+    ``.safetensors`` selects that format. Tied weights are written once. Partitioned parameters are gathered one by one
+    as they are written; if ``stage3_gather_16bit_weights_on_model_save`` is off, nothing is written and False is
+    returned.
     """
     if ShardedWeights(engine.module) and not engine.zero_gather_16bit_weights_on_model_save():
         logger.warning(
@@ -407,7 +412,7 @@ def save_16bit_model(
             save_weights(
                 source.tensors(),
                 path.parent,
-                aliases=shared_names(engine.module),
+                aliases=source.aliases,
                 filename=path.name,
                 safetensors=path.suffix == ".safetensors",
             )
@@ -431,8 +436,8 @@ def zero3_consolidated_16bit_state_dict(
 def consolidated_16bit_state_dict(
     engine: EngineBase, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others.
-    Collective."""
+    """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others, as it would be
+    without transforms of the module. Collective."""
     with _WholeWeights(engine, exclude_frozen_parameters) as source:
         if engine.global_rank != 0:
             return None
@@ -441,33 +446,40 @@ def consolidated_16bit_state_dict(
             for name, tensor in source.tensors().items()
             for part in tensor.parts()
         }
-    aliases = shared_names(engine.module)
-    return made | {alias: made[name] for alias, name in aliases.items() if name in made}
+    return made | {alias: made[name] for alias, name in source.aliases.items() if name in made}
 
 
 class _WholeWeights:
-    """The module's tensors, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
+    """The tensors of an export, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
     the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
     split are joined.
 
-    A tensor is whole only until the next one is requested.
+    A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
     """
 
     def __init__(self, engine: EngineBase, exclude_frozen: bool) -> None:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
-        aliases = shared_names(engine.module)
-        self.left = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in aliases}
         self.scopes = engine.scopes
+        shared = shared_names(engine.module)
+        self.weights = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in shared}
+        aliases = {alias: name for alias, name in shared.items() if name in self.weights}
+        originals = engine.module_transforms.originals
+        if originals is None:
+            exported = Exported({name: Weight(name) for name in self.weights}, aliases)
+        else:
+            exported = originals.exported(self.weights, aliases)
+        self.left: dict[str, Expression] = dict(exported.tensors)
+        self.aliases = exported.aliases
         self._current: Generator[Tensor, None, None] | None = None
 
     def tensors(self) -> dict[str, LazyTensor]:
         return {
             name: LazyTensor(
-                self._shape(value),
-                value.dtype,
+                made.shape(lambda each: self._shape(self.weights[each])),
+                made.dtype(lambda each: self.weights[each].dtype),
                 lambda name=name: self._take(name),
             )
-            for name, value in self.left.items()
+            for name, made in self.left.items()
         }
 
     def _take(self, name: str) -> Generator[Tensor, None, None]:
@@ -478,12 +490,14 @@ class _WholeWeights:
     @staticmethod
     def _shape(value: Tensor) -> tuple[int, ...]:
         placement = placement_of(value)
-        own = tuple(getattr(value, "ds_shape", value.shape))
-        return own if EXPERTS in placement.split else placement.global_shape
+        return tuple(full_shape(value)) if EXPERTS in placement.split else placement.global_shape
 
-    def _whole(self, param: Tensor) -> Generator[Tensor, None, None]:
-        with GatheredParameters(param):
-            yield whole_tensor(param, self.scopes)
+    def _whole(self, made: Expression) -> Generator[Tensor, None, None]:
+        with self._gathered(made):
+            yield made.value(lambda name: whole_tensor(self.weights[name], self.scopes))
+
+    def _gathered(self, made: Expression) -> GatheredParameters:
+        return GatheredParameters([self.weights[name] for name in made.names()])
 
     def __enter__(self) -> _WholeWeights:
         return self
@@ -491,6 +505,7 @@ class _WholeWeights:
     def __exit__(self, *exc: object) -> None:
         if self._current is not None:
             self._current.close()
-        for name in list(self.left):
-            for _ in self._take(name):
+        for made in self.left.values():
+            with self._gathered(made):
                 pass
+        self.left.clear()

@@ -11,16 +11,19 @@ from deepspeed.runtime.zero.params import is_zero_param
 _SHOWN = 3
 
 
+def require_module(given: object) -> None:
+    """Raise TypeError if it is not a module."""
+    if not isinstance(given, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(given).__name__}")
+
+
 def check_module(module: nn.Module) -> None:
     """Refuse parameters that cannot be trained here, by name and with advice for each kind.
 
     Raises:
-        TypeError: not a module.
         ValueError: lazy, without data, complex or sparse parameters.
         NotImplementedError: parameters that are already distributed over ranks.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(module).__name__}")
     found: dict[str, list[str]] = {}
     for name, param in module.named_parameters():
         kind = None if is_zero_param(param) else _problem(param)

@@ -65,6 +65,8 @@ def log_start(engine: EngineBase) -> None:
         f"batch={engine.train_batch_size()} = {engine.train_micro_batch_size_per_gpu()} per rank x "
         f"{engine.gradient_accumulation_steps()} micro-batches x {engine.dp_world_size} data-parallel ranks"
     )
+    for transformed in engine.module_transforms.reports:
+        say(transformed.line())
     core = engine.core
     if core is None:
         return
