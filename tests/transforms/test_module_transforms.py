@@ -52,7 +52,7 @@ def test_order() -> None:
         "tensor_parallel",
         "lora",
     ]
-    assert sorted_names(Named("tensor_parallel"), c, b) == ["b", "c", "tensor_parallel"]
+    assert sorted_names(Named("tensor_parallel"), c, b, a) == ["b", "c", "tensor_parallel", "a"]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = self.embed(ids) + self.shift
+        x = self.embed(ids)
+        x = x + self.shift.to(x.dtype)
         if positions is not None:
             x = x + torch.sin(positions.to(x.dtype)).unsqueeze(-1)
         for block in self.blocks:
@@ -65,6 +66,7 @@ def make_model(zero_init: dict[str, Any] | None = None) -> Model:
 def settings(stage: int, **changes: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
         "zero_optimization": {
             "stage": stage,
@@ -73,6 +75,10 @@ def settings(stage: int, **changes: Any) -> dict[str, Any]:
         },
         **changes,
     }
+
+
+# Adam would hide a wrong factor in the gradients.
+SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 
 
 def tokens(seed: int, length: int = 6) -> Tensor:
