@@ -152,15 +152,30 @@ class Supervisor(LocalElasticAgent):
         context = self._pcontext
         assert context is not None
         # When the agent closes its processes it waits up to 30 s for them: too long for a Ctrl-C.
-        object.__setattr__(context, "close", functools.partial(self._close, context.close))
+        object.__setattr__(context, "close", functools.partial(self._close, context, context.close))
         with holding_signals():  # from here on torch's handlers raise
             self.watch = ExitWatch(context.pids())
             end_failed_ranks(self.run_dir, context.pids(), self.watch.ended_at)
         return workers
 
-    def _close(self, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
+    def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
         self.stopped_at = self.stopped_at or time.time()
         close(death_sig, min(timeout, grace_seconds()))
+        _list_stopped(context)
+
+
+def _list_stopped(context: Any) -> None:
+    """Count the ranks that the agent has just stopped among those that failed, as newer releases of torch do: 2.6 lists
+    only those that had ended by themselves when it looked."""
+    for local_rank, handler in context.subprocess_handlers.items():
+        exit_code = handler.proc.poll()
+        if exit_code and local_rank not in context._failures:
+            context._failures[local_rank] = ProcessFailure(
+                local_rank=local_rank,
+                pid=handler.proc.pid,
+                exitcode=exit_code,
+                error_file=context.error_files[local_rank],
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
 PACKAGE = Path(__file__).parents[2] / "deepspeed"
 
@@ -95,6 +95,9 @@ def test_the_agent_closes_its_processes_as_we_expect() -> None:
     assert close.parameters["timeout"].default == 30
     source = inspect.getsource(LocalElasticAgent)
     assert "self._pcontext = start_processes(" in source and "self._pcontext.close(" in source
+    poll = inspect.getsource(SubprocessContext._poll)
+    assert poll.index("self.close()") < poll.index("failures=self._failures")
+    assert "self.subprocess_handlers" in inspect.getsource(SubprocessContext)
 
 
 def test_the_backward_that_runs_and_its_end() -> None:
