@@ -103,9 +103,9 @@ def backward_within_a_hook_of_forward(engine: Any, step: int) -> None:
 def backward_within_a_hook_of_backward(engine: Any, step: int) -> None:
     x = inputs(step)
     first = engine.module.blocks[0](x)
-    loss, total = engine(first).square().mean(), first.sum()
-    first.register_hook(lambda grad: torch.autograd.grad(total, x, retain_graph=True)[0] + grad)
-    learn(engine, loss)
+    total, output = first.sum(), engine(first)
+    output.register_hook(lambda grad: torch.autograd.grad(total, x, retain_graph=True)[0] + grad)
+    learn(engine, output.square().mean())
 
 
 @reports(FORWARD, BACKWARD)
