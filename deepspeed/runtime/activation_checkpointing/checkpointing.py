@@ -192,14 +192,19 @@ def leave(settings: Settings) -> None:
     _state.engines.remove(settings)
 
 
-@contextlib.contextmanager
-def in_force(settings: Settings) -> Iterator[None]:
-    """Around an engine's forward."""
-    before = _running.set(settings)
-    try:
-        yield
-    finally:
-        _running.reset(before)
+class in_force:
+    """Around an engine's forward: its ``settings`` count. A class, as every forward of a run enters it."""
+
+    __slots__ = ("before", "settings")
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> None:
+        self.before = _running.set(self.settings)
+
+    def __exit__(self, *exc: object) -> None:
+        _running.reset(self.before)
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
