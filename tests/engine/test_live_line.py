@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.runtime.events import Events
-from deepspeed.runtime.observers.attach import live_line
+from deepspeed.runtime.observers import live_line
 from deepspeed.runtime.observers.curves import LossMeter
 from deepspeed.runtime.observers.live_line import (
     Display,
