@@ -28,17 +28,21 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def request_of(engine: EngineBase) -> Request:
-    """The planner request that corresponds to this run."""
+    """The planner request that corresponds to this run, with its batch sizes as they are by now."""
+    batch = {
+        "train_batch_size": engine.train_batch_size(),
+        "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }
     return Request(
         module=engine.module,
-        config=engine._config._param_dict,
+        config={**engine._config._param_dict, **batch},
         ranks=engine.seq_dp_world_size,
         ranks_per_sequence=engine.mesh.size("sp"),
         device_type=engine.device.type,
         optimizer=engine.basic_optimizer,
         zero_init=any(is_zero_param(param) for param in engine.module.parameters()),
         shape=shape_of(getattr(engine.module, "config", None)),
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
     )
 
 
