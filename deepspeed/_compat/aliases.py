@@ -135,9 +135,6 @@ NAMES: dict[str, dict[str, str]] = {
         "ProcessTopology": "deepspeed.runtime.pipe.topology",
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
     },
-    "deepspeed.runtime.pipe.topology": {
-        "_prime_factors": "deepspeed.utils.arithmetic:prime_factors",
-    },
     "deepspeed.runtime.zero": {
         "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
         "DeepSpeedZeRoOffload": "deepspeed.runtime.zero.parameter_offload",

@@ -485,22 +485,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class TrainSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages "
         "num_micro_batches is_first_stage is_last_stage",
     ),
-    "deepspeed.runtime.pipe.topology": (
-        "class PipeDataParallelTopology(num_pp, num_dp): get_rank get_axis_names get_rank_repr get_dim "
-        "get_coord get_axis_comm_lists filter_match get_axis_list world_size",
-        "class PipeModelDataParallelTopology(num_pp, num_mp, num_dp): get_rank get_axis_names "
-        "get_rank_repr get_dim get_coord get_axis_comm_lists filter_match get_axis_list world_size",
-        "class PipelineParallelGrid(topology=None, process_group=None): get_stage_id "
-        "get_data_parallel_id stage_to_global topology get_global_rank get_pipe_parallel_rank "
-        "get_pipeline_model_parallel_rank get_pipe_parallel_world_size "
-        "get_pipeline_model_parallel_world_size get_pipe_parallel_group get_data_parallel_rank "
-        "get_data_parallel_world_size get_data_parallel_group get_data_parallel_group_ranks "
-        "get_model_parallel_rank get_model_parallel_world_size get_model_parallel_group "
-        "get_slice_parallel_rank get_tensor_model_parallel_rank get_slice_parallel_world_size "
-        "get_tensor_model_parallel_world_size get_slice_parallel_group",
-        "class ProcessTopology(axes, dims): get_rank get_axis_names get_rank_repr get_dim get_coord "
-        "get_axis_comm_lists filter_match get_axis_list world_size",
-    ),
     "deepspeed.runtime.progressive_layer_drop": (
         "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
     ),
