@@ -494,7 +494,11 @@ class _WholeWeights:
 
     def _whole(self, made: Expression) -> Generator[Tensor, None, None]:
         with self._gathered(made):
-            yield made.value(lambda name: whole_tensor(self.weights[name], self.scopes))
+            yield made.value(self._joined(made).__getitem__)
+
+    def _joined(self, made: Expression) -> dict[str, Tensor]:
+        """The whole tensors that it is made of. Collective where ranks hold parts of them."""
+        return {name: whole_tensor(self.weights[name], self.scopes) for name in made.names()}
 
     def _gathered(self, made: Expression) -> GatheredParameters:
         return GatheredParameters([self.weights[name] for name in made.names()])
@@ -507,5 +511,5 @@ class _WholeWeights:
             self._current.close()
         for made in self.left.values():
             with self._gathered(made):
-                pass
+                self._joined(made)
         self.left.clear()

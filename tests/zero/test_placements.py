@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import deepspeed
+from deepspeed.checkpoint import archive, names
 from deepspeed.checkpoint.placement import Placement, interval, place, placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.dtensors import placement_of_dtensor
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 
 TP, WIDTH, HIDDEN, STEPS = 2, 6, 10, 4
@@ -281,6 +284,33 @@ def test_a_checkpoint_of_parts_resumes_anywhere_and_back(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=4)
+def test_a_rank_opens_its_own_files(stage: int, tmp_path: Path) -> None:
+    engine = start(config(stage), frozen=True)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    opened: set[str] = set()
+
+    def opening(path: Path) -> Any:
+        opened.add(path.name)
+        return archive.open_archive(path)
+
+    with (
+        mock.patch("deepspeed.checkpoint.own_reader.open_archive", opening),
+        mock.patch("deepspeed.checkpoint.reader.open_archive", opening),
+    ):
+        engine.load_checkpoint(tmp_path)
+    dp, mp = engine.mesh.rank("dp"), engine.mesh.rank("tp")
+    own = {names.optim_file(dp, mp, bf16=False)}
+    if stage == 3:
+        own |= {names.zero_model_file(0, 0), names.zero_model_file(dp, mp)}
+    else:
+        own |= {names.model_file(0), names.model_file(mp)}
+    assert opened <= own, opened  # a rank may hold nothing of the frozen weights
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 @distributed(world_size=2)
 def test_exports_hold_whole_tensors(stage: int, tmp_path: Path) -> None:
     settings = config(stage, bf16={"enabled": True})
@@ -291,8 +321,6 @@ def test_exports_hold_whole_tensors(stage: int, tmp_path: Path) -> None:
     engine.destroy()
     if dist.get_rank() == 0:
         whole = dict(Block(frozen=True).named_parameters())
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
         saved = torch.load(tmp_path / "pytorch_model.bin")
         fp32 = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
         for name, value in whole.items():
