@@ -223,8 +223,10 @@ def supervise(command: Sequence[str]) -> int:
     # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
     environment = {**os.environ, RUNNER_PID: str(os.getpid())}
     process = subprocess.Popen(command, env=environment, start_new_session=True)
+    asked: list[int] = []
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
         process.send_signal(signum)
         last_resort = threading.Timer(grace_seconds() + LAST_RESORT_S, process.kill)
         last_resort.daemon = True
@@ -240,6 +242,10 @@ def supervise(command: Sequence[str]) -> int:
                 shutil.rmtree(left_behind, ignore_errors=True)
         if code != 0:
             kill_descendants(not_ours)
+    if (
+        code == -signal.SIGKILL and asked
+    ):  # a busy machine: it did not end in time, but this is not why it ended
+        return 128 + asked[0]
     return code if code >= 0 else 128 - code
 
 

@@ -257,3 +257,20 @@ def test_a_signal_waits_until_threads_are_started() -> None:
             start()
         assert steps == ["started"]
         assert signal.getsignal(signal.SIGTERM) is stop
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_does_not_end_in_time_leaves_the_code_of_the_signal(tmp_path, signum):
+    """As on a machine that is too busy: the command kills it in the end, but was stopped by the signal."""
+    deaf = "import pathlib, signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
+    deaf += "pathlib.Path('ready').touch(); time.sleep(120)"
+    program = (
+        "import sys; from deepspeed.launcher import runner; runner.LAST_RESORT_S = 0.0; "
+        f"sys.exit(runner.supervise([sys.executable, '-c', {deaf!r}]))"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    limit = time.monotonic() + LIMIT_S
+    while not (tmp_path / "ready").exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    command.send_signal(signum)
+    assert command.wait(timeout=LIMIT_S) == 128 + signum
