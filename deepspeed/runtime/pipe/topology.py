@@ -157,8 +157,8 @@ class PipelineParallelGrid:
         self.dp_group = self._along(DATA)
         self.pp_group = self._along(PIPE)
         self.slice_group = self._along(MODEL)
-        replica = self._topo.get_axis_list(DATA, self.data_parallel_id) if DATA in self._topo.axes else None
-        self.ds_model_group = replica if replica is not None else list(range(self.world_size))
+        replica = {DATA: self.data_parallel_id} if DATA in self._topo.axes else {}
+        self.ds_model_group = self._topo.filter_match(**replica)
         self.dp_proc_group = self._new(self.dp_group)
         self.pp_proc_group = self._new(self.pp_group)
         self.slice_proc_group = self._new(self.slice_group)
@@ -167,9 +167,9 @@ class PipelineParallelGrid:
         self.ds_model_rank = self.ds_model_group.index(self.global_rank)
 
     def _along(self, axis: str) -> list[int]:
-        """This rank's group along one axis; itself if the topology does not have it."""
-        groups = self._topo.get_axis_comm_lists(axis)
-        return next((group for group in groups if self.global_rank in group), [self.global_rank])
+        """The ranks that differ from this one along ``axis`` alone; itself if the topology does not have it."""
+        elsewhere = {name: at for name, at in self.coord._asdict().items() if name != axis}
+        return self._topo.filter_match(**elsewhere)
 
     def _new(self, places: list[int]) -> ProcessGroup:
         return new_group(tuple(self._ranks[place] for place in places))
