@@ -15,7 +15,7 @@ from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
-from deepspeed.checkpoint.shards import Piece, ShardIndex, covers, intersect
+from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -309,7 +309,7 @@ class Restorer:
             name = self.catalog.find([index.name])
             if name is None or (index.name in known and not trained):
                 continue
-            self.reader.fill(index, part, self._weights(name, index), f"the weights of {index.name}")
+            self.reader.fill(index, part, self._weights(name), f"the weights of {index.name}")
 
     def _cut(self) -> set[str]:
         """All names of parameters that this rank holds only a part of."""
@@ -340,7 +340,7 @@ class Restorer:
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
             if name in tensors or not only(name):
                 continue
-            sources = self.catalog.module.get(name) or self.catalog.masters(name)
+            sources = self._weights(name)
             if not sources and name not in own:
                 continue  # not in the model, so it was not fetched
             if not sources:
@@ -357,7 +357,6 @@ class Restorer:
         saved = sources[0].index
         placement = self.placements.get(name)
         target = placement.index(name) if placement is not None else replace(saved, boxes=()).whole()
-        sources = self._weights(name, target)
         shape = own.shape if placement is not None and own is not None else target.local_shape
         for source in sources:
             if source.index == replace(target, name=source.index.name):
@@ -367,11 +366,10 @@ class Restorer:
         self.reader.fill(target, made, sources, name)
         return made.view(shape)
 
-    def _weights(self, name: str, target: ShardIndex) -> list[Source]:
-        """Where the model's own weights are; the masters if no model file holds all that is wanted."""
-        own = self.catalog.module.get(name, [])
-        held = covers(target, [source.index for source in own])
-        return own if held else self.catalog.masters(name) or own
+    def _weights(self, name: str) -> list[Source]:
+        """Where a parameter's weights are: the model's own, then the masters, for what no model file holds."""
+        masters = self.catalog.fragments.get(name, {}).get(MASTER, [])
+        return [*self.catalog.module.get(name, []), *masters]
 
     def _shards(self) -> Iterable[tuple[ShardIndex, dict[str, Tensor]]]:
         assert self.state is not None
