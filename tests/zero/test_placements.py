@@ -342,6 +342,22 @@ def test_known_copies_start_equal() -> None:
     engine.destroy()
 
 
+@distributed(world_size=2)
+def test_a_later_engine_with_another_mesh_looks_again() -> None:
+    model = Block()
+    first = deepspeed.initialize(model=model, config=config(2, 0.0), mpu=Unit())[0]
+    assert placement_of(model.bias).counts == (dist.get_rank() == 0)
+    first.destroy()
+
+    reference = Block()
+    (sum(reference(batch(0, replica)) for replica in range(2)) / 2).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
+    second = deepspeed.initialize(model=model, config=config(2, 0.0))[0]
+    _, norms = train(second, 0, 1)
+    assert norms == pytest.approx([expected.item()], rel=1e-5)
+    second.destroy()
+
+
 @distributed(world_size=4)
 def test_dtensors_are_read() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -18,13 +18,20 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.scopes import Scopes
 
+_FOUND = "_ds_placement_was_found"
+"""Marks a parameter whose placement, if any, was found here and not written by who split it."""
+
 
 def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes) -> None:
     """Let every parameter that is not simply whole carry its placement. Collective over ranks that split tensors.
 
     As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
     """
-    unknown = [param for param in params if not hasattr(param, ATTRIBUTE)]
+    unknown = [param for param in params if not hasattr(param, ATTRIBUTE) or hasattr(param, _FOUND)]
+    for param in unknown:
+        if hasattr(param, ATTRIBUTE):  # of an earlier engine, whose mesh may have been another
+            delattr(param, ATTRIBUTE)
+        setattr(param, _FOUND, True)
     if mesh.size("tp") > 1:
         _read_marks(unknown, mesh)
     for param in unknown:
