@@ -62,6 +62,8 @@ STATE = {
     "ops/gds/gds.py:why_not()": "of the machine",
     "ops/native.py:library()": "native library",
     "runtime/config_utils.py:_special_fields()": "of a schema",
+    "runtime/tensor_parallel/layers.py:_joined_class()": "of classes",
+    "runtime/tensor_parallel/replicated.py:_summing_class()": "of a class",
     "runtime/optim/elementwise.py:_verdicts": "of an optimizer's class, weakly",
 }
 

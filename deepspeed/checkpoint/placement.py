@@ -27,7 +27,8 @@ class Placement:
     ``boxes`` are the parts of the global tensor that it holds, joined in this order along the one dim in which they
     differ; ``()``: all of it. ``split``: axes of the mesh over which the global tensor is spread. ``replicated``: axes
     over which its ranks are known to hold equal copies, apart from those that share gradients. ``counts``: whether this
-    copy is the one that counts where each weight must count once (the gradient norm).
+    copy is the one that counts where each weight must count once (the gradient norm). ``elsewhere``: boxes of the
+    global tensor that this rank holds too, but that another one counts.
     """
 
     global_shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Placement:
     split: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     counts: bool = True
+    elsewhere: tuple[Box, ...] = ()
 
     def index(self, name: str, start: int = 0, stop: int | None = None) -> ShardIndex:
         """Elements ``[start, stop)`` of the rank's flat tensor; all of them by default."""

@@ -195,6 +195,17 @@ def regions(shard: ShardIndex) -> list[Region]:
     return found
 
 
+def without(found: Sequence[Region], holes: Sequence[Box]) -> list[Region]:
+    """The same regions less the elements in ``holes``."""
+    left: list[Region] = []
+    for region in found:
+        boxes = [region.box]
+        for hole in holes:
+            boxes, _ = _take(boxes, hole)
+        left += [Region(box, region.at(box), region.strides) for box in boxes if not _is_empty(box)]
+    return left
+
+
 def slabs(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Split the flat interval ``[start, stop)`` of a row-major tensor into boxes, in order."""
     if start >= stop:

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -263,6 +264,10 @@ class Communicator:
             if device_type == "cpu":
                 self._cpu_transport = transport
         return transport
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """The same one: copies of a module that holds it communicate over the same group."""
+        return self
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size}, ranks={list(self.ranks)})"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.placement import ATTRIBUTE, EXPERTS, Placement, interval, place, placement_of
-from deepspeed.checkpoint.shards import regions
+from deepspeed.checkpoint.shards import Region, regions, without
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.scopes import Scopes
@@ -47,15 +47,33 @@ def whole_tensor(tensor: Tensor, scopes: Scopes) -> Tensor:
     axes = scopes.split_axes(tensor)
     if not axes or EXPERTS in placement.split:
         return tensor.detach()
-    flat, index = tensor.detach().reshape(-1), placement.index("")
+    flat = tensor.detach().reshape(-1)
     whole = tensor.new_zeros(placement.global_shape)
-    for region in regions(index):
-        shape = tuple(high - low for low, high in region.box)
-        part = flat.as_strided(shape, region.strides, flat.storage_offset() + region.offset)
-        whole[tuple(slice(low, high) for low, high in region.box)] = part
+    for region in _regions(placement, 0, flat.numel()):
+        whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
     for axis in axes:
         scopes.across[axis].all_reduce(whole.view(-1)).wait()
     return whole
+
+
+def counted(param: Tensor, values: Tensor, start: int) -> list[Tensor]:
+    """Views of ``values``, elements ``[start, start + numel)`` of the rank's flat ``param``: what counts on this rank
+    where every weight must count once."""
+    placement = placement_of(param)
+    if not placement.counts or not placement.elsewhere:
+        return [values] if placement.counts else []
+    found = _regions(placement, start, start + values.numel())
+    return [_view(values.view(-1), region) for region in found]
+
+
+def _regions(placement: Placement, start: int, stop: int) -> list[Region]:
+    """Of the elements ``[start, stop)`` those that no other rank counts."""
+    return without(regions(placement.index("", start, stop)), placement.elsewhere)
+
+
+def _view(flat: Tensor, region: Region) -> Tensor:
+    shape = tuple(high - low for low, high in region.box)
+    return flat.as_strided(shape, region.strides, flat.storage_offset() + region.offset)
 
 
 def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
 from deepspeed.ops.update import ALONE, UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaleError, LossScaler
 from deepspeed.runtime.zero.bucket import WeightPublisher
 from deepspeed.runtime.zero.norms import clip_coefficient, first_non_finite, norm_from_squares, sum_of_squares
+from deepspeed.runtime.zero.placements import counted
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
@@ -208,10 +208,11 @@ class StepExecutor:
         if key != self._grad_key or len(self._lists) != len(self.store.by_group):
             self._lists = [GroupTensors.of(group) for group in self.store.by_group]
             self._counted = [
-                grad
+                part
                 for fragments, _, grads, _ in self._lists
                 for owned, grad in zip(fragments, grads, strict=True)
-                if owned.grad_bucket.counts and placement_of(self.store.params[owned.param_index]).counts
+                if owned.grad_bucket.counts
+                for part in counted(self.store.params[owned.param_index], grad, owned.fragment.param_offset)
             ]
             self._grad_key = key
         return self._lists

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.placement import placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.zero.norms import sum_of_squares
+from deepspeed.runtime.zero.placements import counted
 from deepspeed.runtime.zero.scopes import Scope, Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, StateStore
 from deepspeed.runtime.zero.whole_matrices import WholeMatrices
@@ -142,7 +142,14 @@ def local_squares(store: StateStore, members: Mapping[Scope, Sequence[int]]) -> 
     """
     total = 0.0
     for scope, params in members.items():
-        chosen = {index for index in params if placement_of(store.params[index]).counts}
-        grads = [owned.gradient() for owned in store.fragments if owned.param_index in chosen]
+        chosen = set(params)
+        grads = [
+            part
+            for owned in store.fragments
+            if owned.param_index in chosen
+            for part in counted(
+                store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset
+            )
+        ]
         total += sum_of_squares(grads) / scope.everyone.size
     return total

@@ -1,0 +1,301 @@
+"""Linear layers of which each tensor-parallel rank holds a part.
+
+A column-parallel layer holds some of the outputs, a row-parallel one some of the inputs; one after the other they need
+one sum (Shoeybi et al.: Megatron-LM, 2019). Both take the place of a layer of the model: they keep its class as a base
+(``isinstance(layer, nn.Linear)``), the names of its parameters and their layout, also Transformers' ``Conv1D``, whose
+weight is [inputs, outputs]. Every parameter carries its ``Placement``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed.checkpoint.placement import place
+from deepspeed.comm.collectives import Communicator, process_network
+from deepspeed.runtime.zero import params as zero_params
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.utils.untraced import untraced
+
+from .cuts import Cut, replicated
+from .mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from .sequence_regions import SequenceRegion
+
+__all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
+
+
+def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
+    """Of a process group; None is one rank alone."""
+    if isinstance(group, Communicator):
+        return group
+    if group is None or group.size() == 1:
+        return Communicator(None)
+    return process_network.communicator(group).prepare()
+
+
+class SharedInput:
+    """One input that several layers use (query, key and value): its gradient is summed once for all of them.
+
+    The layers are given the same object of this class. It remembers what it made of the tensor that it saw last, until
+    that tensor is gone.
+    """
+
+    def __init__(self) -> None:
+        self._seen: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, bool] | None = None
+        self._made: Tensor | None = None
+
+    @untraced
+    def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None) -> Tensor:
+        if group.size == 1:
+            return inputs
+        key = (inputs._version, torch.is_grad_enabled())
+        if self._seen is None or self._seen() is not inputs or self._key != key or self._made is None:
+            made = copy_to(inputs, group) if sequence is None else sequence.gather(inputs)
+            self._seen, self._key, self._made = weakref.ref(inputs, self._forget), key, made
+        return self._made
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if gone is self._seen:
+            self._seen = self._made = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        return SharedInput()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedInput, ()
+
+
+@functools.cache
+def _joined_class(ours: type, original: type) -> type:
+    return type(ours.__name__, (ours, original), {"__doc__": ours.__doc__, "__module__": ours.__module__})
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer in the place of ``module``, whose class it has as a base. ``group``: the ranks that share it.
+
+    ``cut``: how the dim that is split is spread over them.
+    """
+
+    group: Communicator
+    cut: Cut
+
+    def __new__(cls, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> TensorParallelLayer:
+        known = module is None or isinstance(module, cls) or type(module) is nn.Module
+        return super().__new__(cls if known else _joined_class(cls, type(module)))
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Take over what the module is besides its parameters."""
+        nn.Module.__init__(self)
+        vars(self).update({key: value for key, value in vars(module).items() if not key.startswith("_")})
+
+    def _keep(self, module: nn.Module, cuts: dict[str, Cut | None], *, own: bool = False) -> None:
+        """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
+        given = {name: param for name, param in module.named_parameters(recurse=False) if name in cuts}
+        with GatheredParameters(list(given.values())), torch.no_grad():
+            for name, param in given.items():
+                self.register_parameter(name, part_of(param, cuts[name], self.group, own=own))
+        for name in cuts.keys() - given.keys():
+            self.register_parameter(name, None)
+
+
+def part_of(param: nn.Parameter, cut: Cut | None, group: Communicator, *, own: bool = False) -> nn.Parameter:
+    """This rank's part of a whole ``param`` (None: all of it) as a new parameter with its placement.
+
+    ``own``: ``param`` is that part already. Inside ``GatheredParameters`` if ``zero.Init`` has partitioned it.
+    """
+    data, shape = param.detach(), list(zero_params.full_shape(param))
+    if cut is not None and own:
+        shape[cut.dim] = cut.size
+    elif cut is not None:
+        data = cut.take(data, group.rank)
+    made = nn.Parameter(data.clone(memory_format=torch.contiguous_format), requires_grad=param.requires_grad)
+    if not zero_params.is_zero_param(param):
+        vars(made).update(vars(param))
+    if group.size > 1:
+        found = replicated(shape, group.rank) if cut is None else cut.placement(shape, group.rank)
+        place(made, found)
+    return made
+
+
+def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
+    """ValueError: ``cut`` is for another number of ranks, or another width."""
+    if cut.ranks != group.size or cut.size != size:
+        raise ValueError(
+            f"a cut of {cut.size} elements over {cut.ranks} ranks does not fit a layer that is {size} wide, on "
+            f"{group.size} ranks"
+        )
+
+
+class _ParallelLinear(TensorParallelLayer):
+    """What both kinds have in common. ``transposed``: the weight is [inputs, outputs]."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    transposed: bool
+
+    def _start(self, module: nn.Module, group: Communicator | ProcessGroup | None, name: str | None) -> None:
+        self._adopt(module)
+        self.group = communicator_of(group)
+        self.transposed = _is_transposed(module)
+        self.name = name
+
+    def _choose_cut(self, module: nn.Module, cut: Cut | None, dim: int, own: bool) -> Cut:
+        """Along ``dim`` of the weight: 0 outputs, 1 inputs, as in ``nn.Linear``."""
+        weight: Any = module.weight
+        size = zero_params.full_shape(weight)[1 - dim if self.transposed else dim]
+        if cut is None and own:
+            cut = Cut.of_sizes(dim, _extents(size, self.group, weight.device))
+        elif cut is None:
+            cut = Cut.even(dim, size, self.group.size)
+        check_ranks(cut, self.group, cut.size if own else size)
+        return cut.along(1 - dim if self.transposed else dim)
+
+    def _tell_sizes(self) -> None:
+        """The documented attributes, as this rank has them."""
+        outputs, inputs = zero_params.full_shape(self.weight)
+        if self.transposed:
+            self.nx, self.nf = outputs, inputs
+        else:
+            self.in_features, self.out_features = inputs, outputs
+
+    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.linear(inputs, weight.t() if self.transposed else weight, bias)
+
+    def extra_repr(self) -> str:
+        outputs, inputs = zero_params.full_shape(self.weight)
+        if self.transposed:
+            outputs, inputs = inputs, outputs
+        return f"in_features={inputs}, out_features={outputs}, bias={self.bias is not None}, ranks={self.group.size}"
+
+
+class LinearLayer(_ParallelLinear):
+    """Column-parallel: each rank computes the outputs that its rows of the weight give.
+
+    Args:
+        module: ``nn.Linear`` or ``Conv1D`` with the whole weight, on any device, in any dtype, also partitioned by
+            ``zero.Init`` (collective then over the ranks that hold it).
+        mp_group: the ranks that share the layer.
+        skip_partition: ``module`` holds this rank's part already.
+        gather_output: give the whole output on every rank.
+        cut: of the outputs (``dim`` is not read). By default as even as can be. Elements that several ranks hold have
+            their gradients summed.
+        weight: the parameter that this rank has already, shared with another layer (tied embeddings).
+        sequence: the input is a shard of the sequence, gathered here.
+        shared_input: the same object for layers with the same input.
+
+    Input [.., in_features], equal on all ranks; output [.., this rank's out_features].
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mp_group: Communicator | ProcessGroup | None = None,
+        skip_partition: bool = False,
+        gather_output: bool = False,
+        *,
+        cut: Cut | None = None,
+        weight: nn.Parameter | None = None,
+        sequence: SequenceRegion | None = None,
+        shared_input: SharedInput | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._start(module, mp_group, name)
+        self.cut = self._choose_cut(module, cut, 0, skip_partition)
+        self.gather_output = gather_output
+        self.sequence = sequence
+        self.shared_input = shared_input or SharedInput()
+        self._overlaps = bool(self.cut.shared())
+        own = {"weight": self.cut, "bias": self.cut.along(0)}
+        if weight is not None:
+            del own["weight"]
+            self.weight = weight
+        self._keep(module, own, own=skip_partition)
+        self._tell_sizes()
+
+    def forward(self, input: Tensor) -> Tensor:
+        inputs = self.shared_input(input, self.group, self.sequence)
+        weight, bias = self.weight, self.bias
+        if self._overlaps:
+            weight = shared_weight(weight, self.group, self.cut)
+            bias = None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
+        output = self._product(inputs, weight, bias)
+        return gather_from(output, self.group, self.cut.along(-1)) if self.gather_output else output
+
+
+class LinearAllreduce(_ParallelLinear):
+    """Row-parallel: each rank multiplies the inputs that it has; the products are summed, and then the bias is added.
+
+    Args:
+        module: as for ``LinearLayer``.
+        mp_group: the ranks that share the layer.
+        skip_partition: ``module`` holds this rank's part of the weight already.
+        cut: of the inputs (``dim`` is not read); no two ranks may have the same. By default as even as can be.
+        split_input: the input is whole on every rank, which takes its part.
+        sequence: give each rank its shard of the sequence instead of all of it.
+
+    Input [.., this rank's in_features]; output [.., out_features].
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mp_group: Communicator | ProcessGroup | None = None,
+        skip_partition: bool = False,
+        *,
+        cut: Cut | None = None,
+        split_input: bool = False,
+        sequence: SequenceRegion | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._start(module, mp_group, name)
+        self.cut = self._choose_cut(module, cut, 1, skip_partition)
+        if self.group.size > 1 and self.cut.shared():
+            raise ValueError(
+                "inputs of a row-parallel layer that two ranks hold would count twice in its sum"
+            )
+        self.split_input = split_input
+        self.sequence = sequence
+        self._keep(module, {"weight": self.cut, "bias": None}, own=skip_partition)
+        self._tell_sizes()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.split_input:
+            input = split_to(input, self.group, self.cut.along(-1))
+        output = self._product(input, self.weight, None)
+        bias = self.bias
+        if self.sequence is None:
+            output = sum_own(output, self.group)
+        else:
+            output = self.sequence.scatter(output)
+            bias = None if bias is None else shared_weight(bias, self.group)
+        return output if bias is None else output.add_(bias)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether the weight is [inputs, outputs]. ValueError: what the layer computes is not known."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return False
+    if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
+        return True
+    raise ValueError(
+        f"{type(module).__name__} computes something else than nn.Linear or transformers' Conv1D and cannot be split; "
+        "leave it whole"
+    )
+
+
+def _extents(own: int, group: Communicator, device: torch.device) -> Sequence[int]:
+    every = torch.empty(group.size, dtype=torch.int64, device=device)
+    group.all_gather(every, torch.tensor([own], dtype=torch.int64, device=device)).wait()
+    return every.tolist()
+
+
+def tensor_parallel_layers(module: nn.Module) -> Iterable[TensorParallelLayer]:
+    """Those in ``module``."""
+    return (each for each in module.modules() if isinstance(each, TensorParallelLayer))
