@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from deepspeed.comm.collectives import Communicator
@@ -14,7 +15,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
-from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput
+from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, communicator_of
 from deepspeed.runtime.tensor_parallel.replicated import sum_gradients
 from deepspeed.runtime.tensor_parallel.sequence_regions import SequenceRegion
 
@@ -128,8 +129,9 @@ def qkv_cut(queries: int, keys: int, ranks: int) -> Cut:
     return Cut(0, (queries + 2 * keys) * HEAD, tuple(parts))
 
 
-def split(model: Model, group: Communicator, *, by_sequence: bool = False) -> Model:
+def split(model: Model, group: Communicator | ProcessGroup, *, by_sequence: bool = False) -> Model:
     """Make the layers of ``model`` parallel, in place."""
+    group = communicator_of(group)
     sequence = SequenceRegion(group, 1) if by_sequence else None
     model.sequence = sequence
     rank, ranks = group.rank, group.size
@@ -152,11 +154,7 @@ def split(model: Model, group: Communicator, *, by_sequence: bool = False) -> Mo
     tied = model.head.weight is model.embed.weight
     model.embed = VocabParallelEmbedding(model.embed, group, sequence=sequence)
     model.head = LinearLayer(
-        model.head,
-        group,
-        weight=model.embed.weight if tied else None,
-        sequence=sequence,
-        shared_input=SharedInput(),
+        model.head, group, weight=model.embed.weight if tied else None, sequence=sequence
     )
     if sequence is not None:
         sum_gradients(model.norm, group)

@@ -1,0 +1,131 @@
+"""Parallel layers under every stage of ZeRO, against one process with the whole model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
+from tests.pool import distributed
+from tests.tensor_parallel.blocks import Model, batch, split
+from tests.tensor_parallel.test_layers import own_part
+
+STEPS = 3
+HEADS = 5, 1  # both ranks hold the key
+
+
+class Unit:
+    """A model-parallel unit as Megatron-LM's: runs of ``tp`` neighbours share the layers."""
+
+    def __init__(self, tp: int = 2) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        tensor = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
+        data = [dist.new_group(list(range(first, world, tp))) for first in range(tp)]
+        self.tensor, self.data = tensor[rank // tp], data[rank % tp]
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return self.tensor.rank()
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor.size()
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data.rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data.size()
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        **more.pop("zero", {}),
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def alone(replicas: int, steps: int = STEPS) -> tuple[list[list[float]], list[float], Model]:
+    """One process: losses by replica, norms, and the model at the end."""
+    model = Model(*HEADS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(steps):
+        each = [model(*batch(step, replica)) for replica in range(replicas)]
+        (sum(each) / replicas).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in each])
+    return losses, norms, model
+
+
+def train(engine: Any, steps: int = STEPS) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(steps):
+        loss = engine(*batch(step, engine.mesh.rank("dp")))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+CHECKPOINTS = {
+    "torch": partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "reentrant": deepspeed.checkpointing.checkpoint,
+}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "by_sequence", "checkpoint", "zero"),
+    [
+        (0, False, None, {}),
+        (0, True, "reentrant", {}),
+        (1, True, None, {}),
+        (2, False, "torch", OFFLOAD),
+        (3, False, "reentrant", {}),
+        (3, True, "torch", {}),
+        (3, True, None, OFFLOAD),
+    ],
+)
+@distributed(world_size=4)
+def test_training_equals_one_process(
+    stage: int, by_sequence: bool, checkpoint: str | None, zero: dict[str, Any]
+) -> None:
+    unit = Unit()
+    model = split(Model(*HEADS), unit.tensor, by_sequence=by_sequence)
+    model.checkpoint = CHECKPOINTS.get(checkpoint)
+    engine = deepspeed.initialize(model=model, config=config(stage, zero=zero), mpu=unit)[0]
+    losses, norms = train(engine)
+    expected, expected_norms, reference = alone(2)
+    replica = engine.mesh.rank("dp")
+    torch.testing.assert_close(losses, [each[replica] for each in expected], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-6)
+    whole = dict(reference.named_parameters())
+    for name, param in engine.module.named_parameters():
+        own = safe_get_full_fp32_param(param)
+        wanted = own_part(whole[name].detach(), param)
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    engine.destroy()
