@@ -63,6 +63,7 @@ STATE = {
     "ops/native.py:library()": "native library",
     "runtime/config_utils.py:_special_fields()": "of a schema",
     "runtime/tensor_parallel/layers.py:_joined_class()": "of classes",
+    "runtime/tensor_parallel/random_numbers.py:_drawing_class()": "of a class",
     "runtime/tensor_parallel/replicated.py:_summing_class()": "of a class",
     "runtime/optim/elementwise.py:_verdicts": "of an optimizer's class, weakly",
 }

@@ -79,14 +79,7 @@ NAMES: dict[str, dict[str, str]] = {
         "init_lora": "deepspeed.linear.context_manager",
     },
     "deepspeed.module_inject": {
-        "AutoTPConfig": "deepspeed.module_inject.autotp_config",
-        "AutoTPPresets": "deepspeed.module_inject.autotp_config",
         "DSPolicy": "deepspeed.module_inject.policy",
-        "LinearAllreduce": "deepspeed.module_inject.layers",
-        "LinearLayer": "deepspeed.module_inject.layers",
-        "PartitionType": "deepspeed.module_inject.autotp_config",
-        "TPLayerSpec": "deepspeed.module_inject.autotp_config",
-        "merge_autotp_configs": "deepspeed.module_inject.autotp_config",
         "replace_transformer_layer": "deepspeed.module_inject.replace_module",
     },
     "deepspeed.module_inject.containers.gpt2": {

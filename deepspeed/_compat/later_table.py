@@ -210,27 +210,11 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.autotp_config": (
-        "class AutoTPConfig(**data): find_matching_spec from_dict",
-        "class AutoTPPresets(**data): llama llama_gqa bloom chatglm mixtral deepseek_v2 qwen2 phi3 "
-        "get_preset",
-        "enum PartitionType COLUMN='column' ROW='row' SKIP='skip'",
-        "class TPLayerSpec(**data): get_partition_dim has_unequal_sub_params get_sub_param_sizes "
-        "get_num_sub_params matches",
-        "def merge_autotp_configs(base, override)",
-    ),
     "deepspeed.module_inject.inject": (
         "def module_inject(layer_obj, model, config, micro_batch_size, max_seq_length, seed, preln, "
         "fp16=True)",
     ),
-    "deepspeed.module_inject.layers": (
-        "class LinearAllreduce(module, mp_group, **kwargs): forward gather_params uneven_partition "
-        "set_keep_module_on_host config_requires_grad config_tp_params is_training_mode extra_repr move",
-        "class LinearLayer(module, mp_group=None, skip_partition=False, gather_output=False, **kwargs): "
-        "forward gather_params uneven_partition from_weights set_keep_module_on_host "
-        "config_requires_grad config_tp_params is_training_mode extra_repr move",
-        "def set_autotp_mode(training=False)",
-    ),
+    "deepspeed.module_inject.layers": ("def set_autotp_mode(training=False)",),
     "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
     "deepspeed.module_inject.replace_module": (
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",

@@ -33,8 +33,10 @@ class Events:
         self._subscribers.setdefault(event, []).append(subscriber)
 
     def off(self, event: str, subscriber: Callable[..., Any]) -> None:
-        """Remove a subscriber; not allowed while that same event is being emitted."""
-        self._subscribers[event].remove(subscriber)
+        """Remove a subscriber; one that is being notified may remove itself."""
+        left = list(self._subscribers[event])
+        left.remove(subscriber)
+        self._subscribers[event] = left
 
     def emit(self, event: str, **facts: Any) -> None:
         subscribers = self._subscribers.get(event)

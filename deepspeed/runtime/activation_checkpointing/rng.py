@@ -3,18 +3,20 @@
 Ranks of one tensor-parallel group hold pieces of the same layer. Replicated computation (a dropout on the
 layer's output) has to draw the same numbers on each rank; partitioned computation (a dropout inside the
 layer) different ones. The former uses the device's own generator, the latter a named state of the tracker
-(Shoeybi et al., *Megatron-LM*, 2019).
+(Shoeybi et al., *Megatron-LM*, 2019), as in layers written for it, or ``RegionNumbers``, as in our own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 TENSOR_PARALLEL_SEED_OFFSET = 2718  # keeps tensor-parallel seeds distinct from data-parallel ones
@@ -102,3 +104,70 @@ def reseed_tensor_parallel(tracker: CudaRNGStatesTracker, seed: int, mpu: Any) -
     """Restarts only the named state, from ``seed``."""
     with tracker.fork():
         get_accelerator().manual_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + _tensor_parallel_rank(mpu))
+
+
+class RegionNumbers:
+    """Random numbers of a region of which each rank of ``group`` has a part: different on each, and the same again when
+    a checkpointed region is recomputed, by whoever recomputes it.
+
+    A named state of the tracker would not do for the latter: ``torch.utils.checkpoint`` restores the device's own
+    generator and nothing else. So a region's numbers start from that generator's state and the rank's place, and the
+    generator moves on by one number, on all ranks alike, that the next region has others. The two are swapped with get
+    and set, without waiting for the device.
+    """
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+        self._equal: torch.Tensor | None = (
+            None  # state of the device's generator while the other one is in its place
+        )
+
+    @contextlib.contextmanager
+    def different(self) -> Iterator[None]:
+        """Inside, each rank draws its own numbers."""
+        if self.group.size == 1 or self._equal is not None:
+            yield
+            return
+        accelerator = get_accelerator()
+        self._equal = accelerator.get_rng_state()
+        accelerator.manual_seed(zlib.crc32(bytes(self._equal.numpy())) * self.group.size + self.group.rank)
+        try:
+            yield
+        finally:
+            accelerator.set_rng_state(self._equal)
+            self._equal = None
+            torch.rand(1, device=accelerator.current_device_name())
+
+    @contextlib.contextmanager
+    def equal(self) -> Iterator[None]:
+        """Within ``different``: inside, all ranks draw the same numbers again."""
+        if self._equal is None:
+            yield
+            return
+        accelerator = get_accelerator()
+        own = accelerator.get_rng_state()
+        accelerator.set_rng_state(self._equal)
+        self._equal = None
+        try:
+            yield
+        finally:
+            self._equal = accelerator.get_rng_state()
+            accelerator.set_rng_state(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionNumbers:
+        return RegionNumbers(self.group)
+
+
+def share_random_states(group: Communicator) -> None:
+    """The first rank's states of the host's and the device's generator on every rank of ``group``, which then draw
+    alike. Collective."""
+    if group.size == 1:
+        return
+    accelerator = get_accelerator()
+    state = torch.get_rng_state().to(accelerator.current_device_name())
+    group.broadcast(state, 0).wait()
+    torch.set_rng_state(state.cpu())
+    if accelerator.device_name() != "cpu":
+        state = accelerator.get_rng_state().to(accelerator.current_device_name())
+        group.broadcast(state, 0).wait()
+        accelerator.set_rng_state(state.cpu())

@@ -12,6 +12,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.runtime.observers.same_inputs import SameInputs
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -52,6 +53,8 @@ def attach_observers(engine: EngineBase) -> None:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
+    if engine.mesh.size("tp") > 1:
+        SameInputs(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 

@@ -62,7 +62,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)} do not fit")
     communicator = communicator_of(group)
     first, size = _own_run(logits, communicator, cut)
-    flat, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    flat, labels = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
     chosen = labels != ignore_index
     _check_targets(labels, chosen, size)
     rows = max(1, chunk_numel // max(1, flat.shape[1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,12 @@ def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
     if group is None or group.size() == 1:
         return Communicator(None)
     return process_network.communicator(group).prepare()
+
+
+class InputRule(Protocol):
+    """What becomes of the input of a column-parallel layer on its way in."""
+
+    def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None, /) -> Tensor: ...
 
 
 class SharedInput:
@@ -86,12 +92,10 @@ class TensorParallelLayer(nn.Module):
     group: Communicator
     cut: Cut
 
-    def __new__(cls, module: nn.Module | None = None, *args: Any, **kwargs: Any) -> TensorParallelLayer:
-        known = module is None or isinstance(module, cls) or type(module) is nn.Module
-        return super().__new__(cls if known else _joined_class(cls, type(module)))
-
     def _adopt(self, module: nn.Module) -> None:
-        """Take over what the module is besides its parameters."""
+        """Take over what the module is besides its parameters, also its class."""
+        if not isinstance(self, type(module)):
+            self.__class__ = _joined_class(type(self), type(module))
         nn.Module.__init__(self)
         vars(self).update({key: value for key, value in vars(module).items() if not key.startswith("_")})
 
@@ -184,6 +188,7 @@ class LinearLayer(_ParallelLinear):
         mp_group: the ranks that share the layer.
         skip_partition: ``module`` holds this rank's part already.
         gather_output: give the whole output on every rank.
+        gather_in_evaluation: only in evaluation mode or without gradients: for a head whose loss takes logits in parts.
         cut: of the outputs (``dim`` is not read). By default as even as can be. Elements that several ranks hold have
             their gradients summed.
         weight: the parameter that this rank has already, shared with another layer (tied embeddings).
@@ -203,14 +208,16 @@ class LinearLayer(_ParallelLinear):
         cut: Cut | None = None,
         weight: nn.Parameter | None = None,
         sequence: SequenceRegion | None = None,
-        shared_input: SharedInput | None = None,
+        shared_input: InputRule | None = None,
+        gather_in_evaluation: bool = False,
         name: str | None = None,
     ) -> None:
         self._start(module, mp_group, name)
         self.cut = self._choose_cut(module, cut, 0, skip_partition)
         self.gather_output = gather_output
+        self.gather_in_evaluation = gather_in_evaluation
         self.sequence = sequence
-        self.shared_input = shared_input or SharedInput()
+        self.shared_input: InputRule = shared_input or SharedInput()
         self._overlaps = bool(self.cut.shared())
         own = {"weight": self.cut, "bias": self.cut.along(0)}
         if weight is not None:
@@ -226,7 +233,12 @@ class LinearLayer(_ParallelLinear):
             weight = shared_weight(weight, self.group, self.cut)
             bias = None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
         output = self._product(inputs, weight, bias)
-        return gather_from(output, self.group, self.cut.along(-1)) if self.gather_output else output
+        if not (self.gather_output or (self.gather_in_evaluation and not self._is_training())):
+            return output
+        return gather_from(output, self.group, self.cut.along(-1))
+
+    def _is_training(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
 
 class LinearAllreduce(_ParallelLinear):

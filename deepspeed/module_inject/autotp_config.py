@@ -1,0 +1,251 @@
+"""Rules by which a user says how layers are split, as in the section ``tensor_parallel.partition_config``.
+
+None is needed: the plan of a model comes from the model. A rule overrides it for the parameters that it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"]
+
+SubParams = tuple[int | tuple[int, ...], ...]
+
+
+class PartitionType(Enum):
+    """COLUMN: by outputs; ROW: by inputs, with a sum after it; SKIP: whole on every rank."""
+
+    COLUMN = "column"
+    ROW = "row"
+    SKIP = "skip"
+
+
+@dataclass
+class TPLayerSpec:
+    """One rule.
+
+    ``patterns``: regular expressions that a parameter's full name must match from its start. ``shape``: the parameter
+    as matrices side by side, each of which is split: at ``partition_dim`` their number, such as ``(3, -1)``, or their
+    extents, such as ``((64, 16, 16), -1)``. ``model_types``: only models whose ``config.model_type`` is one of these.
+    ``gather_output``: whole outputs on every rank. ``grad_allreduce``: a whole parameter whose gradient is summed.
+    """
+
+    patterns: list[str]
+    partition_type: PartitionType = PartitionType.COLUMN
+    shape: SubParams | None = None
+    partition_dim: int | None = None
+    model_types: list[str] | None = None
+    gather_output: bool = False
+    grad_allreduce: bool = False
+
+    def get_partition_dim(self) -> int:
+        """The dim of the weight [outputs, inputs] that is split."""
+        if self.partition_dim is not None:
+            return self.partition_dim
+        return 1 if self.partition_type is PartitionType.ROW else 0
+
+    def has_unequal_sub_params(self) -> bool:
+        """Whether ``shape`` gives extents."""
+        return isinstance(self._at_dim(), tuple)
+
+    def get_sub_param_sizes(self) -> tuple[int, ...] | None:
+        """The extents, if ``shape`` gives them."""
+        found = self._at_dim()
+        return found if isinstance(found, tuple) else None
+
+    def get_num_sub_params(self) -> int | None:
+        """How many matrices lie side by side, if ``shape`` says so."""
+        found = self._at_dim()
+        if isinstance(found, tuple):
+            return len(found)
+        return found if found is not None and found > 0 else None
+
+    def matches(self, param_name: str, model_type: str | None = None) -> bool:
+        """Whether the rule is for this parameter. A rule for some types of model is for none whose type is unknown."""
+        if self.model_types and str(model_type).lower() not in map(str.lower, self.model_types):
+            return False
+        return any(re.match(pattern, param_name) for pattern in self.patterns)
+
+    def _at_dim(self) -> int | tuple[int, ...] | None:
+        return None if self.shape is None else self.shape[self.get_partition_dim()]
+
+
+@dataclass
+class AutoTPConfig:
+    """The rules of a model; the first that matches a parameter holds.
+
+    ``use_default_specs``: the rules of the preset hold for what these do not name. ``strict_mode``: a parameter for
+    which there is no rule is an error. ``lm_head_patterns``: what output heads are called.
+    """
+
+    tp_size: int = 1
+    layer_specs: list[TPLayerSpec] = field(default_factory=list)
+    embedding_partition_dim: int = 1
+    lm_head_patterns: list[str] = field(default_factory=lambda: ["lm_head", "embed_out"])
+    use_default_specs: bool = True
+    strict_mode: bool = False
+
+    def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
+        """The first rule for this parameter. ValueError: there is none, and ``strict_mode`` is set."""
+        for spec in self.layer_specs:
+            if spec.matches(param_name, model_type):
+                return spec
+        if self.strict_mode:
+            raise ValueError(
+                f"no rule of layer_specs matches {param_name} (model_type={model_type!r}); add one, with "
+                "partition_type 'skip' to keep it whole, or set strict_mode to false"
+            )
+        return None
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
+        """From the section ``partition_config``. ValueError: a key or a value that it cannot have."""
+        given = dict(config_dict)
+        given["layer_specs"] = [
+            spec if isinstance(spec, TPLayerSpec) else _spec(spec) for spec in given.get("layer_specs") or ()
+        ]
+        _check_keys(cls, given, "partition_config")
+        return cls(**given)
+
+
+def _spec(given: Mapping[str, Any]) -> TPLayerSpec:
+    values = dict(given)
+    _check_keys(TPLayerSpec, values, "partition_config.layer_specs")
+    if not values.get("patterns"):
+        raise ValueError("partition_config.layer_specs: a rule needs patterns")
+    kind = values.get("partition_type", PartitionType.COLUMN)
+    try:
+        values["partition_type"] = PartitionType(kind.lower() if isinstance(kind, str) else kind)
+    except ValueError:
+        raise ValueError(
+            f"partition_config.layer_specs: partition_type={kind!r}: must be 'column', 'row' or 'skip'"
+        ) from None
+    if values.get("shape") is not None:
+        values["shape"] = tuple(
+            tuple(extent) if isinstance(extent, Sequence) else int(extent) for extent in values["shape"]
+        )
+    return TPLayerSpec(**values)
+
+
+def _check_keys(kind: type, given: Mapping[str, Any], where: str) -> None:
+    known = [each.name for each in dataclasses.fields(kind)]
+    unknown = sorted(given.keys() - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+
+
+def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
+    """``override``, whose rules come first; those of ``base`` follow if it has ``use_default_specs``."""
+    specs = [*override.layer_specs, *(base.layer_specs if override.use_default_specs else ())]
+    return dataclasses.replace(override, layer_specs=specs)
+
+
+def _column(*names: str, **more: Any) -> TPLayerSpec:
+    return TPLayerSpec(patterns=[_pattern(name) for name in names], **more)
+
+
+def _row(*names: str) -> TPLayerSpec:
+    return _column(*names, partition_type=PartitionType.ROW)
+
+
+def _pattern(name: str) -> str:
+    return rf".*\.{name}\.weight$"
+
+
+def _skip(*names: str) -> TPLayerSpec:
+    return _column(*names, partition_type=PartitionType.SKIP)
+
+
+_QKV = tuple(rf"self_attn\.{name}_proj" for name in "qkv")
+_GATED = (r"mlp\.gate_proj", r"mlp\.up_proj")
+
+
+class AutoTPPresets:
+    """Rules of families of models, by the names that their parameters have in Transformers."""
+
+    @staticmethod
+    def llama() -> AutoTPConfig:
+        specs = [_column(*_QKV), _row(r"self_attn\.o_proj"), _column(*_GATED), _row(r"mlp\.down_proj")]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def llama_gqa(num_heads: int, num_kv_heads: int, head_dim: int) -> AutoTPConfig:
+        """With q, k and v in one matrix, of which k and v have fewer heads."""
+        sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        fused = _column(r"self_attn\.qkv_proj", shape=(sizes, -1), partition_dim=0)
+        specs = [fused, *AutoTPPresets.llama().layer_specs]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def bloom() -> AutoTPConfig:
+        specs = [
+            _column(r"self_attention\.query_key_value", r"mlp\.dense_h_to_4h"),
+            _row(r"self_attention\.dense", r"mlp\.dense_4h_to_h"),
+        ]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def chatglm() -> AutoTPConfig:
+        specs = [
+            _column(r"self_attention\.query_key_value"),
+            _column(r"mlp\.dense_h_to_4h", shape=(2, -1), partition_dim=0),
+            _row(r"self_attention\.dense", r"mlp\.dense_4h_to_h"),
+        ]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def mixtral() -> AutoTPConfig:
+        specs = [
+            _column(*_QKV),
+            _row(r"self_attn\.o_proj"),
+            _column(r"block_sparse_moe\.experts\.\d+\.w[13]"),
+            _row(r"block_sparse_moe\.experts\.\d+\.w2"),
+            _skip(r"block_sparse_moe\.gate"),
+        ]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def deepseek_v2() -> AutoTPConfig:
+        """The projections to the latent vectors are shared by all heads and stay whole."""
+        specs = [
+            _skip(r"self_attn\.q_a_proj", r"self_attn\.kv_a_proj_with_mqa", r"mlp\.gate"),
+            _column(r"self_attn\.q_proj", r"self_attn\.q_b_proj", r"self_attn\.kv_b_proj"),
+            _row(r"self_attn\.o_proj"),
+            _column(r"mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up)_proj"),
+            _row(r"mlp\.(experts\.\d+\.|shared_experts\.)?down_proj"),
+        ]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def qwen2() -> AutoTPConfig:
+        return AutoTPPresets.llama()
+
+    @staticmethod
+    def phi3() -> AutoTPConfig:
+        specs = [
+            _column(r"self_attn\.qkv_proj", shape=(3, -1), partition_dim=0),
+            _row(r"self_attn\.o_proj"),
+            _column(r"mlp\.gate_up_proj", shape=(2, -1), partition_dim=0),
+            _row(r"mlp\.down_proj"),
+        ]
+        return AutoTPConfig(layer_specs=specs)
+
+    @staticmethod
+    def get_preset(model_type: str) -> AutoTPConfig | None:
+        """By the name of a family (``config.model_type``); None if there is none."""
+        presets: dict[str, Callable[[], AutoTPConfig]] = {
+            "llama": AutoTPPresets.llama,
+            "bloom": AutoTPPresets.bloom,
+            "chatglm": AutoTPPresets.chatglm,
+            "mixtral": AutoTPPresets.mixtral,
+            "deepseek_v2": AutoTPPresets.deepseek_v2,
+            "qwen2": AutoTPPresets.qwen2,
+            "phi3": AutoTPPresets.phi3,
+        }
+        made = presets.get(model_type.lower())
+        return None if made is None else made()

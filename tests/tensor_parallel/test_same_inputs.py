@@ -1,0 +1,69 @@
+"""Ranks that share each layer and are given different batches are told so, once."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
+from deepspeed.runtime.tensor_parallel.same_inputs import differing_inputs
+from tests.pool import distributed
+from tests.tensor_parallel.blocks import tensor_parallel
+from tests.tensor_parallel.test_with_engine import Unit, config
+
+
+class Net(nn.Module):
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up: nn.Module = nn.Linear(4, 6)
+        self.down: nn.Module = nn.Linear(6, 1)
+        if group is not None:
+            self.up, self.down = LinearLayer(self.up, group), LinearAllreduce(self.down, group)
+
+    def forward(self, values: Tensor, extra: dict[str, list[Tensor]] | None = None) -> Tensor:
+        return self.down(self.up(values)).square().mean()
+
+
+@distributed(world_size=3)
+def test_names_and_ranks() -> None:
+    group, rank = tensor_parallel().communicator("tp"), dist.get_rank()
+
+    def forward(tokens: Tensor, mask: Tensor | None = None, **more: object) -> None: ...
+
+    tokens, odd = torch.arange(4), torch.full((2,), float(rank == 1)).bfloat16()
+    assert differing_inputs(forward, (tokens,), {"mask": torch.ones(2)}, group) == {}
+    found = differing_inputs(forward, (tokens,), {"mask": odd, "more": {"a": [tokens, odd]}}, group)
+    assert found == {"mask": [1], "more['more']['a'][1]": [1]}
+    shapes = differing_inputs(forward, (torch.zeros(1, 2 + rank),), {}, group)
+    assert shapes == {"tokens": [1, 2]}
+    given = {} if rank == 2 else {"mask": tokens}
+    assert differing_inputs(forward, (tokens,), given, group) == {"the arguments": [2]}
+
+
+@distributed(world_size=2)
+def test_an_engine_looks_once() -> None:
+    unit, rank = Unit(), dist.get_rank()
+    engine = deepspeed.initialize(model=Net(unit.tensor), config=config(1), mpu=unit)[0]
+    same, other = torch.ones(2, 4), torch.ones(2, 4) * rank
+    engine.eval()
+    engine(other)  # only training counts
+    engine.train()
+    with pytest.raises(ValueError, match=r"extra\['a'\]\[0\] \(ranks \[1\]\)"):
+        engine(same, extra={"a": [other]})
+    assert not engine.events._subscribers.get("before_forward")
+    engine(same)
+    engine.destroy()
+
+    foreign = deepspeed.initialize(model=Net(None), config=config(1), mpu=unit)[0]
+    with mock.patch("deepspeed.runtime.observers.same_inputs.logger.warning") as warn:
+        for _ in range(2):
+            foreign(other)
+    warn.assert_called_once()
+    assert "values (ranks [1])" in warn.call_args.args[0]
+    foreign.destroy()
