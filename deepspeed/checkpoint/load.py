@@ -39,7 +39,8 @@ class Report:
         if self.of_states:
             text += f", {self.states}/{self.of_states} optimizer states"
         step = catalog.model_states.get("global_steps")
-        text += f", step {step}, {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
+        text += f", step {step}" if step is not None else ""
+        text += f", {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
         return "; ".join([text, *self.notes])
 
 
