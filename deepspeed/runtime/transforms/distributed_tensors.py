@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.placement import Placement, local_part, place
+from deepspeed.checkpoint.placement import ATTRIBUTE, Placement, local_part, place
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.transforms.module_transforms import TransformContext, request
+from deepspeed.runtime.transforms.module_transforms import TransformContext, request, transforms_of
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
+from deepspeed.runtime.zero.scopes import DENSE, scope_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,7 +89,8 @@ def take_distributed(model: nn.Module) -> int | None:
     found = {n: p for n, p in model.named_parameters() if is_dtensor(p)}
     if found:
         _check_meshes(model, found)
-        request(model, LocalParts())
+        if all(transform.name != NAME for transform in transforms_of(model).requested):
+            request(model, LocalParts())
         return next(iter(found.values())).device_mesh.size()  # type: ignore[attr-defined]
     known = next((layouts for module in model.modules() if (layouts := _layouts(module))), None)
     return next(iter(known.values())).mesh.size() if known else None
@@ -139,12 +141,10 @@ class LocalParts:
                 _take_over(owner, owned, parts)
             _sum_gradients_of_copies(owner, context)
         for param in module.parameters():
-            if not hasattr(param, "ds_placement") and not is_zero_param(param):
+            if not hasattr(param, ATTRIBUTE) and scope_name(param) == DENSE:
                 first = context.mesh.rank("tp") == 0
-                place(
-                    param,
-                    Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first),
-                )
+                copies = Placement(global_shape=tuple(full_shape(param)), replicated=("tp",), counts=first)
+                place(param, copies)
         context.say(f"{len(parts)} DTensors became parts over {mesh.size()} ranks")
 
 
