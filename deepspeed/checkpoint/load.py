@@ -14,6 +14,7 @@ from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
+from deepspeed.checkpoint.save import module_state
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState
@@ -38,7 +39,8 @@ class Report:
         if self.of_states:
             text += f", {self.states}/{self.of_states} optimizer states"
         step = catalog.model_states.get("global_steps")
-        text += f", step {step}, {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
+        text += f", step {step}" if step is not None else ""
+        text += f", {self.bytes_read / 2**20:.1f} MiB read by this rank, from {catalog.folder}"
         return "; ".join([text, *self.notes])
 
 
@@ -100,7 +102,7 @@ class Restorer:
 
     def check_names(self) -> None:
         """Report names that the model and the checkpoint do not share: an error if strict."""
-        own = self.module.state_dict()
+        own = module_state(self.module)
         saved = {*self.catalog.module, *self.catalog.extra, *self.catalog.fragments}
         saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
@@ -317,7 +319,7 @@ class Restorer:
         return {name for name, param in params if hasattr(param, "ds_home")}
 
     def _load_into_module(self, tensors: dict[str, Any], *, partly: bool = False) -> None:
-        own = self.module.state_dict()
+        own = module_state(self.module)
         for name, value in tensors.items():
             have = own.get(name)
             if isinstance(value, Tensor) and isinstance(have, Tensor) and have.shape != value.shape:
@@ -335,7 +337,7 @@ class Restorer:
 
     def _module_tensors(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """The saved state dict under all its names, mapped from the files; ``only`` chooses names."""
-        own = self.module.state_dict()
+        own = module_state(self.module)
         tensors: dict[str, Any] = {}
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
             if name in tensors or not only(name):
@@ -403,7 +405,7 @@ def _matching(number: int, members: set[str], groups: list[Group]) -> Group | No
 def _rewrites_names(module: nn.Module) -> bool:
     """Whether loading runs the model author's code, which may rename or reshape what was saved."""
     for child in module.modules():
-        if child._load_state_dict_pre_hooks:
+        if not all(getattr(hook, "keeps_names", False) for hook in child._load_state_dict_pre_hooks.values()):
             return True
         owner = type(child)._load_from_state_dict
         if owner is not nn.Module._load_from_state_dict and not type(child).__module__.startswith(

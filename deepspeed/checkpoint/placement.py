@@ -1,7 +1,7 @@
 """Where the tensor that a rank holds lies in a larger one: what tensor-, expert- and pipeline-parallel layers leave on
 a parameter, and all that norm, first broadcast, checkpoints and exports need to know of them.
 
-Pure arithmetic: no communication, and no torch but the parameter that carries the object.
+Pure arithmetic, without communication.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from deepspeed.checkpoint.shards import Box, ShardIndex
 
@@ -91,6 +94,19 @@ def place(param: Any, placement: Placement) -> None:
     if own != expected:
         raise ValueError(f"a parameter of {own} elements cannot fill {placement.boxes}, {expected} elements")
     setattr(param, ATTRIBUTE, placement)
+
+
+def local_part(param: Any, value: Tensor) -> Tensor:
+    """What a rank's parameter holds of ``value``, if that is the whole tensor; any other shape is returned as it is."""
+    placement, shape = placement_of(param), _full_shape(param)
+    if not placement.boxes or tuple(value.shape) != placement.global_shape or tuple(value.shape) == shape:
+        return value
+    parts = [value[tuple(slice(low, high) for low, high in box)] for box in placement.boxes]
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    sides = zip(*placement.boxes, strict=True)
+    dim = next(number for number, same in enumerate(sides) if len(set(same)) > 1)
+    return torch.cat(parts, dim).reshape(shape)
 
 
 def _full_shape(param: Any) -> tuple[int, ...]:

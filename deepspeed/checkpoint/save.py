@@ -396,8 +396,12 @@ def _put(path: Path, content: Callable[[], dict[str, Any]]) -> None:
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:
-    """The module's state dict, its tensors detached and in place, without the names in ``exclude``."""
-    state = module.state_dict()
+    """The module's state dict, its tensors detached and in place, without the names in ``exclude``. Parameters are as
+    this rank holds them, whatever else the module shows in its state dict."""
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.detach()
     for name in exclude or ():
         state.pop(name, None)
     return state

@@ -8,6 +8,7 @@ hides another.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +80,7 @@ def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = Fal
                 result.error(problem.key, problem.message)
         fits = axes is not None and not axes.problems and not result.doubtful & set(BATCH_KEYS)
         if fits and axes is not None and result.config is not None:
-            _resolve_batch(result.config, axes.data_parallel, axes.origin, auto_is_open, result)
+            _resolve_batch(result.config, axes, auto_is_open, result)
     result.warnings = notes
     return result
 
@@ -342,15 +343,19 @@ def _has(data: Any, part: str | int) -> bool:
     return isinstance(data, Mapping) and part in data
 
 
-def _resolve_batch(
-    config: TrainingConfig, dp_world: int, world_from: str, auto_is_open: bool, result: Analysis
-) -> None:
+def _resolve_batch(config: TrainingConfig, axes: Axes, auto_is_open: bool, result: Analysis) -> None:
     given = [getattr(config, key) for key in BATCH_KEYS]
+    if (
+        axes.split_over > 1
+        and all(given)
+        and given[0] == math.prod(given[1:]) * axes.data_parallel * axes.split_over
+    ):
+        given[0] //= axes.split_over  # clients do not know that the ranks of a split model share their batch
     open_keys = [key for key in BATCH_KEYS if key in result.auto_keys]
     if open_keys and auto_is_open and given[0] is None and given[1] is None:
         return
     try:
-        result.batch = batch.resolve(given[0], given[1], given[2], dp_world, world_from=world_from)
+        result.batch = batch.resolve(given[0], given[1], given[2], axes.data_parallel, world_from=axes.origin)
     except batch.BatchError as error:
         message = str(error)
         if open_keys and given[0] is None and given[1] is None:

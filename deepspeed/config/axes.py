@@ -21,12 +21,14 @@ MESH_PARAM = "mesh_param"
 
 @dataclass(frozen=True)
 class Axes:
-    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count."""
+    """What was decided: `data_parallel` ranks read different data. `layout` is None if the caller's groups count.
+    `split_over`: the ranks over which the model was split before."""
 
     data_parallel: int
     origin: str
     layout: MeshLayout | None = None
     problems: list[Problem] = field(default_factory=list)
+    split_over: int = 1
 
 
 def axes_of(
@@ -37,8 +39,10 @@ def axes_of(
     mpu: Any = None,
     mesh_device: Any = None,
     mesh_param: Sequence[int] | None = None,
+    split_over: int | None = None,
 ) -> Axes:
     """The axes of a job of `ranks` ranks, given the config as written; `origin` says where their number comes from.
+    `split_over`: over how many tensor-parallel ranks the model is split already.
 
     The ranks of a sequence are neighbours, and those of a tensor-parallel group inside it. What does not fit leaves
     problems, and then a layout that only serves to find more of them.
@@ -54,13 +58,15 @@ def axes_of(
     sizes = _sizes_in(data)
     if mesh_param is not None:
         sizes = _with_mesh_param(sizes, mesh_param, problems)
+    if split_over is not None:
+        sizes = _with_split(sizes, split_over, problems)
     _check_product(sizes, ranks, origin, problems)
     sp, tp = sizes.get(SEQUENCE, 1), sizes.get(TENSOR, 1)
     data_parallel = max(1, ranks // (sp * tp))
     layout = None
     if not problems:
         layout = MeshLayout(dp=data_parallel, sp=sp, tp=tp, node=data_parallel * sp)
-    return Axes(data_parallel, origin, layout, problems)
+    return Axes(data_parallel, origin, layout, problems, split_over or 1)
 
 
 def least_ranks(data: Mapping[str, Any]) -> int:
@@ -107,6 +113,18 @@ def _with_mesh_param(sizes: dict[str, int], mesh_param: Any, problems: list[Prob
         if sizes.get(key, size) != size
     )
     return {**sizes, **asked}
+
+
+def _with_split(sizes: dict[str, int], split_over: int, problems: list[Problem]) -> dict[str, int]:
+    if sizes.get(TENSOR, split_over) != split_over:
+        problems.append(
+            Problem(
+                TENSOR,
+                f"{sizes[TENSOR]} was given, but the model's parameters are split over {split_over} ranks already; "
+                "leave it out, or pass a model that is not split",
+            )
+        )
+    return {**sizes, TENSOR: split_over}
 
 
 def _check_product(sizes: dict[str, int], ranks: int, origin: str, problems: list[Problem]) -> None:

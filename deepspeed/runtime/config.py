@@ -74,7 +74,8 @@ class DeepSpeedConfig:
 
     `config` is a dict, the path of a JSON or HJSON file, or urlsafe-base64 JSON text. The number of data-
     parallel ranks comes from `mpu`, else `mesh_device`, else from the ranks of `torch.distributed` or of the
-    launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`). Raises
+    launcher's environment (else 1) and the sizes of the other axes (`config/axes.py`), of which `split_over` is the
+    number of ranks that a model is split over already. Raises
     DeepSpeedConfigError listing everything that is wrong. No process group is created and nothing is
     allocated.
     """
@@ -86,11 +87,17 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         *,
         mesh_param: Any = None,
+        split_over: int | None = None,
     ) -> None:
         source = load_source(config)
         self.global_rank = global_rank()
         self.axes = axes_of(
-            source.data, *world_size(), mpu=mpu, mesh_device=mesh_device, mesh_param=mesh_param
+            source.data,
+            *world_size(),
+            mpu=mpu,
+            mesh_device=mesh_device,
+            mesh_param=mesh_param,
+            split_over=split_over,
         )
         self.world_size = self.axes.data_parallel
         analysis = analyse(source, self.axes)

@@ -19,7 +19,8 @@ from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.originals import ORIGINALS, Exported, Expression, Weight
-from deepspeed.checkpoint.placement import EXPERTS, placement_of
+from deepspeed.checkpoint.placement import placement_of
+from deepspeed.checkpoint.plain_weights import find_plain, open_plain
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
@@ -31,7 +32,6 @@ from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.stateful import Loads, state_of
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
-from deepspeed.runtime.zero.params import full_shape
 from deepspeed.runtime.zero.placements import whole_tensor
 from deepspeed.utils.logging import log_dist, logger
 
@@ -142,25 +142,25 @@ def load_checkpoint(
     Collective.
 
     A checkpoint of any stage, number of ranks and precision can be loaded, including one written by release 0.19.
+    Without a ``tag``, ``load_dir`` may also be a model's plain weights (``.safetensors`` or ``.bin``, a file or a
+    folder as ``save_pretrained`` writes it): then these are loaded and nothing else, whatever the other options say.
     ``load_module_only`` reads no optimizer file and changes nothing but the weights. Random states, data
     position and accumulated gradients are restored when everything is loaded. CheckpointError (a ValueError)
     says which file is missing, damaged or foreign, and what does not match.
     """
     ranks = _ranks(engine)
-    tag = _agreed_tag(ranks, Path(load_dir), tag)
-    if tag is None:
+    plain = _plain_weights(ranks, Path(load_dir)) if tag is None else None
+    if plain is not None:
+        load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
+    else:
+        tag = _agreed_tag(ranks, Path(load_dir), tag)
+    if plain is None and tag is None:
         return None, None
     what = _what_to_load(
         engine, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
     )
     with ranks.together("reading the checkpoint"):
-        catalog = open_checkpoint(
-            find_folder(Path(load_dir), tag),
-            optimizer=what.optimizer or what.masters,
-            partial=ranks.node_local,
-            order=_optimizer_order(engine) if what.optimizer else None,
-            fetch=False,
-        )
+        catalog = _open(engine, what, ranks, Path(load_dir), tag, plain)
         if ranks.keeps_folder:
             catalog.files.check_complete()
     if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
@@ -194,6 +194,28 @@ def load_checkpoint(
         _resume(engine, catalog, ranks, what, report)
     log_dist(report.line(catalog), ranks=[0])
     return str(catalog.folder), materialize(catalog.client_state)
+
+
+def _plain_weights(ranks: Ranks, load_dir: Path) -> Path | None:
+    """The plain weights that ``load_dir`` holds instead of checkpoints, if all ranks find them."""
+    with ranks.together("looking for the checkpoint"):
+        found = find_plain(load_dir) if load_dir.is_file() or read_latest(load_dir) is None else None
+    return found if not ranks.any(found is None) else None
+
+
+def _open(
+    engine: EngineBase, what: _What, ranks: Ranks, load_dir: Path, tag: str | None, plain: Path | None
+) -> Catalog:
+    if plain is not None:
+        return open_plain(plain, shared_names(engine.module))
+    assert tag is not None
+    return open_checkpoint(
+        find_folder(load_dir, tag),
+        optimizer=what.optimizer or what.masters,
+        partial=ranks.node_local,
+        order=_optimizer_order(engine) if what.optimizer else None,
+        fetch=False,
+    )
 
 
 def _whole(engine: EngineBase, *, modified: bool) -> GatheredParameters:
@@ -449,10 +471,18 @@ def consolidated_16bit_state_dict(
     return made | {alias: made[name] for alias, name in source.aliases.items() if name in made}
 
 
+def whole(engine: EngineBase, param: Tensor, value: Tensor | None = None) -> Tensor:
+    """The whole tensor of which ``param``, or ``value`` in its place, is this rank's part. Collective."""
+    if value is not None:
+        return whole_tensor(value, engine.scopes, of=param)
+    with GatheredParameters([param]):
+        return whole_tensor(param, engine.scopes).clone()
+
+
 class _WholeWeights:
     """The tensors of an export, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
     the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
-    split are joined.
+    split are joined, experts that ranks spread are stacked.
 
     A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
     """
@@ -489,8 +519,7 @@ class _WholeWeights:
 
     @staticmethod
     def _shape(value: Tensor) -> tuple[int, ...]:
-        placement = placement_of(value)
-        return tuple(full_shape(value)) if EXPERTS in placement.split else placement.global_shape
+        return placement_of(value).global_shape
 
     def _whole(self, made: Expression) -> Generator[Tensor, None, None]:
         with self._gathered(made):

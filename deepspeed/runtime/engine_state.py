@@ -80,6 +80,12 @@ class EngineState(EngineBase):
         """The same at any stage."""
         return engine_checkpoint.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
 
+    def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
+        """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
+        number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
+        does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
+        return engine_checkpoint.whole(self, param, value)
+
     def module_state_dict(
         self,
         destination: Any = None,

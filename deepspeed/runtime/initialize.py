@@ -13,6 +13,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.optim.registry import check_optimizer
+from deepspeed.runtime.transforms.distributed_tensors import take_distributed
 from deepspeed.runtime.zero.gathering.init_context import suspended_init_context
 
 
@@ -35,7 +36,7 @@ def initialize(
 
     Args:
         args: namespace that may hold ``deepspeed_config`` (a path) and ``local_rank``.
-        model: the module to train.
+        model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks.
         optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
             config's ``optimizer`` section is used.
         model_parameters: parameters or group dicts for an optimizer created here; default: all of the module's.
@@ -55,7 +56,8 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
-    parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param)
+    split_over = take_distributed(model) if isinstance(model, nn.Module) else None
+    parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
     if optimizer is None and parsed.optimizer_name is not None:
         problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
         if problems:

@@ -294,10 +294,9 @@ def _odd_model(kind: str) -> nn.Module:
         model[1].weight = nn.Parameter(torch.eye(2, WIDTH).to_sparse())
     else:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model[1].weight = nn.Parameter(distribute_tensor(torch.zeros(2, WIDTH), mesh))
+        fully_shard(model[1], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
 

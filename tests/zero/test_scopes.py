@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 
 WIDTH, EXPERTS, STEPS = 12, 2, 4
@@ -230,3 +231,18 @@ def test_checkpoints_hold_every_kind(stage: int, later: int, mics: int, tmp_path
     second.load_checkpoint(tmp_path, load_module_only=True)
     torch.testing.assert_close(run(second, range(2, 3)), expected[:1], rtol=1e-5, atol=1e-6)
     second.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=(2, 4))
+def test_exports_hold_all_experts(world_size: int, stage: int, tmp_path: Path) -> None:
+    """Stacked, as an export of a checkpoint has them."""
+    settings = config(stage, 0.0, stage3_gather_16bit_weights_on_model_save=True)
+    engine = deepspeed.initialize(model=on_this_rank(dist.get_rank() % EXPERTS), config=settings)[0]
+    engine.save_16bit_model(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    if dist.get_rank() == 0:
+        wanted = torch.stack([make_expert(number).weight.detach() for number in range(EXPERTS)])
+        assert torch.equal(torch.load(tmp_path / "pytorch_model.bin")["experts.0.weight"], wanted)
+        assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path)["experts.0.weight"], wanted)

@@ -40,19 +40,23 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
             place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
 
 
-def whole_tensor(tensor: Tensor, scopes: Scopes) -> Tensor:
-    """The global tensor that ``tensor`` [the rank's shape] is a part of, without gradient. Collective over the ranks of
-    a split; experts stay as they are."""
-    placement = placement_of(tensor)
-    axes = scopes.split_axes(tensor)
-    if not axes or EXPERTS in placement.split:
+def whole_tensor(tensor: Tensor, scopes: Scopes, *, of: Tensor | None = None) -> Tensor:
+    """The global tensor that ``tensor`` [the rank's shape] is a part of, in its dtype, without gradient. Collective
+    over the ranks of a split. Experts are stacked along a new first dim, in which all ranks take part.
+    ``of``: the parameter whose place ``tensor`` has, if that is not itself."""
+    param = tensor if of is None else of
+    placement, axes = placement_of(param), scopes.split_axes(param)
+    spread = EXPERTS in placement.split
+    if not axes and not spread:
         return tensor.detach()
     flat = tensor.detach().reshape(-1)
     whole = tensor.new_zeros(placement.global_shape)
-    for region in _regions(placement, 0, flat.numel()):
-        whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
-    for axis in axes:
-        scopes.across[axis].all_reduce(whole.view(-1)).wait()
+    if not spread or scopes.of(param).everyone.rank == 0:
+        for region in _regions(placement, 0, flat.numel()):
+            whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
+    sums = [scopes.across[axis] for axis in axes] + ([scopes.everyone] if spread else [])
+    for communicator in sums:
+        communicator.all_reduce(whole.view(-1)).wait()
     return whole
 
 

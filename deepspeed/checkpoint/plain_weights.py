@@ -1,0 +1,81 @@
+"""Weights that are no checkpoint of ours: ``.safetensors`` or ``.bin`` files as Transformers' ``save_pretrained`` and
+``save_16bit_model`` write them, in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from deepspeed.checkpoint.archive import Archive, open_archive
+from deepspeed.checkpoint.catalog import Catalog, Source
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.export import BIN_NAME, SAFETENSORS_NAME
+from deepspeed.checkpoint.shards import ShardIndex
+
+INDEX_SUFFIX = ".index.json"
+
+
+def find_plain(path: Path) -> Path | None:
+    """The file with plain weights that ``path`` is, or the one (weights or their index) in the folder ``path``."""
+    if path.is_file():
+        return path if path.suffix in (".safetensors", ".bin") or path.name.endswith(INDEX_SUFFIX) else None
+    known = (SAFETENSORS_NAME, BIN_NAME)
+    candidates = [name + suffix for name in known for suffix in ("", INDEX_SUFFIX)]
+    return next((path / name for name in candidates if (path / name).is_file()), None)
+
+
+def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
+    """The catalog of ``path``, as ``find_plain`` returns it: whole tensors, mapped and not read yet.
+
+    ``tied``: other name -> first name of weights that the model has under several names; the file may have any of them.
+    CheckpointError: a file that the index names is missing, or cannot be read.
+    """
+    catalog = Catalog(folder=path.parent, written_by="", zero_stage=0)
+    for file in _files(path):
+        archive = _open(file)
+        for name, value in archive.content.items():
+            if isinstance(value, Tensor):
+                shape = tuple(value.shape)
+                catalog.module_dtypes[name] = value.dtype
+                catalog.add_module(
+                    Source(ShardIndex(name, shape, (), 0, value.numel()), value.reshape(-1), archive)
+                )
+    saved = catalog.module.keys()
+    for alias, name in tied.items():
+        present, absent = (name, alias) if name in saved else (alias, name)
+        if present in saved and absent not in saved:
+            catalog.aliases[absent] = present
+    return catalog
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.name.endswith(INDEX_SUFFIX):
+        return [path]
+    try:
+        parts = json.loads(path.read_text())["weight_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is not an index of weights: {type(error).__name__}: {error}"
+        ) from error
+    files = [path.parent / name for name in dict.fromkeys(parts)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointNotFoundError(f"{path} names {missing[0]}, which does not exist")
+    return files
+
+
+def _open(file: Path) -> Archive:
+    if file.suffix != ".safetensors":
+        archive = open_archive(file)
+        if not isinstance(archive.content, dict):
+            raise CheckpointError(f"{file} holds a {type(archive.content).__name__}, not a model's weights")
+        return archive
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return Archive(file, {name: opened.get_tensor(name) for name in opened.keys()}, 0)  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,99 @@
+"""Plain weights of a whole model load into any engine: split over ranks, sharded, or both."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.export import save_weights
+from tests.pool import distributed
+from tests.zero.test_placements import WIDTH, Block, alone, assert_weights, config, start, train
+
+
+def trained() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of steps 2 and 3, with a fresh optimizer, of weights after two steps, and these weights."""
+    _, _, model = alone(0, 2, 1, 0.0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return weights
+
+
+def write(weights: dict[str, torch.Tensor], folder: Path, kind: str) -> Path:
+    if dist.get_rank() == 0:
+        if kind == "one file":
+            save_file(weights, folder / "model.safetensors")
+        else:
+            save_weights(weights, folder, max_shard_size=200, safetensors=kind == "shards")
+    dist.barrier()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stage", "split", "kind"),
+    [
+        (0, True, "one file"),
+        (1, True, "shards"),
+        (2, True, "bin"),
+        (3, True, "one file"),
+        (3, False, "shards"),
+        (1, False, "bin"),
+    ],
+)
+@distributed(world_size=2)
+def test_plain_weights_load(stage: int, split: bool, kind: str, tmp_path: Path) -> None:
+    weights = trained()
+    engine = start(config(stage, 0.0), split=split)
+    folder, client_state = engine.load_checkpoint(write(weights, tmp_path, kind))
+    assert folder == str(tmp_path) and client_state == {}
+    model = Block()
+    model.load_state_dict(weights)
+    assert_weights(engine, model, rtol=0, atol=0)
+    losses, _ = train(engine, 0, 1)  # the optimizer is as new
+    assert losses[0] == pytest.approx(model(batch_of(engine)).item(), rel=1e-5)
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
+def batch_of(engine: object) -> torch.Tensor:
+    from tests.zero.test_placements import batch
+
+    return batch(0, engine.mesh.rank("dp"))  # type: ignore[attr-defined]
+
+
+@distributed(world_size=2)
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    weights = trained()
+    write(weights, tmp_path, "one file")
+    engine = start(config(1))
+    engine.load_checkpoint(tmp_path / "model.safetensors")
+    model = Block()
+    model.load_state_dict(weights)
+    assert_weights(engine, model, rtol=0, atol=0)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    engine = start(config(1))
+    weights = trained()
+    folder = write({**weights, "bias": torch.zeros(WIDTH + 1)}, tmp_path, "one file")
+    with pytest.raises(CheckpointError, match="bias"):
+        engine.load_checkpoint(folder)
+    weights.pop("scale")
+    with pytest.raises(CheckpointError, match="1 not in the checkpoint: scale"):
+        engine.load_checkpoint(write(weights, tmp_path, "one file"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        engine.load_checkpoint(tmp_path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(tmp_path)
+    engine.destroy()

@@ -1,0 +1,118 @@
+"""Models that Transformers has split already (`tp_plan="auto"`), trained by an engine, the Trainer and Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config
+from tests.pool import distributed
+
+pytest.importorskip("transformers", reason="the clients extra is not installed")
+pytest.importorskip("accelerate", reason="the clients extra is not installed")
+
+STEPS = 3
+
+
+def plain(kind: str) -> Any:
+    """A random tiny model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if kind == "llama":
+        return llama(num_attention_heads=4)
+    if kind == "tied":
+        return llama(num_attention_heads=4, tie_word_embeddings=True)
+    sizes: dict[str, Any] = llama_config(num_attention_heads=4).to_dict()
+    kept = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    options: dict[str, Any] = {key: sizes[key] for key in kept} | {"head_dim": 4}
+    if kind == "qwen3_moe":
+        options |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+
+
+def split(kind: str, folder: Path) -> Any:
+    """The same model, loaded in parts. Collective."""
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0:
+        plain(kind).save_pretrained(folder)
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=draw)
+    return {"input_ids": ids, "labels": ids}
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_max_live_parameters": 0,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        **more,
+    }
+
+
+def alone(kind: str, steps: int = STEPS) -> tuple[list[float], list[float], Any]:
+    model = plain(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, model
+
+
+def train(engine: Any, first: int = 0, last: int = STEPS) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in range(first, last):
+        loss = engine(**batch(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(engine.get_global_grad_norm())
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("llama", 0), ("llama", 1), ("llama", 2), ("llama", 3), ("tied", 1), ("tied", 3), ("qwen3", 0), ("qwen3", 2)]
+    + [("qwen3", 3), ("qwen3_moe", 1), ("qwen3_moe", 3)],
+)
+@distributed(world_size=2)
+def test_split_models_train_like_whole_ones(kind: str, stage: int, tmp_path: Path) -> None:
+    with clean_clients():
+        engine = deepspeed.initialize(model=split(kind, tmp_path), config=config(stage))[0]
+        assert engine.mesh.size("tp") == 2 and engine.train_batch_size() == 2
+        losses, norms = train(engine)
+        expected, expected_norms, model = alone(kind)
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        engine.save_16bit_model(tmp_path / "saved")
+        if dist.get_rank() == 0:
+            saved = torch.load(tmp_path / "saved" / "pytorch_model.bin")
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5, msg=name)
+        engine.destroy()
