@@ -141,6 +141,15 @@ NAMES: dict[str, dict[str, str]] = {
         "register_external_parameter": "deepspeed.runtime.zero.partition_parameters",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "AutogradComputeMLP": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "SequenceTiledCompute": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "TiledFusedLogitsLoss": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "TiledLoss": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "TiledMLP": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "UlyssesSPFwdLossBwdWithLogits": "deepspeed.runtime.sequence_parallel.tiled.logits_training",
+        "sequence_tiled_compute": "deepspeed.runtime.sequence_parallel.tiled.functions",
+    },
     "deepspeed.runtime.zero.optimizer": {
         "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",

@@ -477,20 +477,10 @@ LATER: dict[str, tuple[str, ...]] = {
         "def initialize_sequence_parallel(sequence_parallel_size)",
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-        "class AutogradComputeMLP(*args, **kwargs): forward backward apply",
-        "class SequenceTiledCompute(*args, **kwargs): forward backward apply",
-        "class TiledFusedLogitsLoss(*args, **kwargs): forward backward apply",
-        "class TiledLoss(*args, **kwargs): forward backward apply",
-        "class TiledMLP(*args, **kwargs): forward backward apply",
         "class UlyssesSPAttentionHF(attn, batch_size, attn_head_count, attn_head_size, kv_head_count, "
         "num_hidden_layers, process_group, seq_length_is_variable=False, local_seq_length=None, "
         "global_seq_length=None, disable_in_eval=False): forward register_with_transformers",
         "class UlyssesSPDataLoaderAdapter(dl, sp_rank, sp_group, sp_world_size, device): refill",
-        "class UlyssesSPFwdLossBwdWithLogits(model, model_unwrapped, device, "
-        "num_loss_logit_shards='auto', **kwargs): sp_fwd_loss_bwd forward compute_loss backward",
-        "def sequence_tiled_compute(fn, seqlen, shards, kwargs_to_shard, kwargs_to_pass, "
-        "grad_requiring_tensor_key, compute_params=None, output_unshard_dimension=1, "
-        "output_reduction='mean')",
     ),
     "deepspeed.runtime.superoffload.superoffload_stage3": (
         "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "

@@ -44,6 +44,7 @@ from deepspeed.runtime.data_pipeline.config import (
     ProgressiveLayerDropConfig,
 )
 from deepspeed.runtime.pipe.config import PipelineConfig
+from deepspeed.runtime.sequence_parallel.tiled.config import TiledComputeConfig
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -230,6 +231,9 @@ class TrainingConfig(LenientConfigModel):
     )
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
         default=DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."
+    )
+    tiled_compute: TiledComputeConfig = Field(
+        default=TiledComputeConfig(), description="Long sequences in tiles."
     )
     sparse_attention: SparseAttentionConfig | None = Field(
         default=None, description="Block-sparse attention."

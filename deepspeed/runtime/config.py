@@ -176,6 +176,7 @@ class DeepSpeedConfig:
     def _read_execution(self, c: TrainingConfig) -> None:
         """How forward and backward are carried out."""
         self.activation_checkpointing_config = c.activation_checkpointing
+        self.tiled_compute_config = c.tiled_compute
         self.compile_config = c.compile
         self.graph_harvesting = c.graph_harvesting
         self.hybrid_engine = c.hybrid_engine

@@ -43,6 +43,8 @@ NAMES: dict[str, str | None] = {
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",
     "torch._utils._unflatten_dense_tensors": "flat tensors",
     "torch._weights_only_unpickler.load": "file",
+    "torch.Tensor._make_wrapper_subclass": None,  # a class method of the class given first
+    "torch._C.DisableTorchFunctionSubclass": None,
     "torch.autograd.Variable._execution_engine.queue_callback": None,  # called below
     "torch.autograd._profiler_enabled": "",
     "torch.cuda._lazy_call": "callable",

@@ -15,6 +15,7 @@ MODULE_ORDER = (
     "compression",
     "quantized_linear",
     "lora",
+    "tiled_compute",
 )
 """Transforms of the module under these names run in this order, also without saying so: first what removes or splits
 weights, then what stores them in another way, then what is added to them."""

@@ -1,0 +1,24 @@
+"""The `tiled_compute` section: long sequences in tiles, on models as they are."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from deepspeed.runtime.config_utils import Int, LenientConfigModel
+
+
+class TiledComputeConfig(LenientConfigModel):
+    """Compute feed-forward layers and the loss in tiles of the sequence, each again in backward."""
+
+    enabled: bool = Field(default=False, description="Change the model as the keys below say.")
+    mlp: bool = Field(default=True, description="Feed-forward layers in tiles.")
+    loss: bool = Field(
+        default=True,
+        description="Logits and cross-entropy in tiles: whole logits exist only if they are read.",
+    )
+    mlp_shards: Int | None = Field(
+        default=None, ge=1, description="Tiles of a feed-forward layer; null: sequence length / hidden size."
+    )
+    loss_shards: Int | None = Field(
+        default=None, ge=1, description="Tiles of the loss; null: vocabulary size / hidden size."
+    )
