@@ -42,6 +42,7 @@ from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
+from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -196,14 +197,25 @@ class DeepSpeedEngine(EngineState):
         context = contextlib.nullcontext()
         if precision.autocast is not None:
             context = autocast_context(precision, self.device.type)
+        recorded = torch.is_grad_enabled()
+        module, sharded = self.module, self.sharded
+        if sharded is not None:
+            gathering = sharded.coordinator
+            if module.training:
+                gathering.trains_in_eval_mode = False
+            trains = recorded and (module.training or gathering.trains_in_eval_mode)
+            gathering.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
         try:
             with context, checkpointing.in_force(self._checkpointing):
-                outputs = self.module(*inputs, **kwargs)
+                outputs = module(*inputs, **kwargs)
         except BaseException as error:
-            if torch.is_grad_enabled():  # an evaluation is not part of a batch
+            if recorded:  # an evaluation is not part of a batch
                 self._abandon_batch(error)
             raise
-        if self.core is not None and torch.is_grad_enabled() and not inside_transform():
+        finally:
+            if sharded is not None:
+                sharded.coordinator.this_thread.told = None
+        if recorded and self.core is not None and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs
@@ -353,6 +365,8 @@ class DeepSpeedEngine(EngineState):
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
+        if self.sharded is not None:
+            self.sharded.coordinator.trains_in_eval_mode = False  # what it announces counts from here on
         return self
 
     def eval(self) -> DeepSpeedEngine:

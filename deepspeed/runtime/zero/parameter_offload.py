@@ -123,7 +123,9 @@ class DeepSpeedZeRoOffload:
             if recorded and not inside_transform():
                 for tensor in tensors_in((args, kwargs)):
                     coordinator.watch_input(tensor)
-            phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
+            phase = this_thread.told
+            if phase is None:  # not by ``engine.forward``
+                phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:

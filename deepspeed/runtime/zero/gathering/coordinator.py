@@ -83,6 +83,8 @@ class _ThisThread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         """The open calls, outermost first."""
+        self.told: Phase | None = None
+        """What ``engine.forward`` is about to run; None for modules that are called by themselves."""
 
 
 class ParamCoordinator:
@@ -96,6 +98,9 @@ class ParamCoordinator:
         self.keeps_all = self.transitions.keeps_all
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
+        self.trains_in_eval_mode = (
+            False  # a backward went through what eval mode had announced as an evaluation
+        )
         self._lock = self.transitions.lock
         self._trainer = threading.get_ident()
         self._clock = 0
@@ -156,8 +161,13 @@ class ParamCoordinator:
             backward = self._running()
             task = backward.task.id
             self._finish(task, frame.exit)
-            within = frame.phase is Phase.EVALUATION and self.transitions.evaluating
-            self._activate(frame, task, Phase.EVALUATION if within else Phase.BACKWARD)
+            phase = Phase.BACKWARD
+            if frame.phase is Phase.EVALUATION:
+                if self.transitions.evaluating:
+                    phase = Phase.EVALUATION  # inside it: forces
+                else:
+                    self.trains_in_eval_mode = True
+            self._activate(frame, task, phase)
             if recording():  # this backward itself (create_graph)
                 self._foresee_another(backward, frame.held)
                 self.differentiated(grad)
