@@ -144,14 +144,14 @@ class ParamCoordinator:
             return frame
 
     def touch(self, b: int) -> None:
-        """A module reads another module's parameter in bucket ``b``: from now on it needs that bucket."""
+        """A module reads another module's parameter in bucket ``b``, which the open call does not hold: from now on it
+        needs that bucket."""
         with self._lock:
             frame = self.this_thread.frames[-1]
-            if b not in frame.held:
-                if b not in frame.needs:
-                    frame.needs.append(b)
-                frame.held.append(b)
-                self.transitions.take((b,), frame.phase)
+            if b not in frame.needs:
+                frame.needs.append(b)
+            frame.held.append(b)
+            self.transitions.take((b,), frame.phase)
 
     # Backward -----------------------------------------------------------------------------------------------
 
@@ -228,9 +228,9 @@ class ParamCoordinator:
                     backward.handles.append(param.register_hook(self.differentiated))
 
     def watch_input(self, tensor: Tensor) -> None:
-        """A gradient with respect to an input of the model may be differentiated again."""
+        """A gradient with respect to an input of the model, which requires one, may be differentiated again."""
         with self._lock:
-            if tensor.requires_grad and tensor not in self._watched:
+            if tensor not in self._watched:
                 self._watched[tensor] = True
                 tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
 
