@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all of their own set-up in .venv; they need Python 3.10 or newer and nothing else.
 PYTHON ?= python3
 VENV := .venv
+# Two halves of the tests at once, each with ranks of its own: most tests wait for processes, or for one core.
+WORKERS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -20,13 +22,13 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/pretrain_gpt/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 # In an environment of its own, so that `make test` stays what it is; once that is made nothing is downloaded.
 CLIENTS := $(VENV)/clients
 clients: $(VENV)/.created
 	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.installed-test,clients
-	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -m "not slow" \
+	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(WORKERS) -m "not slow" \
 		tests/clients tests/examples/test_clients.py tests/config/test_client_files.py tests/memory_plan/test_command.py \
 		tests/zero/test_init_peak.py
 

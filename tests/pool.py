@@ -40,6 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_TIMEOUT_S = 120.0
 # Once a rank has failed, how long the others may go on before they are shown and killed.
 GRACE_S = 3.0
+# How much longer its process group waits than a test: a hanging test is shown by its stacks, not by one rank's error.
+GROUP_S = 10.0
 # How long a rank gets to print its stack after SIGUSR1.
 STACK_S = 0.5
 OUTPUT_LIMIT = 64 * 1024
@@ -123,9 +125,19 @@ def _run(
 ) -> list[Any]:
     if not hasattr(os, "fork"):
         raise RankSkip("distributed tests need fork()")
+    return live_pool().run(function, world_size, timeout, init_process_group, kwargs)
+
+
+def live_pool() -> Pool:
+    """The pool of this session."""
     if _pool().server.poll() is not None:  # somebody killed it, and its ranks with it
         close_pool()
-    return _pool().run(function, world_size, timeout, init_process_group, kwargs)
+    return _pool()
+
+
+def wants_fresh() -> bool:
+    """Whether every process is to be a new one."""
+    return os.environ.get("DS_TEST_FRESH", "0") not in ("", "0")
 
 
 @functools.cache
@@ -187,13 +199,15 @@ class Pool:
         self.jobs = 0
         self.folder = tempfile.TemporaryDirectory(prefix="ds_test_pool_")
         self.control, theirs = socket.socketpair()
+        env = os.environ | dict.fromkeys(_THREAD_COUNTS, "1")
+        env.pop("PYTHONUNBUFFERED", None)  # what forked scripts print stays in their buffers, as elsewhere
         with theirs:
             # Handed over by number: the server is started with exec, which closes everything else.
             self.server = subprocess.Popen(
                 [sys.executable, "-m", "tests.pool_rank", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=os.environ | dict.fromkeys(_THREAD_COUNTS, "1"),
+                env=env,
                 stdin=subprocess.DEVNULL,
             )
         threads = self._answer()
@@ -235,7 +249,7 @@ class Pool:
         for number, rank in enumerate(ranks):
             if text := rank.take_output():
                 print(f"-- printed by rank {number} --\n{text}", end="")
-        if os.environ.get("DS_TEST_FRESH", "0") not in ("", "0"):
+        if wants_fresh():
             self._kill(ranks)
         else:
             self.idle.extend(reversed(ranks))
@@ -289,7 +303,7 @@ class Pool:
         try:
             return pickle.loads(rank.connection.recv_bytes())
         except (EOFError, OSError):
-            code = self._reap(rank.pid)
+            code = self.reap(rank.pid)
             rank.pid = -1
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
             return Outcome(kind="failed", text=f"the process of this rank {how} during the test")
@@ -313,10 +327,14 @@ class Pool:
     def _spawn(self) -> Rank:
         ours, theirs = Pipe()
         log = tempfile.TemporaryFile(dir=self.folder.name, mode="a+b")  # noqa: SIM115 (closed with the rank)
-        socket.send_fds(self.control, [b"spawn"], [theirs.fileno(), log.fileno()])
-        pid = self._answer()
+        pid = self.fork(b"rank", [theirs.fileno(), log.fileno()])
         theirs.close()
         return Rank(ours, pid, log)
+
+    def fork(self, what: bytes, files: list[int]) -> int:
+        """The process id of a new child of the server, which gets these files."""
+        socket.send_fds(self.control, [what], files)
+        return self._answer()
 
     def _answer(self) -> int:
         reply = self.control.recv(8, socket.MSG_WAITALL)
@@ -324,7 +342,8 @@ class Pool:
             raise RuntimeError(f"the fork server of the test pool ended with status {self.server.wait()}")
         return int(reply)
 
-    def _reap(self, pid: int) -> int:
+    def reap(self, pid: int) -> int:
+        """The exit code of a child that has ended; -N if signal N killed it."""
         self.control.sendall(b"reap %d" % pid)
         return self._answer()
 
@@ -341,7 +360,7 @@ class Pool:
             if rank.pid > 0:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, signal.SIGKILL)
-                self._reap(rank.pid)
+                self.reap(rank.pid)
 
     def _jobs(
         self,
@@ -366,7 +385,7 @@ class Pool:
                         world_size=world_size,
                         store_file=store_file,
                         port=port,
-                        timeout_s=timeout,
+                        timeout_s=timeout + GROUP_S,
                         init_process_group=init_process_group,
                         sys_path=sys.path,
                         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -3,6 +3,7 @@
 `python -m tests.pool_rank FD` imports torch once, with one thread, and then forks a rank for every request
 that comes over the socket FD, so that a new rank costs a fork and not an import. A rank serves tests until
 its connection closes. It only ever talks to the pytest process; how it is told what to do is in `pool.py`.
+A child may also become a script (`forked.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import pickle
 import random
@@ -21,6 +23,7 @@ import socket
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,6 +61,15 @@ class Job:
     env: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What follows `python` on a command line, and where it is said."""
+
+    arguments: list[str]
+    env: dict[str, str]
+    cwd: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a rank says after a phase of a job: `kind` is passed, failed, skipped or leaked."""
@@ -71,12 +83,12 @@ class Outcome:
 
 
 def serve(fd: int) -> None:
-    """Fork a rank per `spawn`, which carries its connection and log file; `reap PID` answers how it ended."""
+    """Fork a child per `rank` or `script`, which carry its connection and files; `reap PID` answers how it ended."""
     control = socket.socket(fileno=fd)
     _warm_up()
     control.sendall(b"%08d" % _threads())
     while True:
-        message, fds, _, _ = socket.recv_fds(control, 64, 2)
+        message, fds, _, _ = socket.recv_fds(control, 64, 3)
         if not message:  # the pytest process is gone; PDEATHSIG takes the ranks along
             return
         command, _, argument = message.partition(b" ")
@@ -88,6 +100,8 @@ def serve(fd: int) -> None:
         if pid == 0:
             control.close()
             _die_with_parent()
+            if command == b"script":
+                sys.exit(_run_script(Connection(fds[0]), *fds[1:]))  # the end of a process like any other
             code = 1
             try:
                 code = _rank_main(Connection(fds[0]), fds[1])
@@ -126,6 +140,50 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
+
+# ---------------------------------------------------------------------------------------------- one script
+
+
+def _run_script(connection: Connection, output: int, errors: int) -> int:
+    """What `python ARGUMENTS` does, in this process. The connection closes when the process ends."""
+    script: Script = connection.recv()
+    _connections.append(connection)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    for copied in {output, errors}:
+        os.close(copied)
+    if script.env.get("PYTHONUNBUFFERED"):
+        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(script.env)
+    os.chdir(script.cwd)
+    first, *rest = script.arguments
+    if first == "-c":
+        code, *rest = rest
+        name, folder = "<string>", ""
+    else:
+        code, name, folder = Path(first).read_text(encoding="utf-8"), first, str(Path(first).resolve().parent)
+    given = [path for path in script.env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:0] = [folder, *given]
+    sys.argv = [first, *rest]
+    main = types.ModuleType("__main__")
+    if first != "-c":
+        main.__file__ = os.path.abspath(first)
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(code, name, "exec"), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:  # as the interpreter does it, but for our frames
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        error.__traceback__ = frames
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+        sys.excepthook(type(error), error, frames)
+        return 1
+    return 0
+
+
+_connections: list[Connection] = []  # of a script: open until its process ends
 
 # ---------------------------------------------------------------------------------------------- one rank
 

@@ -59,7 +59,6 @@ LAYER_OF = {
     # schemas stand beside the mechanism that they configure
     "deepspeed*.config": "schemas and plan",
     "deepspeed*_config": "schemas and plan",
-    "deepspeed.runtime.config_utils": "schemas and plan",
     "deepspeed.runtime.constants": "schemas and plan",
     "deepspeed.config*": "schemas and plan",
     "deepspeed.runtime.compiler": "utils",
@@ -168,6 +167,18 @@ def test_imports_point_downward() -> None:
         if target != "deepspeed" and layer(target) > layer(module)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_config_takes_from_mechanisms_only_their_sections() -> None:
+    """What sections are made of is in `deepspeed/config`, not beside one of the mechanisms."""
+    others = [
+        f"{module} imports {target}"
+        for module, targets in graph().items()
+        if module.startswith("deepspeed.config.")
+        for target in targets
+        if target.startswith("deepspeed.runtime.") and not re.search(r"[._](config|constants)$", target)
+    ]
+    assert not others, "\n".join(others)
 
 
 def test_only_tools_use_the_public_interface() -> None:

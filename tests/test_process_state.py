@@ -36,7 +36,7 @@ STATE = {
     "utils/groups.py:_registered": "the newest engine's mesh, and sizes set by hand",
     "utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
-    "runtime/config_utils.py:_notes": "collects notes while one config is read, per thread",
+    "config/sections.py:_notes": "collects notes while one config is read, per thread",
     "runtime/zero/gathering/init_context.py:_active": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
@@ -61,7 +61,7 @@ STATE = {
     "ops/gds/cufile.py:library()": "native library",
     "ops/gds/gds.py:why_not()": "of the machine",
     "ops/native.py:library()": "native library",
-    "runtime/config_utils.py:_special_fields()": "of a schema",
+    "config/sections.py:_special_fields()": "of a schema",
     "runtime/tensor_parallel/layers.py:_joined_class()": "of classes",
     "runtime/tensor_parallel/random_numbers.py:_drawing_class()": "of a class",
     "runtime/tensor_parallel/replicated.py:_summing_class()": "of a class",

@@ -26,9 +26,9 @@ from deepspeed.config.keys import (  # noqa: E402
     type_of,
 )
 from deepspeed.config.schema import TrainingConfig  # noqa: E402
+from deepspeed.config.sections import LenientConfigModel, extra_facts  # noqa: E402
 from deepspeed.inference.config import DeepSpeedInferenceConfig  # noqa: E402
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig  # noqa: E402
-from deepspeed.runtime.config_utils import LenientConfigModel, extra_facts  # noqa: E402
 
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 TARGET = ROOT / "docs" / "config.md"

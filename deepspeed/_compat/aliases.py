@@ -15,6 +15,7 @@ MODULES = {
     "deepspeed.pipe": "deepspeed.runtime.pipe",
     "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.model_checkpointing.constants": "deepspeed.config.checkpoint",
+    "deepspeed.runtime.config_utils": "deepspeed.config.sections",
     "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.precision_config": "deepspeed.config.precision",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.gathering.init_context",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel
 
 AUTOTUNING_METRICS = ("latency", "throughput", "flops")
 

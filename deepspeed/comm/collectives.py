@@ -74,7 +74,7 @@ class Communicator:
         slice (nothing is copied then)."""
         if self.size == 1 or input.numel() == 0:
             if output.data_ptr() != input.data_ptr():
-                output.detach().view(-1).copy_(input.detach().view(-1))
+                _flat(output).copy_(_flat(input))
             return DONE
         if output.numel() != input.numel() * self.size or output.dtype != input.dtype:
             raise self._unfit("all_gather", output, input, f"output = {self.size} x input, of one dtype")
@@ -282,9 +282,9 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _single(output: Tensor, input: Tensor, scale: float) -> Pending:
     if scale != 1.0:
-        sum_in_order(output.detach().view(-1), [input.detach().view(-1)], scale)
+        sum_in_order(_flat(output), [_flat(input)], scale)
     elif output.data_ptr() != input.data_ptr() or output.dtype != input.dtype:
-        output.detach().view(-1).copy_(input.detach().view(-1))
+        _flat(output).copy_(_flat(input))
     return DONE
 
 

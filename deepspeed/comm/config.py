@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.config.sections import DeepSpeedConfigModel
 
 
 class CommConfig(DeepSpeedConfigModel):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
+from deepspeed.config.sections import DeepSpeedConfigModel, Int
 
 
 class CompileConfig(DeepSpeedConfigModel):

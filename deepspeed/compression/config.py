@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, Says, required
+from deepspeed.config.sections import Float, Int, LenientConfigModel, Says, required
 
 
 class LayerReductionConfig(LenientConfigModel):

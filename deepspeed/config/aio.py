@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from deepspeed.config.sections import Int, LenientConfigModel
 from deepspeed.ops.aio.engine import Options
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
 
 
 class AioConfig(LenientConfigModel):

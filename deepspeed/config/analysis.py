@@ -25,7 +25,7 @@ from deepspeed.config.problems import Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.rules import check_rules
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.runtime.config_utils import LenientConfigModel, collect_notes, is_auto, note
+from deepspeed.config.sections import LenientConfigModel, collect_notes, is_auto, note
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel
 
 
 def _upper(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.keys import field_at, keys_of
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.runtime.config_utils import parse_dtype
+from deepspeed.config.sections import parse_dtype
 
 COMMUNICATION_DATA_TYPE = "communication_data_type"
 COMMUNICATION_DATA_TYPE_DEFAULT = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
+from deepspeed.config.sections import DeepSpeedConfigModel, Int
 
 
 class HybridEngineConfig(DeepSpeedConfigModel):

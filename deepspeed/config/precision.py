@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
-from deepspeed.runtime.config_utils import (
+from deepspeed.config.sections import (
     DeepSpeedConfigModel,
     Dtype,
     Float,

@@ -22,14 +22,7 @@ from deepspeed.config.precision import (
     DeepSpeedFP16Config,
     TorchAutocastConfig,
 )
-from deepspeed.config.sparse_attention import SparseAttentionConfig
-from deepspeed.elasticity.config import ElasticityConfig
-from deepspeed.moe.config import AutoEPConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.nebula.config import DeepSpeedNebulaConfig
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig
-from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.config_utils import (
+from deepspeed.config.sections import (
     Dtype,
     Float,
     FloatOrInfinity,
@@ -38,6 +31,13 @@ from deepspeed.runtime.config_utils import (
     Says,
     is_auto,
 )
+from deepspeed.config.sparse_attention import SparseAttentionConfig
+from deepspeed.elasticity.config import ElasticityConfig
+from deepspeed.moe.config import AutoEPConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.nebula.config import DeepSpeedNebulaConfig
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig
+from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.data_pipeline.config import (
     CurriculumLegacyConfig,
     DataEfficiencyConfig,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel
 
 
 class SparseAttentionConfig(LenientConfigModel):

@@ -21,9 +21,9 @@ from deepspeed.config.keys import documented_name, is_deprecated, keys_of
 from deepspeed.config.problems import Problem
 from deepspeed.config.reader import ConfigSource
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.sections import extra_facts, is_auto, keeps_value
 from deepspeed.config_tools.edit import Edit, Path, apply_edits
 from deepspeed.config_tools.report import ConfigReport
-from deepspeed.runtime.config_utils import extra_facts, is_auto, keeps_value
 
 ROUNDS = 100
 """A correction may reveal other errors, such as those under a misspelt section; more rounds than that are our

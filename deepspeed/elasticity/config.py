@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, deprecated
+from deepspeed.config.sections import Float, Int, LenientConfigModel, deprecated
 
 
 class ElasticityConfig(LenientConfigModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, Says, deprecated
+from deepspeed.config.sections import DeepSpeedConfigModel, Int, Says, deprecated
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.extras import install_hint
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from deepspeed.runtime.config_utils import Float, FloatOrAuto, Int, IntOrAuto, LenientConfigModel
+from deepspeed.config.sections import Float, FloatOrAuto, Int, IntOrAuto, LenientConfigModel
 
 ABSENT = "<absent>"
 

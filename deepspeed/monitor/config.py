@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, Says
+from deepspeed.config.sections import DeepSpeedConfigModel, Int, Says
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 

@@ -309,9 +309,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
     ) -> None:
         """See ``FragmentOptimizer``."""
-        together = self.update_traits.joins_ranks
         for group, part in zip(self.param_groups, fragments, strict=True):
-            if together or part.masters:
+            if part.masters or self.update_traits.joins_ranks:
                 self.multi_tensor_step(
                     group,
                     part.masters,
@@ -321,7 +320,6 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     context=context,
                 )
 
-    @torch.no_grad()
     def multi_tensor_step(
         self,
         group: dict[str, Any],
@@ -354,11 +352,15 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             else:
                 self._device_update(launch, table.count_steps(launch.indices), group, grad_scale)
         if table.others:
-            steps = table.count_steps(table.others)
-            for batch in _batches(table, self._names_for(group), steps):
-                wide = batch.widen(grad_scale)
-                self._torch_update(group, wide.params, wide.grads, wide.states, batch.steps)
-                batch.round_back(wide)
+            self._update_in_torch(table, group, grad_scale)
+
+    @torch.no_grad()
+    def _update_in_torch(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+        steps = table.count_steps(table.others)
+        for batch in _batches(table, self._names_for(group), steps):
+            wide = batch.widen(grad_scale)
+            self._torch_update(group, wide.params, wide.grads, wide.states, batch.steps)
+            batch.round_back(wide)
 
     def _table(
         self,

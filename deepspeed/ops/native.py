@@ -139,10 +139,30 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> list[float]:
     lib = library()
     if lib is None or not all(map(is_native, tensors)):
         return torch.stack([_sum_of_squares(t).cpu() for t in tensors]).tolist() if tensors else []
-    spans = (Span * len(tensors))(*[(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors])
     sums = (ctypes.c_double * len(tensors))()
-    lib.ds_sum_of_squares(spans, len(tensors), sums, torch.get_num_threads())
+    lib.ds_sum_of_squares(_spans(tensors), len(tensors), sums, torch.get_num_threads())
     return list(sums)
+
+
+class SumOfSquares:
+    """`sum_of_squares` of the same tensors again and again: calling it reads their values as they are then. Their
+    memory must stay where it is."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._lib = library() if tensors and all(map(is_native, tensors)) else None
+        self._spans = None if self._lib is None else _spans(self.tensors)
+        self._sums = (ctypes.c_double * len(self.tensors))()
+
+    def __call__(self) -> float:
+        if self._lib is None:
+            return sum_of_squares(self.tensors)
+        self._lib.ds_sum_of_squares(self._spans, len(self.tensors), self._sums, torch.get_num_threads())
+        return float(sum(self._sums))
+
+
+def _spans(tensors: Sequence[Tensor]) -> ctypes.Array[Span]:
+    return (Span * len(tensors))(*[(t.data_ptr(), t.numel(), DTYPE_CODES[t.dtype]) for t in tensors])
 
 
 HOST_PIECE, DEVICE_PIECE = 1 << 20, 1 << 22

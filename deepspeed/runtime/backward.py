@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def output_tensors(value: Any) -> Iterator[Tensor]:
+def output_tensors(value: Any) -> Iterable[Tensor]:
     """Those of ``tensors_in`` that have a graph."""
+    if isinstance(value, Tensor):  # what most modules return: hooks ask after every call
+        return (value,) if value.grad_fn is not None else ()
     return (tensor for tensor in tensors_in(value) if tensor.grad_fn is not None)
 
 
@@ -59,40 +61,42 @@ class PlainBackward:
     """Calls ``begin`` when autograd reaches an output of the engine, and ``end`` when that graph task finishes.
 
     Registered on outputs rather than on parameters because reentrant checkpointing runs nested graph tasks: only
-    the outermost one reaches the outputs. ``active()`` tells whether the engine itself runs the backward. After a
-    backward that raised, ``failed`` is True until ``forget`` is called or the next backward begins.
+    the outermost one reaches the outputs. ``paused``: the engine itself runs a backward. After a backward that raised,
+    ``failed`` is True until ``forget`` is called or the next backward begins. ``open``: one has begun and has not ended
+    well; while there is none, nothing can have failed.
     """
 
-    def __init__(
-        self, begin: Callable[[], None], end: Callable[[], None], active: Callable[[], bool]
-    ) -> None:
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.begin = begin
         self.end = end
-        self.active = active
+        self.paused = False
         self._task: GraphTask | None = None
         self._end_failed = False
+        self.open = False
 
     @property
     def failed(self) -> bool:
         return self._end_failed or (self._task is not None and self._task.failed)
 
     def forget(self) -> None:
-        self._task, self._end_failed = None, False
+        self._task, self._end_failed, self.open = None, False, False
 
     def watch(self, outputs: Any) -> None:
         for tensor in output_tensors(outputs):
             tensor.register_hook(self._reached)
 
     def _reached(self, grad: Tensor) -> None:
-        if self.active() or (self._task is not None and not self._task.failed):
+        if self.paused or (self._task is not None and not self._task.failed):
             return
         self.begin()
         self._task = GraphTask(self._over)
+        self.open = True
 
     def _over(self) -> None:
         self._task = None
         try:
             self.end()
+            self.open = False
         except BaseException:
             self._end_failed = True
             raise

@@ -18,9 +18,9 @@ from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.problems import DeepSpeedConfigError, Problem
 from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.sections import DtypeEnum, ScientificNotationEncoder
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.runtime import constants
-from deepspeed.runtime.config_utils import DtypeEnum, ScientificNotationEncoder
 from deepspeed.runtime.constants import (
     ADAGRAD_OPTIMIZER,
     ADAM_OPTIMIZER,

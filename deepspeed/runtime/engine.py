@@ -42,6 +42,7 @@ from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
+from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
@@ -108,9 +109,7 @@ class DeepSpeedEngine(EngineState):
 
         self.collate_fn = collate_fn
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-        self._plain_backward = PlainBackward(
-            self._begin_plain_backward, self._end_plain_backward, lambda: self._in_backward
-        )
+        self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
         self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
         attach_observers(self)
@@ -184,7 +183,8 @@ class DeepSpeedEngine(EngineState):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
         reduces gradients just as ``engine.backward(loss)`` does."""
-        self._recover()
+        if self._plain_backward.open:
+            self._recover()
         precision = self.plan.precision
         if self._input_chain is not None:
             inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
@@ -193,17 +193,30 @@ class DeepSpeedEngine(EngineState):
             inputs = cast_inputs(inputs, precision.param)
             if precision.cast_kwargs:
                 kwargs = cast_inputs(kwargs, precision.param)
-        context = contextlib.nullcontext()
-        if precision.autocast is not None:
-            context = autocast_context(precision, self.device.type)
+        module: Any = self._modules["module"]  # in every step: the attribute is found by two calls
+        recorded, sharded = torch.is_grad_enabled(), self.sharded
+        if sharded is not None:
+            gathering = sharded.coordinator
+            if module.training:
+                gathering.trains_in_eval_mode = False
+            trains = recorded and (module.training or gathering.trains_in_eval_mode)
+            gathering.this_thread.told = Phase.FORWARD if trains else Phase.EVALUATION
+        before = checkpointing.begin_forward(self._checkpointing)
         try:
-            with context, checkpointing.in_force(self._checkpointing):
-                outputs = self.module(*inputs, **kwargs)
+            if precision.autocast is None:
+                outputs = module(*inputs, **kwargs)
+            else:
+                with autocast_context(precision, self.device.type):
+                    outputs = module(*inputs, **kwargs)
         except BaseException as error:
-            if torch.is_grad_enabled():  # an evaluation is not part of a batch
+            if recorded:  # an evaluation is not part of a batch
                 self._abandon_batch(error)
             raise
-        if self.core is not None and torch.is_grad_enabled() and not inside_transform():
+        finally:
+            checkpointing.end_forward(before)
+            if sharded is not None:
+                sharded.coordinator.this_thread.told = None
+        if recorded and self.core is not None and not inside_transform():
             self._plain_backward.watch(outputs)
         self.events.emit("after_forward", outputs=outputs)
         return outputs
@@ -227,15 +240,17 @@ class DeepSpeedEngine(EngineState):
         The loss is divided by the accumulation steps unless ``scale_wrt_gas`` is False, and multiplied by the loss
         scale; the returned loss is divided but not multiplied. May be called several times per step.
         """
-        core = self._require_core("backward")
-        self._recover()
+        core = self.core or self._require_core("backward")
+        plain = self._plain_backward
+        if plain.open:
+            self._recover()
         _check_loss(loss)
         self.events.emit("before_backward", loss=loss)
         divided = loss
         if scale_wrt_gas and self.clock.managed and self.clock.steps > 1:
             divided = loss / self.clock.steps
         scale = core.scaler.scale
-        self._in_backward = True
+        plain.paused = True
         try:
             core.reducer.before_backward()
             (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
@@ -244,7 +259,7 @@ class DeepSpeedEngine(EngineState):
             self._abandon_batch(error)
             raise
         finally:
-            self._in_backward = False
+            plain.paused = False
         self.events.emit("after_backward", loss=loss, share=divided)
         return divided
 
@@ -264,7 +279,8 @@ class DeepSpeedEngine(EngineState):
         self.events.emit("after_backward", loss=None, share=None)
 
     def _end_backward(self) -> None:
-        self._scaled_loss = False
+        if self._scaled_loss:
+            self._scaled_loss = False
         assert self.core is not None
         self.events.emit("before_reduction")
         self.core.reducer.flush()
@@ -311,10 +327,11 @@ class DeepSpeedEngine(EngineState):
             raise AssertionError(
                 "engine.step() inside engine.no_sync(): leave the context before the update."
             )
-        core = self._require_core("step")
-        self._recover()
+        core = self.core or self._require_core("step")
+        if self._plain_backward.open:
+            self._recover()
         self.events.emit("before_step")
-        self._step_applied = False
+        vars(self)["_step_applied"] = False  # nn.Module examines an attribute that is set: three calls
         self.clock.stepping = True
         try:
             if self.clock.at_boundary:
@@ -333,15 +350,16 @@ class DeepSpeedEngine(EngineState):
         core.reducer.clear()
         if self.optimizer is not self.basic_optimizer:
             self.optimizer.last = result
-        self._global_norm = result.norm
-        self._step_applied = result.applied
-        if result.applied:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
-        else:
+        if not result.applied:
             self.skipped_steps += 1
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        vars(self).update(
+            _global_norm=result.norm,
+            _step_applied=result.applied,
+            global_steps=self.global_steps + 1,
+            global_samples=self.global_samples + self.train_batch_size(),
+        )
 
     def zero_grad(self) -> None:
         """Drop every gradient, including those already accumulated or reduced."""
@@ -353,6 +371,8 @@ class DeepSpeedEngine(EngineState):
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
         nn.Module.train(self, mode)
+        if self.sharded is not None:
+            self.sharded.coordinator.trains_in_eval_mode = False  # what it announces counts from here on
         return self
 
     def eval(self) -> DeepSpeedEngine:

@@ -63,7 +63,6 @@ class EngineBase(EngineAccessors, nn.Module):
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
-        self._in_backward = False
         self._no_sync = False
         self._scaled_loss = False
         self._step_applied = False

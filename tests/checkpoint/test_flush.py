@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -17,6 +15,7 @@ from deepspeed.checkpoint import writers
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.writers import StagedFolder, write_latest
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -151,12 +150,9 @@ def test_destroy_and_the_end_of_the_process_wait_for_the_disk(tmp_path, ending):
     returned.set()
     {ending}
     """
-    output = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+    output = forked.run(
+        ["-c", textwrap.dedent(program)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "DEEPSPEED_PROGRESS": "0"},
-        capture_output=True,
-        text=True,
-        timeout=240,
     )
     assert output.returncode == 0, output.stderr
     lines = output.stdout.split()

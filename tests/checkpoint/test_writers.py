@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from deepspeed.checkpoint import writers
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import StagedFolder, find_folder, replace_file, write_latest
+from tests import forked
 
 CRASHES = Path(__file__).with_name("crash_while_saving.py")
 
@@ -246,13 +245,8 @@ def test_a_file_where_a_folder_should_be(tmp_path):
 
 
 def crash(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(CRASHES), str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forked.run([str(CRASHES), str(folder), *arguments], env=env, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,7 +12,8 @@ import pytest
 
 from deepspeed.comm import shared_memory
 from deepspeed.comm.pending import CommunicationError, OrderedPending, Pending
-from tests.comm.transports import TRANSPORTS
+from tests import forked
+from tests.comm.transports import TRANSPORTS, names_that_stay, shared_names
 from tests.pool import ROOT
 
 PROLOGUE = """
@@ -68,24 +67,23 @@ def start_ranks(tmp_path: Path, transport: str, body: str, world_size: int = 2, 
         "TEST_STORE": f"file://{tmp_path}/store",
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",  # a rank that is killed, or leaves at once, has said what it printed
         "PYTHONPATH": str(ROOT),
     }
     start = time.monotonic()
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
+        forked.start(
+            [str(script)],
             cwd=tmp_path,
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            merged=True,
         )
         for rank in range(world_size)
     ]
     return ranks, start
 
 
-def finish_ranks(ranks: list[subprocess.Popen[str]], start: float):
+def finish_ranks(ranks: list[forked.Process], start: float):
     results = []
     try:
         for process in ranks:
@@ -239,18 +237,9 @@ def test_a_rank_that_destroys_its_group_is_named(tmp_path):
 @pytest.fixture
 def nothing_stays():
     """In the folders where shared memory has names."""
-
-    def names():
-        return {
-            name
-            for folder in ("/dev/shm", "/dev/mqueue")
-            if os.path.isdir(folder)
-            for name in os.listdir(folder)
-        }
-
-    before = names()
+    before = shared_names()
     yield
-    assert not [name for name in names() - before if not name.startswith("deepspeed_allreduce_buffer")]
+    assert not names_that_stay(before)
 
 
 @pytest.mark.usefixtures("nothing_stays")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +14,7 @@ from deepspeed import constants
 from deepspeed.comm import init
 from deepspeed.utils import environment
 from deepspeed.utils.environment import Identity, discover, first_host
+from tests import forked
 from tests.launcher.programs import deepspeed
 from tests.pool import ROOT
 
@@ -127,19 +126,17 @@ LAUNCHER_VARIABLES = (
 )
 
 
-def start(body: str, **env: str) -> subprocess.Popen[str]:
+def start(body: str, **env: str) -> forked.Process:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     script = "import os, sys\nfrom deepspeed import comm as dist\nimport torch, torch.distributed\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", script + textwrap.dedent(body)],
+    return forked.start(
+        ["-c", script + textwrap.dedent(body)],
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        merged=True,
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: forked.Process) -> str:
     try:
         output, _ = process.communicate(timeout=240)
     finally:
@@ -234,7 +231,8 @@ def test_rank_and_size_as_arguments(tmp_path):
 
 
 @pytest.mark.parametrize(("minutes", "expected"), [("7", "0:07:00"), ("0.5", "0:00:30")])
-def test_timeout_from_the_environment(minutes, expected):
+def test_timeout_from_the_environment(minutes, expected, monkeypatch):
+    monkeypatch.setenv("DS_TEST_FRESH", "1")  # it is read when the package is imported
     output = finish(
         start(
             """

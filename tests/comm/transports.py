@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -14,6 +16,21 @@ from deepspeed.comm import hosts, shared_memory
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators, use_shared_memory
 
 TRANSPORTS = ("gloo", "shared_memory")
+
+
+def shared_names() -> set[str]:
+    """What is in the folders where shared memory has names."""
+    folders = [folder for folder in ("/dev/shm", "/dev/mqueue") if os.path.isdir(folder)]
+    return {name for folder in folders for name in os.listdir(folder)}
+
+
+def names_that_stay(before: set[str], for_s: float = 10.0) -> set[str]:
+    """Of the new names, those that stay; other tests that run at the same time may use some for a moment."""
+    new, end = shared_names() - before, time.monotonic() + for_s
+    while new and time.monotonic() < end:
+        time.sleep(0.05)
+        new &= shared_names()
+    return new
 
 
 @contextlib.contextmanager

@@ -8,10 +8,7 @@ import pytest
 import torch
 from pydantic import Field, ValidationError, field_validator
 
-from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
-from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
-from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
-from deepspeed.runtime.config_utils import (
+from deepspeed.config.sections import (
     DeepSpeedConfigModel,
     DeepSpeedConfigObject,
     ScientificNotationEncoder,
@@ -24,6 +21,9 @@ from deepspeed.runtime.config_utils import (
     parse_dtype,
     pp_int,
 )
+from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig, KVCacheConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum, get_zero_config
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 

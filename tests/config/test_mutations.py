@@ -17,8 +17,8 @@ from deepspeed.config.keys import documented_name, keys_of
 from deepspeed.config.problems import distance
 from deepspeed.config.reader import read_config
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.sections import LenientConfigModel
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-from deepspeed.runtime.config_utils import LenientConfigModel
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 32,

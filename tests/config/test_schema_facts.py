@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from deepspeed.config.keys import Key, is_deprecated, keys_of, type_of
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.config.sections import extra_facts, parse_dtype
 from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
-from deepspeed.runtime.config_utils import extra_facts, parse_dtype
 from deepspeed.runtime.constants import BUILT_IN_OPTIMIZERS, VALID_LR_SCHEDULES
 
 FACTS = json.loads((Path(__file__).parent.parent / "data" / "config_schema.json").read_text())

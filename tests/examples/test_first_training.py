@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forked
 from tests.launcher.programs import REPOSITORY, environment
 
 PAGE = REPOSITORY / "docs" / "first_training.md"
@@ -23,14 +24,14 @@ def as_pattern(line: str) -> str:
 def run(command: str, folder: Path) -> str:
     """What it prints; our commands stand beside the interpreter that runs this test."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    result = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=environment(OMP_NUM_THREADS="1", PATH=path),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    env = environment(OMP_NUM_THREADS="1", PATH=path)
+    program, *arguments = shlex.split(command)
+    if program == "python":
+        result = forked.run(arguments, cwd=folder, env=env)
+    else:
+        result = subprocess.run(
+            [program, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+        )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -7,11 +7,11 @@ import os
 import re
 import socket
 import subprocess
-import sys
 
 import pytest
 
 from deepspeed.launcher import ports
+from tests import forked
 from tests.launcher.programs import CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
 
 
@@ -21,10 +21,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train(folder, *arguments, ranks: int = 2, options=(), env=None, **changes):
-    """Trains with the config, changed; two ranks unless told otherwise."""
+def write_config(folder, **changes) -> None:
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (folder / "ds.json").write_text(json.dumps(config))
+
+
+def train(folder, *arguments, ranks: int = 2, options=(), env=None, **changes):
+    """Trains with the config, changed; two ranks unless told otherwise."""
+    write_config(folder, **changes)
     given = ["--num_gpus", ranks, *options, "train.py", "--deepspeed_config", "ds.json", *arguments]
     return deepspeed(*given, cwd=folder, **(env or {}))
 
@@ -43,19 +47,22 @@ def test_good_input(folder):
 
 
 @pytest.mark.parametrize(
-    "changes, named",
+    "changes, named, under_the_command",
     [
-        ({"zero_optimization": {"stge": 2}}, "stge"),
-        ({"optimizer": {"type": "Adan", "params": {}}}, "Adan"),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16"),
+        ({"zero_optimization": {"stge": 2}}, "stge", True),
+        ({"optimizer": {"type": "Adan", "params": {}}}, "Adan", False),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16", False),
     ],
 )
-def test_wrong_config(folder, changes, named):
-    result = train(folder, ranks=1, **changes)
+def test_wrong_config(folder, changes, named, under_the_command):
+    if under_the_command:
+        result = train(folder, ranks=1, **changes)
+        assert "failed first" in result.stderr
+    else:
+        result = alone(folder, **changes)
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1
-    assert named in result.stderr
-    assert "failed first" in result.stderr and "done" not in result.stdout
+    assert named in result.stderr and "done" not in result.stdout
 
 
 def test_two_mistakes_come_together(folder):
@@ -71,7 +78,7 @@ def test_config_that_is_not_there_or_no_json(folder):
     missing = deepspeed("--num_gpus", 1, "train.py", "--deepspeed_config", "nosuch.json", cwd=folder)
     assert missing.returncode == 1 and "nosuch.json" in missing.stderr
     (folder / "ds.json").write_text('{"train_batch_size": 4,, }')
-    broken = deepspeed("--num_gpus", 1, "train.py", "--deepspeed_config", "ds.json", cwd=folder)
+    broken = forked.run(["train.py", "--deepspeed_config", "ds.json"], cwd=folder, env=environment())
     assert broken.returncode == 1 and "ds.json" in broken.stderr
     assert "done" not in missing.stdout + broken.stdout
 
@@ -94,7 +101,7 @@ def test_a_rank_that_dies_in_training(folder, stage, death, code, said):
     assert result.returncode == code, result.stderr
     assert f"rank 1 of train.py failed first: {said}" in result.stderr
     assert result.stderr.count("Traceback") <= 1
-    after = train(folder, "--load", "checkpoint", zero_optimization={"stage": stage})
+    after = alone(folder, "--load", "checkpoint", zero_optimization={"stage": stage})
     assert after.returncode == 0, after.stderr  # what was saved before is there
 
 
@@ -114,19 +121,20 @@ def test_port_in_use_under_the_command(folder):
     assert "Traceback" not in result.stderr
 
 
-def alone(folder, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    """The script as one process, with an environment as another launcher would have set it."""
-    (folder / "ds.json").write_text(json.dumps(CONFIG))
-    command = [sys.executable, "train.py", "--deepspeed_config", "ds.json", *arguments]
-    env = environment(**changes)
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+def alone(folder, *arguments: str, env=None, **changes) -> subprocess.CompletedProcess[str]:
+    """The script as one process; an environment may be as another launcher would have set it."""
+    write_config(folder, **changes)
+    command = ["train.py", "--deepspeed_config", "ds.json", *arguments]
+    return forked.run(command, cwd=folder, env=environment(**(env or {})), timeout=TIMEOUT_S)
+
+
+FIRST_OF_TWO = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 def test_port_in_use_without_the_command(folder):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-        result = alone(folder, **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        result = alone(folder, env={**FIRST_OF_TWO, "MASTER_PORT": port})
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert f"MASTER_PORT={port}" in last and "is free now" in last
@@ -135,14 +143,13 @@ def test_port_in_use_without_the_command(folder):
 def test_a_rank_that_never_comes(folder):
     """WORLD_SIZE says two and one is there: the wait ends with the timeout, and says who is missing."""
     port = str(ports.find_free("127.0.0.1"))
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    result = alone(folder, "--timeout", "3", **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    result = alone(folder, "--timeout", "3", env={**FIRST_OF_TWO, "MASTER_PORT": port})
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert "1 of 2" in last or "1/2" in last, result.stderr
 
 
 def test_environment_that_is_incomplete(folder):
-    result = alone(folder, RANK="0", WORLD_SIZE="2")
+    result = alone(folder, env={"RANK": "0", "WORLD_SIZE": "2"})
     assert result.returncode != 0
     assert "MASTER_ADDR" in result.stderr.strip().splitlines()[-1] or os.environ.get("MASTER_ADDR")

@@ -20,6 +20,7 @@ from deepspeed.memory_plan.ledger import Place
 from deepspeed.memory_plan.machine import Capacity
 from deepspeed.memory_plan.report import size
 from deepspeed.memory_plan.request import Request, answer
+from tests import forked
 from tests.memory_plan.models import Gpt, config_for
 from tests.pool import ROOT
 
@@ -117,10 +118,11 @@ def test_a_model_that_cannot_be_called_without_arguments(
 ) -> None:
     (tmp_path / "needing.py").write_text(NEEDING)
     code = "import sys; from deepspeed.memory_plan.command import main; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", code, config, "--model", f"needing:{what}", "--device", "cpu"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    ended = forked.run(
+        ["-c", code, config, "--model", f"needing:{what}", "--device", "cpu"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith(f"ds plan: --model needing:{what}") and said in line

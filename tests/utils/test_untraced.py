@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -53,13 +54,7 @@ print(traced, graphs, list(counters["graph_break"].values()), dict(counters["fra
 
 
 def run(how: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.replace("HOW", how)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = forked.run(["-c", CODE.replace("HOW", how)], env=dict(os.environ), cwd=ROOT, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -8,8 +8,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from deepspeed.runtime.zero.offload import state_moves, swap_file, tiers
 from deepspeed.runtime.zero.offload.swap_file import SwapFile
 from deepspeed.runtime.zero.offload.tiers import OffloadedTier, ResidentTier, device_share
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from tests import forked
 from tests.pool import distributed
 from tests.zero.models import assert_same, batch, config_for, engine_losses, make_zoo
 
@@ -451,10 +450,7 @@ def test_nothing_is_left_after_a_kill(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     for _ in range(2):  # the second run starts where the first was killed
         script = KILLED.format(root=root, config=config)
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL
-        )
+        done = forked.run(["-c", script], env=environment)
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert "trained" in done.stdout
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

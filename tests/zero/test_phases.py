@@ -59,6 +59,19 @@ def evaluation_with_grad_enabled(engine: Any, step: int) -> None:
     engine.train()
 
 
+@reports(FORWARD, BACKWARD)
+def training_in_eval_mode(engine: Any, step: int) -> None:
+    engine.module.eval()
+    learn(engine, engine(inputs(step)).square().mean())
+
+
+@reports(FORWARD, BACKWARD, EVALUATION)
+def an_evaluation_between_steps_in_eval_mode(engine: Any, step: int) -> None:
+    training_in_eval_mode(engine, step)
+    with torch.no_grad():
+        engine(inputs(step))
+
+
 @reports(EVALUATION)
 def evaluation_in_training_mode(engine: Any, step: int) -> None:
     with torch.inference_mode():
@@ -178,6 +191,68 @@ def test_the_phase_is_told_and_every_phase_uses_collectives(name: str) -> None:
     assert reported(engine, lambda: run(engine, 4)) == expected
     assert not any(engine.sharded.transitions.holders)
     engine.destroy()
+
+
+@distributed(world_size=2)
+def test_eval_announces_an_evaluation_until_a_backward_goes_through_it() -> None:
+    engine = start(plain())
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        outputs.append(engine(inputs(len(outputs))))
+
+    def phases() -> list[set[str]]:
+        return [
+            reported(engine, forward),
+            reported(engine, lambda: learn(engine, outputs[-1].square().mean())),
+        ]
+
+    assert phases() == [{FORWARD}, {BACKWARD}]
+    engine.eval()
+    assert phases() == [{EVALUATION}, {BACKWARD}]
+    assert phases() == [{FORWARD}, {BACKWARD}]
+    engine.eval()
+    assert reported(engine, forward) == {EVALUATION}
+    assert phases() == [{EVALUATION}, {BACKWARD}]
+    engine.module.train()
+    assert phases() == [{FORWARD}, {BACKWARD}]
+    engine.module.eval()
+    assert reported(engine, forward) == {EVALUATION}
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_forward_that_raises_tells_nothing_of_the_next() -> None:
+    engine = start(plain())
+    with pytest.raises(RuntimeError):
+        engine(torch.zeros(1, 3))
+    block = engine.module.blocks[0].eval()
+    assert reported(engine, lambda: block(inputs(0))) == {EVALUATION}
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_frozen_engine_inside_the_forward_of_another_evaluates() -> None:
+    """A teacher under no_grad, its mode never set: what the student's engine tells is not about it."""
+    teacher = start(plain())
+
+    class Student(Stack):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            with torch.no_grad():
+                target = teacher.module(x)
+            return super().forward(x) - target
+
+    student = start(Student(BLOCKS))
+
+    def step() -> None:
+        learn(student, student(inputs(0)).square().mean())
+
+    for _ in range(2):
+        step()
+    assert reported(teacher, lambda: reported(student, step)) == {EVALUATION}
+    assert reported(student, step) == {FORWARD, BACKWARD}
+    student.destroy()
+    teacher.destroy()
 
 
 @distributed(world_size=2)

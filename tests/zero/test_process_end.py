@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.launcher import ports
+from tests import forked
 from tests.launcher.programs import environment
 from tests.pool import distributed
 
@@ -52,28 +54,52 @@ with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
 """
 
 
-def launched(folder: Path, how: str, way: str = "directly") -> subprocess.CompletedProcess[str]:
+def launched(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """Under a launcher, which ends the other rank when one has failed."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*launcher, str(script), how, way], env=environment(), capture_output=True, text=True, timeout=400
+        [*launcher, str(script), how, "directly"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
+
+
+def ended(folder: Path, how: str, way: str) -> str:
+    """What both ranks print, alone to their ends, which must be good ones."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports.find_free("127.0.0.1"))}
+    ranks = [
+        forked.start([str(script), how, way], env=environment(**where, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in range(2)
+    ]
+    said = ""
+    try:
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=100)
+            assert rank.returncode == 0, errors[-2000:]
+            said += output
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return said
 
 
 @pytest.mark.parametrize("way", ["directly", "through the store"])
 def test_the_last_rank_still_gets_its_slices(tmp_path: Path, way: str) -> None:
-    done = launched(tmp_path, "ends", way)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
+    said = ended(tmp_path, "ends", way)
+    assert "rank 0 saw 216" in said and "rank 1 saw 216" in said
 
 
 @pytest.mark.parametrize("way", ["directly", "through the store"])
 def test_a_rank_that_destroyed_its_engine_serves_the_last_gather(tmp_path: Path, way: str) -> None:
     """Its parameters were gathered, so that nothing made it wait for the other one, which comes two seconds later."""
-    done = launched(tmp_path, "destroys", way)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "rank 0 saw 216" in done.stdout and "rank 1 saw 216" in done.stdout
+    said = ended(tmp_path, "destroys", way)
+    assert "rank 0 saw 216" in said and "rank 1 saw 216" in said
 
 
 @pytest.mark.parametrize("how", ["fails"])

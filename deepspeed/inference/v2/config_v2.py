@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from deepspeed.config.sections import DeepSpeedConfigModel, Int
 from deepspeed.inference.v2.ragged.manager_configs import DSStateManagerConfig
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int
 
 
 class DeepSpeedTPConfig(DeepSpeedConfigModel):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.config_utils import DtypeEnum
+from deepspeed.config.sections import DtypeEnum
 
 __all__ = ["DtypeEnum"]

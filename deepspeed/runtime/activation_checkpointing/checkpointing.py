@@ -192,19 +192,20 @@ def leave(settings: Settings) -> None:
     _state.engines.remove(settings)
 
 
-class in_force:
-    """Around an engine's forward: its ``settings`` count. A class, as every forward of a run enters it."""
+begin_forward = _running.set
+"""An engine's forward begins: its settings are in force until ``end_forward`` is called with what this returns."""
 
-    __slots__ = ("before", "settings")
+end_forward = _running.reset
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
 
-    def __enter__(self) -> None:
-        self.before = _running.set(self.settings)
-
-    def __exit__(self, *exc: object) -> None:
-        _running.reset(self.before)
+@contextlib.contextmanager
+def in_force(settings: Settings) -> Iterator[None]:
+    """Around what runs with an engine's ``settings``."""
+    before = begin_forward(settings)
+    try:
+        yield
+    finally:
+        end_forward(before)
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:

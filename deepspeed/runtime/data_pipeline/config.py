@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Float, Int, LenientConfigModel, required
+from deepspeed.config.sections import Float, Int, LenientConfigModel, required
 
 
 class CurriculumScheduleConfig(LenientConfigModel):

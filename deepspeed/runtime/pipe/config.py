@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel
 
 
 class PipelineConfig(LenientConfigModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, PlainValidator
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
+from deepspeed.config.sections import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
 
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
 

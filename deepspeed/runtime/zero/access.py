@@ -267,7 +267,7 @@ class StateAccess:
         for bucket in self.reducer.buckets:
             for position, slot in enumerate(bucket.layout.slots):
                 if bucket.local is not None and bucket.written[position]:
-                    local[self.names[slot.param]] = bucket.views[position]
+                    local[self.names[slot.param]] = bucket.views[position].view(-1)
             if bucket.reduced is not None:
                 reduced[str(bucket.layout.index)] = bucket.reduced
         late = {self.names[i]: grad.reshape(-1) for i, grad in self.reducer.late.items()}

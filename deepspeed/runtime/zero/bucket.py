@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.zero.layout import BucketLayout, Fragment
 
+_address = Tensor.data_ptr
+
 
 class ParamBucket:
     """Owns the flat weights of one bucket.
@@ -63,7 +65,10 @@ class ParamBucket:
 
     def detached(self) -> list[int]:
         """Positions of parameters whose memory was replaced (``module.to``, a LoRA merge, ``assign=True``)."""
-        return [i for i, p in enumerate(self.params) if p.data_ptr() != self._addresses[i]]
+        addresses = list(map(_address, self.params))
+        if addresses == self._addresses:
+            return []
+        return [i for i, address in enumerate(addresses) if address != self._addresses[i]]
 
     def relink(self, positions: Sequence[int]) -> None:
         """Copy the detached parameters' current values into the buffer and make them views again."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PARTS = "_ds_parts"  # attribute of a buffer
 
 
 class BufferPool:
@@ -18,15 +21,35 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of exactly ``numel`` elements with undefined contents."""
         free = self._free.setdefault((dtype, device), [])
+        if free and free[-1].numel() == numel:
+            buffer = free.pop()
+            if self._read_until:
+                self._settle(buffer)
+            return buffer
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
         if fitting:
             buffer = free.pop(min(fitting, key=lambda i: free[i].numel()))
             self._settle(buffer)
-            return buffer[:numel]
+            return buffer if buffer.numel() == numel else buffer[:numel]
         for buffer in free:  # all too small: a larger one takes their place
             self._settle(buffer)
         free.clear()
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def parts(self, buffer: Tensor, user: Hashable, cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """What ``cut`` makes of a lent buffer for this user: views of it. Kept as long as the buffer is, since steps
+        repeat; to be dropped when the buffer is given back."""
+        known = vars(buffer).setdefault(_PARTS, {})
+        parts = known.get(user)
+        if parts is None:
+            # of ``data``, not of the buffer: views would keep what they are views of, and that holds them
+            parts = known[user] = cut(buffer.data)
+        return parts
+
+    def parts_of(self, buffer: Tensor) -> list[Tensor]:
+        """Those of all users."""
+        known: dict[Hashable, list[Tensor]] = vars(buffer).get(_PARTS, {})
+        return [part for parts in known.values() for part in parts]
 
     def give(self, buffer: Tensor, read_until: Any = None) -> None:
         """``read_until``: an event after the last use of the buffer on another stream."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, deprecated, note, pp_int
+from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, deprecated, note, pp_int
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,

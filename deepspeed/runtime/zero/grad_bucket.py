@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class GradBucket:
     takes its own place inside it. Otherwise (stages 2 and 3) the buffer is borrowed, in the wire dtype, for one
     round, and only the slice is kept.
 
+    ``shapes``: of the parameters, whole; one per slot.
     ``over_ranks``: how the sum over the ``holders`` of its weights is taken, times ``factors`` before and after;
     ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
     ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
@@ -34,6 +35,7 @@ class GradBucket:
     def __init__(
         self,
         layout: BucketLayout,
+        shapes: Sequence[torch.Size],
         over_ranks: GradientSum,
         pool: BufferPool,
         device: torch.device,
@@ -50,6 +52,8 @@ class GradBucket:
         self.host = host
         self.new_slice = new_slice
         self.layout = layout
+        self.shapes = tuple(shapes)
+        self._gaps = layout.gaps()
         self.over_ranks = over_ranks
         self._formats: tuple[GradientSum, GradientSum] = (LocalSum(holders), over_ranks)
         self.pool = pool
@@ -60,11 +64,12 @@ class GradBucket:
         self.counts = counts
         self.start, self.stop = layout.shard_range(rank)
         self.local: Tensor | None = None
-        self.views: list[Tensor] = []  # 1-D, one per slot, of the open or last local buffer
+        self.views: list[Tensor] = []  # shaped like the parameters: the open or last local buffer in parts
         self.written = [False] * len(layout.slots)
         self.reduced: Tensor | None = None
         self.in_flight: InFlight | None = None
         self._owned: Tensor | None = None  # the full buffer of keep_local
+        self._place: Tensor | None = None  # this rank's part of it
         self._slice: Tensor | None = None  # the slice otherwise
 
     # Arrivals -----------------------------------------------------------------------------------------------
@@ -73,14 +78,14 @@ class GradBucket:
         """Add one gradient, shaped like its parameter, to the local sum; ``lasting``: of several backwards."""
         if self.local is None:
             self._open(lasting)
-        grad = grad.detach()  # it has a graph if the client asked for one (create_graph)
+        if grad.requires_grad:  # the client asked for a graph of it (create_graph)
+            grad = grad.detach()
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        view = self.views[position]
         if self.written[position]:
-            view.add_(grad.reshape(-1))
+            self.views[position].add_(grad)
         else:
-            view.copy_(grad.reshape(-1))
+            self.views[position].copy_(grad)
             self.written[position] = True
 
     def accumulated_in_place(self, position: int, grad: Tensor) -> bool:
@@ -97,12 +102,18 @@ class GradBucket:
         numel = self.layout.padded_numel
         if self.keep_local:
             self.local = self._owned = torch.empty(numel, dtype=self.dtype, device=self.device)
+            self._place = self.local[self.start : self.stop]
+            self.views = self._parts(self.local)
         else:
             dtype = self.dtype if lasting else self.layout.wire_dtype
             self.local = self.pool.take(numel, dtype, self.device)
-        for low, high in self.layout.gaps():
+            self.views = self.pool.parts(self.local, self.layout.index, self._parts)
+        for low, high in self._gaps:
             self.local[low:high].zero_()
-        self.views = [self.local[slot.offset : slot.end] for slot in self.layout.slots]
+
+    def _parts(self, buffer: Tensor) -> list[Tensor]:
+        slots = zip(self.layout.slots, self.shapes, strict=True)
+        return [buffer[slot.offset : slot.end].view(shape) for slot, shape in slots]
 
     # The sum over ranks -------------------------------------------------------------------------------------
 
@@ -124,9 +135,10 @@ class GradBucket:
         if self.local is None:
             self._open()
         assert self.local is not None
-        for view, written in zip(self.views, self.written, strict=True):
-            if not written:
-                view.zero_()
+        if not all(self.written):
+            for view, written in zip(self.views, self.written, strict=True):
+                if not written:
+                    view.zero_()
         kept = self._kept_slice if self._can_keep() else None
         self.in_flight = self.over_ranks.start(self.local, kept, *self.factors)
 
@@ -182,8 +194,8 @@ class GradBucket:
 
     def _collect_in_place(self, out: Tensor) -> None:
         """The sum replaces the local one: all of it at stage 0, this rank's slice at stage 1."""
-        assert self.local is not None
-        place = self.local[self.start : self.stop]
+        place = self._place
+        assert place is not None
         if out.data_ptr() != place.data_ptr():
             place.copy_(out)
         if self.reduced is not None:
@@ -206,7 +218,9 @@ class GradBucket:
 
     def held(self) -> list[Tensor]:
         """The tensors whose memory this bucket owns, with the views of them it keeps."""
-        kept = [self._owned, self._slice, self.local, self.reduced, *self.views]
+        kept = [self._owned, self._place, self._slice, self.local, self.reduced, *self.views]
+        if self.local is not None:
+            kept += self.pool.parts_of(self.local)  # also those of the buckets that have it at other times
         return [tensor for tensor in kept if tensor is not None]
 
     def abandon(self) -> None:
@@ -221,5 +235,6 @@ class GradBucket:
     def clear(self) -> None:
         """Forget every gradient of this step; an owned buffer stays for the next one."""
         assert self.in_flight is None, "gradients are still being summed"
-        self._close()
+        if self.local is not None:
+            self._close()
         self.reduced = None

@@ -64,7 +64,7 @@ class DenseSum:
         self.pool = pool
         self.dtype = layout.wire_dtype
         self.scatter = scatter and layout.num_shards > 1
-        self.mine = slice(*layout.shard_range(communicator.rank))
+        self.mine = slice(*layout.shard_range(communicator.rank)) if layout.num_shards > 1 else None
 
     def start(
         self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
@@ -75,7 +75,8 @@ class DenseSum:
         if before != 1.0:
             wire.mul_(before)
         if not self.scatter:
-            return InFlight(self.communicator.all_reduce(wire, scale=after), wire[self.mine], wire, True)
+            pending = self.communicator.all_reduce(wire, scale=after)
+            return InFlight(pending, wire if self.mine is None else wire[self.mine], wire, True)
         out = wire[self.mine] if kept is None else kept()
         pending = self.communicator.reduce_scatter(out, wire, scale=after)
         return InFlight(pending, out, wire, kept is None)

@@ -85,7 +85,8 @@ class LateParams:
             held.update((id(p), p) for p in self.spare)
             self.reducer.waiting = [p for key, p in held.items() if key not in trained]
             self._strays = [(name, p) for name, p in self._frozen if id(p) not in held]
-        self._name_strays()
+        if self._strays:
+            self._name_strays()
 
     def _name_strays(self) -> None:
         """Parameters in no optimizer do not train, as in torch; but a script that unfreezes one may expect it to."""

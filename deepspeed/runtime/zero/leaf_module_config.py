@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.config.sections import DeepSpeedConfigModel
 
 DEFAULT_LEAF_MODULE_CLASSES = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

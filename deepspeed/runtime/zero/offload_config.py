@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, pp_int
+from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, pp_int
 
 
 class OffloadDeviceEnum(str, Enum):

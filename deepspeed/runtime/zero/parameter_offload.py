@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from deepspeed.runtime.backward import output_tensors, tensors_in
 from deepspeed.runtime.zero.gathering.coordinator import ParamCoordinator, recording
 from deepspeed.runtime.zero.gathering.phases import Phase
-from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.transforms import call_outside_transforms, inside_transform
 from deepspeed.utils.untraced import untraced
@@ -65,6 +64,8 @@ class DeepSpeedZeRoOffload:
         self._index = {
             id(param): b for b, bucket in enumerate(coordinator.buckets) for param in bucket.params
         }
+        self._moves = any(not bucket.persistent for bucket in coordinator.buckets)
+        """Whether anything is ever gathered; else no module has hooks."""
         self._needs: dict[nn.Module, list[int]] = {}
         self._numbers: dict[nn.Module, int] = {}  # the same on every rank
         self._compiled: list[nn.Module] = []
@@ -101,7 +102,7 @@ class DeepSpeedZeRoOffload:
         for b in self._buckets_of(params):
             if b not in needs:
                 needs.append(b)
-        if needs or module is self.module or whole:
+        if needs or (self._moves and (whole or module is self.module)):
             self._hook(module, needs)
         if not leaf and module not in self._compiled:
             for child in module.children():
@@ -116,20 +117,29 @@ class DeepSpeedZeRoOffload:
         this_thread = coordinator.this_thread  # hooks run around every module: no needless calls
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            transformed = inside_transform()
             if this_thread.frames:
-                call_outside_transforms(coordinator.enter, needs)
+                if transformed:
+                    call_outside_transforms(coordinator.enter, needs)
+                else:
+                    coordinator.enter(needs)
                 return
             recorded = recording()
-            if recorded and not inside_transform():
-                for tensor in tensors_in((args, kwargs)):
-                    coordinator.watch_input(tensor)
-            phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
+            if recorded and not transformed:
+                for value in (*args, *kwargs.values()):
+                    for tensor in (value,) if isinstance(value, Tensor) else tensors_in(value):
+                        if tensor.requires_grad:
+                            coordinator.watch_input(tensor)
+            phase = this_thread.told
+            if phase is None:  # not by ``engine.forward``
+                phase = Phase.FORWARD if recorded and module.training else Phase.EVALUATION
             call_outside_transforms(coordinator.enter, needs, phase, number)
 
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
-            frame = call_outside_transforms(coordinator.leave)
+            transformed = inside_transform()
+            frame = call_outside_transforms(coordinator.leave) if transformed else coordinator.leave()
             if frame.held and recording():
-                if inside_transform():  # backwards at several levels reach the outputs in an unknown order
+                if transformed:  # backwards at several levels reach the outputs in an unknown order
                     coordinator.transitions.keep(frame.held)
                     return
 
@@ -147,17 +157,18 @@ class DeepSpeedZeRoOffload:
     # Parameters read outside their own module ---------------------------------------------------------------
 
     def _watch_reads(self) -> None:
-        coordinator, index = self.param_coordinator, self._index
-        this_thread = coordinator.this_thread
+        coordinator = self.param_coordinator
+        this_thread, buckets = coordinator.this_thread, coordinator.buckets
+        index = {key: b for key, b in self._index.items() if not buckets[b].persistent}
 
         def read(param: nn.Parameter) -> None:
             if not torch.compiler.is_compiling() and this_thread.frames:
                 b = index.get(id(param))
-                if b is not None and not coordinator.buckets[b].persistent:
+                if b is not None and b not in this_thread.frames[-1].held:
                     call_outside_transforms(coordinator.touch, b)
 
         for module in self.module.modules():
-            if any(is_zero_param(param) for param in module._parameters.values()):
+            if any(id(param) in index for param in module._parameters.values()):
                 module._parameters = ZeROOrderedDict(read, module._parameters.items())  # type: ignore[assignment]
             module.ds_external_parameters = lambda module=module: external_parameters(module)  # type: ignore[assignment]
 

@@ -98,7 +98,15 @@ class GradReducer:
                     self._place[slot.param] = (b, position)
         self._order = list(reversed(range(len(self.buckets))))
         self._recorded = self.communicator.size == 1
+        self._count_arrivals()
         self._begin()
+
+    def _count_arrivals(self) -> None:
+        """How many arrivals fill each bucket."""
+        self._to_arrive = [
+            sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
+            for bucket in self.buckets
+        ]
 
     # One backward -------------------------------------------------------------------------------------------
 
@@ -126,10 +134,7 @@ class GradReducer:
     def _begin(self) -> None:
         """Set the per-backward counters: how many arrivals each bucket still waits for."""
         self._arrived = [0] * len(self.params)
-        self._missing = [
-            sum(self._expected[slot.param] for slot in bucket.layout.slots if slot.param != NOBODY)
-            for bucket in self.buckets
-        ]
+        self._missing = self._to_arrive.copy()
         self._next = 0  # position in the order up to which buckets have completed in turn
         self._last: int | None = None  # the bucket that was launched last
         self._completed: list[int] = []
@@ -264,6 +269,7 @@ class GradReducer:
         values = message.tolist()
         self._order, self._expected = values[: len(order)], values[len(order) :]
         self._recorded = True
+        self._count_arrivals()
 
     def check_cadence(self, cadence: Cadence) -> None:
         """ValueError: this reducer cannot change to it."""
@@ -300,23 +306,27 @@ class GradReducer:
             if self.used[index]:
                 b, position = self._place[index]
                 if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
-                    param.grad = self.buckets[b].views[position].view(param.shape)
+                    param.grad = self.buckets[b].views[position].detach()  # the caller's own object
                     self._exposed.append(param)
 
     def local_sum(self, index: int) -> Tensor | None:
         """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
         b, position = self._place[index]
         bucket = self.buckets[b]
-        return bucket.views[position] if bucket.local is not None and bucket.written[position] else None
+        if bucket.local is None or not bucket.written[position]:
+            return None
+        return bucket.views[position].view(-1)
 
     # The step -----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
-        if any(bucket.local is not None or bucket.reduced is None for bucket in self.buckets):
-            self._sync = True
-            self.before_backward()
-            self.flush()
+        for bucket in self.buckets:
+            if bucket.local is not None or bucket.reduced is None:
+                self._sync = True
+                self.before_backward()
+                self.flush()
+                return
 
     @property
     def late(self) -> Mapping[int, Tensor]:
@@ -330,7 +340,7 @@ class GradReducer:
             self._late[index] = value.to(self.device, copy=True).view(full_shape(self.params[index]))
         else:
             b, position = self._place[index]
-            self.buckets[b].accept(position, value, lasting=True)
+            self.buckets[b].accept(position, value.view(full_shape(self.params[index])), lasting=True)
 
     def has_late(self) -> bool:
         return bool(self._late)
@@ -392,9 +402,10 @@ class GradReducer:
 
     def clear(self) -> None:
         """Drop all gradients (after the step, or ``zero_grad``)."""
-        if any(bucket.in_flight is not None for bucket in self.buckets):
-            self.abandon()  # a backward failed and was not noticed until now
-            return
+        for bucket in self.buckets:
+            if bucket.in_flight is not None:
+                self.abandon()  # a backward failed and was not noticed until now
+                return
         for bucket in self.buckets:
             bucket.clear()
         for param in (*self.params, *self.waiting):

@@ -60,6 +60,7 @@ def make_grad_buckets(
         result.append(
             GradBucket(
                 layout,
+                [full_shape(param) for param in bucket.params],
                 gradient_sum(layout, scope, pool, plan, rows_of),
                 pool,
                 first.device,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel, Float, Int, IntOrAuto
+from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, IntOrAuto
 
 
 class ZenFlowConfig(DeepSpeedConfigModel):

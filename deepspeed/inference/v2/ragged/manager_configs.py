@@ -6,8 +6,8 @@ from enum import Enum
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
+from deepspeed.config.sections import DeepSpeedConfigModel
 from deepspeed.inference.v2.inference_utils import DtypeEnum
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 
 class KVCacheType(Enum):

@@ -83,6 +83,8 @@ class _ThisThread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         """The open calls, outermost first."""
+        self.told: Phase | None = None
+        """What ``engine.forward`` is about to run; None for modules that are called by themselves."""
 
 
 class ParamCoordinator:
@@ -96,6 +98,9 @@ class ParamCoordinator:
         self.keeps_all = self.transitions.keeps_all
         self.active: list[Frame] = []
         self.this_thread = _ThisThread()
+        self.trains_in_eval_mode = (
+            False  # a backward went through what eval mode had announced as an evaluation
+        )
         self._lock = self.transitions.lock
         self._trainer = threading.get_ident()
         self._clock = 0
@@ -139,14 +144,14 @@ class ParamCoordinator:
             return frame
 
     def touch(self, b: int) -> None:
-        """A module reads another module's parameter in bucket ``b``: from now on it needs that bucket."""
+        """A module reads another module's parameter in bucket ``b``, which the open call does not hold: from now on it
+        needs that bucket."""
         with self._lock:
             frame = self.this_thread.frames[-1]
-            if b not in frame.held:
-                if b not in frame.needs:
-                    frame.needs.append(b)
-                frame.held.append(b)
-                self.transitions.take((b,), frame.phase)
+            if b not in frame.needs:
+                frame.needs.append(b)
+            frame.held.append(b)
+            self.transitions.take((b,), frame.phase)
 
     # Backward -----------------------------------------------------------------------------------------------
 
@@ -156,8 +161,13 @@ class ParamCoordinator:
             backward = self._running()
             task = backward.task.id
             self._finish(task, frame.exit)
-            within = frame.phase is Phase.EVALUATION and self.transitions.evaluating
-            self._activate(frame, task, Phase.EVALUATION if within else Phase.BACKWARD)
+            phase = Phase.BACKWARD
+            if frame.phase is Phase.EVALUATION:
+                if self.transitions.evaluating:
+                    phase = Phase.EVALUATION  # inside it: forces
+                else:
+                    self.trains_in_eval_mode = True
+            self._activate(frame, task, phase)
             if recording():  # this backward itself (create_graph)
                 self._foresee_another(backward, frame.held)
                 self.differentiated(grad)
@@ -218,9 +228,9 @@ class ParamCoordinator:
                     backward.handles.append(param.register_hook(self.differentiated))
 
     def watch_input(self, tensor: Tensor) -> None:
-        """A gradient with respect to an input of the model may be differentiated again."""
+        """A gradient with respect to an input of the model, which requires one, may be differentiated again."""
         with self._lock:
-            if tensor.requires_grad and tensor not in self._watched:
+            if tensor not in self._watched:
                 self._watched[tensor] = True
                 tensor.register_hook(unserializable_hook(lambda grad: self.differentiated(grad)))
 

@@ -2,16 +2,22 @@
 
 | who enters | phase |
 |---|---|
-| the outermost module call, if a backward can follow it | FORWARD |
-| the outermost module call, if none can: not in training mode, or nothing of it is recorded | EVALUATION |
+| ``engine.forward``, in training mode or where eval mode is trained in (below), if a backward can follow it | FORWARD |
+| ``engine.forward`` otherwise: an evaluation, generation | EVALUATION |
+| a module of it that is called by itself, in training mode, if a backward can follow it | FORWARD |
+| a module of it that is called by itself otherwise | EVALUATION |
 | a call inside another call | that of the outer call |
 | a hook on an output of a call, when autograd reaches it | BACKWARD (EVALUATION inside an evaluation: forces) |
 | a call inside a backward | RECOMPUTATION (EVALUATION or APART inside those) |
 | ``GatheredParameters`` | BY_HAND |
 | a call on another thread than the one that takes the steps | APART |
 
-Nobody can say what an outermost call without a record will be for: reentrant checkpointing of a module that is called
-by itself runs it so, and again in backward. EVALUATION is safe for it too: such a pass asks the other ranks first.
+``engine.eval()`` announces an evaluation. If a backward then goes through a pass all the same, eval mode is trained in
+(frozen statistics, no dropout): what follows is FORWARD too, until ``engine.train()`` or ``eval()`` announces something
+else or a pass runs in training mode.
+
+Nobody can say what a module called by itself without a record is for: reentrant checkpointing of it runs it so, and
+again in backward. EVALUATION is safe for it too: such a pass asks the other ranks first.
 """
 
 from __future__ import annotations

@@ -60,10 +60,14 @@ class RowNorms:
         if not torch.equal(kept[rows.to(kept.device)], whole[rows].to(kept.device)):
             _write(param, whole)
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Clip the rows that any rank has looked up since the last step. Collective."""
-        for table in self._tables if self.everyone.size > 1 else ():
+        if self._tables and self.everyone.size > 1:
+            self._clip_seen()
+
+    @torch.no_grad()
+    def _clip_seen(self) -> None:
+        for table in self._tables:
             param = table.weight
             rows = self._rows_of_all(table)
             home: ShardedBucket = param.ds_home

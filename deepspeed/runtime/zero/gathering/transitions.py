@@ -242,8 +242,12 @@ class Transitions:
 
     def evict_stale(self, b: int) -> None:
         """The same before weights change: no other thread may be using them."""
-        with self.quiet():
-            self.evict(b)
+        with self.lock:
+            if self._apart:
+                with self.quiet():
+                    self.evict(b)
+            else:
+                self.evict(b)
 
     def release_all(self) -> None:
         """Release everything that is not in use."""
