@@ -1,0 +1,1 @@
+"""Sequence parallelism of Transformers models: attention, batches, loss (Ulysses)."""
