@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,6 @@ class HeadAssignment:
 
     def _together(self, one: int, other: int) -> bool:
         return self.circle(one) == self.circle(other)
-
-
-@lru_cache(maxsize=256)
-def assign_heads(heads: int, kv_heads: int, ranks: int) -> HeadAssignment:
-    return HeadAssignment(heads, kv_heads, ranks)
 
 
 def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 Each kernel is a pair: ``forward(q, k, v, mask, scale) -> (out, lse)`` and ``backward(grad, q, k, v, out, lse, mask,
 scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all* blocks. q and out are [batch, heads, rows,
 head size], k and v [batch, heads that share them, columns, head size], lse [batch, heads, rows] in fp32, mask bool,
-broadcastable to [batch, heads, rows, columns], or None. The log-sum-exp of a row that sees nothing is -inf, its output 0.
+broadcastable to [batch, heads, rows, columns], or None. The log-sum-exp of a row that
+sees nothing is -inf, its output 0.
 """
 
 from __future__ import annotations
@@ -103,62 +104,12 @@ class CpuFlash:
         )
 
 
-class CudaFlash:
-    """Torch's flash attention for CUDA: 16-bit tensors, blocks without a mask."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q, _repeated(k, q), _repeated(v, q), 0.0, False, False, scale=scale
-        )
-        return out, lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, columns = q.shape[2], k.shape[2]
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            _repeated(k, q),
-            _repeated(v, q),
-            out,
-            _finite(lse),
-            None,
-            None,
-            rows,
-            columns,
-            0.0,
-            False,
-            unused,
-            unused[0],
-            scale=scale,
-        )
-        return dq, _summed(dk, k), _summed(dv, v)
+PLAIN, CPU_FLASH = Plain(), CpuFlash()
 
 
-PLAIN, CPU_FLASH, CUDA_FLASH = Plain(), CpuFlash(), CudaFlash()
-
-
-def kernel_for(q: Tensor, v: Tensor, mask: Tensor | None) -> BlockKernel:
-    """The fastest kernel that can compute this block."""
-    if q.shape[-1] != v.shape[-1]:
-        return PLAIN
-    if q.is_cpu and q.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        return CPU_FLASH
-    if q.is_cuda and mask is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
-        return CUDA_FLASH
-    return PLAIN
+def kernel_for(q: Tensor, v: Tensor) -> BlockKernel:
+    """The fastest kernel that can compute blocks of these tensors."""
+    return CPU_FLASH if q.is_cpu and q.shape[-1] == v.shape[-1] else PLAIN
 
 
 def _finite(lse: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .assignment import HeadAssignment, assign_heads, shard_lengths
+from .assignment import HeadAssignment, shard_lengths
 from .exchange import Exchange, communicator_of, gather_lengths
 
 Permutation = Sequence[int] | None
@@ -82,7 +82,7 @@ class DistributedAttention(Module):
         """
         comm = communicator_of(self.spg)
         heads_dim, tokens_dim = self.scatter_idx, self.gather_idx
-        plan = assign_heads(query.shape[heads_dim], key.shape[heads_dim], comm.size)
+        plan = HeadAssignment(query.shape[heads_dim], key.shape[heads_dim], comm.size)
         self._check(plan)
         lengths = self.sequence_lengths or gather_lengths(query.shape[tokens_dim], comm, query.device)
         exchange = Exchange(comm, lengths, heads_dim, tokens_dim)

@@ -88,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
             coming = _pass_on(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.mask(rows, columns, query.device)
-                kernel = kernel_for(query, value, mask)
+                kernel = kernel_for(query, value)
                 joined.add(*kernel.forward(query, held[0], held[1], mask, scale))
             held = coming() if coming else held
         out, lse = joined.out.to(query.dtype), joined.lse
@@ -111,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
             coming = _pass_on(ring, step, held)
             if not visibility.is_empty(rows, columns):
                 mask = visibility.mask(rows, columns, query.device)
-                kernel = kernel_for(query, value, mask)
+                kernel = kernel_for(query, value)
                 dq, dk, dv = kernel.backward(grad, query, *held, out, lse, mask, ctx.scale)
                 dquery += dq
                 sums[0] += dk

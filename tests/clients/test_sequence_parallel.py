@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.clients.kit import clean_clients, llama, whole_weights
+from tests.clients.kit import clean_clients, llama, lora, whole_weights
 from tests.pool import distributed
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
@@ -21,7 +21,7 @@ LENGTH, RATE = 45, 0.5
 MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "num_attention_heads": 4,
-    "hidden_size": 32,
+    "hidden_size": 48,
     "attn_implementation": "sdpa",
     "use_cache": False,
 }
@@ -130,7 +130,7 @@ def _evaluates_and_generates(engine: Any, plain: Any) -> None:
         torch.testing.assert_close(
             engine(input_ids=prompt).logits, plain(input_ids=prompt).logits, atol=1e-4, rtol=1e-4
         )
-    if engine.plan.stage < 3:
+    if engine.plan.zero.stage < 3:
         settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         ours = engine.module.generate(prompt, **settings)
         assert torch.equal(ours, plain.generate(prompt, **settings))
@@ -173,7 +173,9 @@ def test_trainer(tmp_path: Path, stage: int) -> None:
         same, model = Text(same=True), llama(**changes)
         same.rows[1:] = same.rows[0]
         collate = _Repeated(same)
-        run = Trainer(model=model, args=arguments, train_dataset=same, eval_dataset=same, data_collator=collate)
+        run = Trainer(
+            model=model, args=arguments, train_dataset=same, eval_dataset=same, data_collator=collate
+        )
         run.train()
         plain = llama(**changes)
         expected = plain_losses(plain, [collate([same[0]])] * 4)
@@ -196,6 +198,131 @@ class _Repeated:
         return {key: value.clone() for key, value in self.batch.items()}
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=4)
+def test_one_line_in_the_config_of_an_unchanged_script(stage: int) -> None:
+    """Four ranks, two for each sequence: whole sequences go in, the loss of whole sequences comes out."""
+    import deepspeed
+
+    changes = {**MODEL, "num_attention_heads": (4, 3, 2, 1)[stage], "head_dim": 8, "num_key_value_heads": 1}
+    config = {
+        "sequence_parallel_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+    }
+    if stage == 1:
+        config |= {"activation_checkpointing": {"partition_activations": False}}
+    with clean_clients():
+        plain, data = llama(**changes), Text(packed=stage == 2)
+        engine, _, loader, _ = deepspeed.initialize(model=llama(**changes), config=config, training_data=data)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+        if stage == 3:
+            engine.module.gradient_checkpointing_enable()
+        for batch in loader:
+            batch["labels"][0, :30] = -100
+            if stage == 1:
+                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+                batch["attention_mask"][1, 40:] = 0
+            loss = engine(**batch).loss
+            whole = plain(**batch).loss
+            assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
+            engine.backward(loss)
+            engine.step()
+            whole.backward()
+            for param in plain.parameters():  # the mean over what the two sequences give
+                dist.all_reduce(param.grad)
+                param.grad /= 4
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal_weights(engine, plain)
+        _evaluates_and_generates(engine, plain)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=2)
+def test_adapters_with_state_in_host_memory(stage: int) -> None:
+    import deepspeed
+
+    config = {
+        "sequence_parallel_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    }
+    with clean_clients():
+        plain, model = lora(llama(**MODEL)), lora(llama(**MODEL))
+        assert model.config is model.base_model.model.config
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        optimizer = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+        for at, batch in enumerate(torch.utils.data.DataLoader(Text(), batch_size=2)):
+            loss, whole = engine(**batch).loss, plain(**batch).loss
+            assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
+            engine.backward(loss)
+            engine.step()
+            (whole / 2).backward()
+            if at % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.destroy()
+
+
+@distributed(world_size=3)
+def test_sliding_windows_of_a_model() -> None:
+    """Three ranks, four heads; layers with and without a window; a masked language model."""
+    from transformers import BertConfig, BertForMaskedLM, Qwen2Config, Qwen2ForCausalLM
+
+    import deepspeed
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+    }
+    windows = Qwen2Config(
+        **sizes,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=1,
+    )
+    bert = BertConfig(**sizes, num_hidden_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = {
+        "sequence_parallel_size": 3,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+    }
+    with clean_clients():
+        for kind, model_config in ((Qwen2ForCausalLM, windows), (BertForMaskedLM, bert)):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                models.append(kind(model_config).train())
+            batch = next(iter(torch.utils.data.DataLoader(Text(), batch_size=2)))
+            whole = models[1](**batch).loss
+            whole.backward()
+            engine, *_ = deepspeed.initialize(model=models[0], config=config)
+            loss = engine(**batch).loss
+            assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
+            engine.backward(loss)
+            for (name, ours), theirs in zip(
+                engine.module.named_parameters(), models[1].parameters(), strict=True
+            ):
+                if theirs.grad is not None:
+                    found = deepspeed.utils.safe_get_full_grad(ours)
+                    assert (found - theirs.grad).abs().max() <= 1e-5 * max(1e-2, theirs.grad.abs().max()), (
+                        name
+                    )
+            engine.destroy()
+
+
 def registered(model: Any, size: int = 2, **options: Any) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -209,7 +336,8 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
 
     with clean_clients():
         model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
-        registered(model, core=model.config._attn_implementation.replace("eager", "sdpa"))
+        model.config._attn_implementation = "sdpa"  # which it accepts
+        registered(model)
         with pytest.raises(ValueError, match="BloomForCausalLM cannot be trained.*0 of its 2 layers"):
             model.train()(input_ids=torch.ones(1, 4, dtype=torch.int64))
 

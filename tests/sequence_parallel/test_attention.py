@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed.comm.collectives import process_network
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.sequence import UlyssesSPViTAttention
 from deepspeed.sequence.assignment import shard_lengths
+from deepspeed.sequence.blocks import CPU_FLASH, PLAIN
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from tests.pool import distributed
 
@@ -241,6 +243,52 @@ def test_what_distributed_attention_refuses() -> None:
     few = torch.zeros(2, 1, 2, SIZE)
     with pytest.raises(ValueError, match="2 heads for 3 ranks.*UlyssesSPAttentionHF"):
         layer(few, few, few, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernels_of_blocks_agree(dtype: torch.dtype) -> None:
+    q, k, v, grad = inputs(4, 2, 9, dtype)
+    k, v = k[:, :, :7], v[:, :, :7]
+    mask = torch.rand(BATCH, 1, 9, 7, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0, 0, 2] = False  # a row that sees nothing
+    for seen in (None, mask):
+        results = []
+        for kernel in (PLAIN, CPU_FLASH):
+            out, lse = kernel.forward(q, k, v, seen, 0.4)
+            results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, seen, 0.4)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+class Mixed(nn.Module):
+    """Some attention over patches, which returns its weights too."""
+
+    def forward(self, hidden_states: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        weights = torch.softmax(scale * hidden_states @ hidden_states.mT, dim=-1)
+        return weights @ hidden_states, weights
+
+
+@pytest.mark.parametrize("has_cls_token", [True, False])
+@distributed(world_size=3)
+def test_patches_of_images(has_cls_token: bool) -> None:
+    lengths, kept = (2, 4, 1), int(has_cls_token)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 7 + kept, 5, generator=generator, requires_grad=True)
+    weights = torch.randn(2, 7 + kept, 5, generator=generator)
+    expected = Mixed()(whole, 0.5)[0]
+    (wanted,) = torch.autograd.grad((expected * weights)[:, kept:].sum(), whole)
+    token = whole[:, :kept].detach()
+
+    def shard(tensor: Tensor) -> Tensor:
+        return own(tensor[:, kept:], lengths, 1)
+
+    mine = shard(whole).requires_grad_()
+    layer = UlyssesSPViTAttention(Mixed(), dist.group.WORLD, has_cls_token)
+    out, _ = layer(torch.cat([token, mine], 1), scale=0.5)
+    torch.testing.assert_close(out[:, kept:], shard(expected))
+    torch.testing.assert_close(out[:, :kept], expected[:, :kept])
+    (found,) = torch.autograd.grad((out[:, kept:] * shard(weights)).sum(), mine)
+    torch.testing.assert_close(found, shard(wanted))
 
 
 @distributed(world_size=3)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.masks import MaskRequest, WholeSequence, gather_sequence
 from deepspeed.runtime.sequence_parallel.registration import Target, attention_function, register
-from deepspeed.sequence.assignment import assign_heads
+from deepspeed.sequence.assignment import HeadAssignment
 from deepspeed.sequence.exchange import Exchange, communicator_of
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.visibility import Visibility
@@ -37,7 +37,7 @@ class UlyssesSPAttentionHF(nn.Module):
     Args:
         attn: the attention of one rank.
         batch_size, attn_head_size, num_hidden_layers, global_seq_length: accepted for compatibility; tensors tell them.
-        attn_head_count, kv_head_count: of the model, used to report; a layer's own numbers count.
+        attn_head_count, kv_head_count: of the model; a layer that has others is computed with its own.
         process_group: the ranks that share a sequence, in its order.
         seq_length_is_variable: False says that all shards always have the same length, which saves exchanging it.
         local_seq_length: that length; checked if given and not variable.
@@ -61,7 +61,7 @@ class UlyssesSPAttentionHF(nn.Module):
         super().__init__()
         self.attn = attn
         self.process_group = process_group
-        self.plan = assign_heads(attn_head_count, kv_head_count, communicator_of(process_group).size)
+        self.plan = HeadAssignment(attn_head_count, kv_head_count, communicator_of(process_group).size)
         self.equal_lengths = not seq_length_is_variable
         self.local_seq_length = None if seq_length_is_variable else local_seq_length
         self.disable_in_eval = disable_in_eval
@@ -155,7 +155,9 @@ class UlyssesSPAttentionHF(nn.Module):
         self.calls += 1
         self._check(module, query, key, attention_mask, kwargs)
         comm = communicator_of(self.process_group)
-        plan = assign_heads(query.shape[1], key.shape[1], comm.size)
+        plan = self.plan
+        if (query.shape[1], key.shape[1]) != (plan.heads, plan.kv_heads):  # layers may differ
+            plan = HeadAssignment(query.shape[1], key.shape[1], comm.size)
         sequence = self._sequence(query, attention_mask, kwargs.pop("position_ids", None))
         exchange = Exchange(comm, plan.lengths(comm.rank, sequence.lengths))
         keys, queries = plan.keys(comm.rank), plan.queries(comm.rank)

@@ -125,7 +125,7 @@ def shards_of(batch: Mapping[str, Any], ranks: int) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for key, value in batch.items():
         dim = _tokens_dim(key, value, tokens)
-        parts = [value] * ranks if dim is None else value.split(lengths, dim)
+        parts = [value] * ranks if dim is None else [part.contiguous() for part in value.split(lengths, dim)]
         for shard, part in zip(result, parts, strict=True):
             shard[key] = part
     return result

@@ -104,7 +104,8 @@ def gather_sequence(
     comm: Communicator, query: Tensor, positions: Tensor | None, padding: Tensor | None, *, equal: bool
 ) -> WholeSequence:
     """Join what the shards of a query [batch, heads, tokens, size] know. Collective; either all ranks have
-    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards have the same length, which then is not exchanged.
+    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards
+    have the same length, which then is not exchanged.
 
     As Transformers does, packing is read from positions only where no padding is given.
     """

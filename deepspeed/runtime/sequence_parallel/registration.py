@@ -68,8 +68,9 @@ class Target:
         """The attention of one rank. ValueError: the model has another, it needs whole masks, or the model has layers
         that are no attention."""
         own = self.config._attn_implementation if self.model is not None else None
+        own = None if own == NAME else own  # registered before
         core = wanted or own or "sdpa"
-        if own not in (None, NAME, core):
+        if own not in (None, core):
             raise ValueError(
                 f"core_attn_implementation={core!r}, but {self.name} was loaded with attn_implementation={own!r}: use "
                 "the same for both"

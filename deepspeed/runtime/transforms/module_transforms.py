@@ -16,6 +16,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.runtime.transforms.inputs import InputTransform
 from deepspeed.runtime.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.runtime.transforms.sequence_shards import sequence_shards
 from deepspeed.runtime.transforms.structure import Changes, Structure, count
 from deepspeed.runtime.transforms.successors import Successors
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -140,7 +141,7 @@ class Transforms:
 _RECORD = "_ds_transforms"
 
 Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
-FROM_CONFIG: tuple[Factory, ...] = ()
+FROM_CONFIG: tuple[Factory, ...] = (sequence_shards,)
 """Each gives a transform, or None where the config does not ask for it."""
 
 
