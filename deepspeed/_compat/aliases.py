@@ -148,6 +148,8 @@ NAMES: dict[str, dict[str, str]] = {
         "TiledFusedLogitsLoss": "deepspeed.runtime.sequence_parallel.tiled.functions",
         "TiledLoss": "deepspeed.runtime.sequence_parallel.tiled.functions",
         "TiledMLP": "deepspeed.runtime.sequence_parallel.tiled.functions",
+        "UlyssesSPAttentionHF": "deepspeed.runtime.sequence_parallel.attention",
+        "UlyssesSPDataLoaderAdapter": "deepspeed.runtime.sequence_parallel.dataloader",
         "UlyssesSPFwdLossBwdWithLogits": "deepspeed.runtime.sequence_parallel.tiled.logits_training",
         "sequence_tiled_compute": "deepspeed.runtime.sequence_parallel.tiled.functions",
     },

@@ -472,16 +472,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.progressive_layer_drop": (
         "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
     ),
-    "deepspeed.runtime.sequence_parallel.parallel_state_sp": (
-        "def get_sequence_parallel_group()",
-        "def initialize_sequence_parallel(sequence_parallel_size)",
-    ),
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-        "class UlyssesSPAttentionHF(attn, batch_size, attn_head_count, attn_head_size, kv_head_count, "
-        "num_hidden_layers, process_group, seq_length_is_variable=False, local_seq_length=None, "
-        "global_seq_length=None, disable_in_eval=False): forward register_with_transformers",
-        "class UlyssesSPDataLoaderAdapter(dl, sp_rank, sp_group, sp_world_size, device): refill",
-    ),
     "deepspeed.runtime.superoffload.superoffload_stage3": (
         "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
         "**kwargs): independent_gradient_partition_epilogue partition_grads step check_clip_grads",
@@ -517,22 +507,10 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
     "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
-    "deepspeed.sequence.autosp_vit": (
-        "class UlyssesSPViTAttention(attn, process_group, has_cls_token=True): forward",
-    ),
-    "deepspeed.sequence.cross_entropy": (
-        "def vocab_sequence_parallel_cross_entropy(vocab_parallel_logits, target, sp_group)",
-    ),
     "deepspeed.sequence.fpdt_layer": (
         "class FPDT_Attention(config, first_weight, first_bias, second_weight, second_bias, "
         "sequence_process_group, gather_idx=0, scatter_idx=2, return_bias=True, chunk_size=65536, "
         "enable_offloading=True): forward",
-    ),
-    "deepspeed.sequence.layer": (
-        "class DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, "
-        "gather_idx=0, sp_stream=None): layer_sync forward",
-        "def single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, async_op=False, "
-        "handle=None, type=None)",
     ),
     "deepspeed.utils.mixed_precision_linkage": (
         "def link_hp_params(lp_param_list, flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, "

@@ -271,8 +271,9 @@ class ProcessMesh:
                 groups.setdefault(ranks, group)
         if ("tp",) not in ranks_of and ("pp",) not in ranks_of and ("pp", "tp") in ranks_of:
             ranks_of[("tp",)] = ranks_of[("pp", "tp")]  # units without pipelines call tensor parallel "model"
-        if list(ranks_of) == [("sp",)]:  # a unit for sequence parallelism only: all else is data-parallel
-            ranks_of |= _around_sequences(rank, ranks_of[("sp",)])
+        if ("sp",) in ranks_of and ranks_of.keys() <= {("sp",), ("dp", "sp")}:
+            # A unit for sequence parallelism only: all else is data-parallel.
+            ranks_of = _around_sequences(rank, ranks_of[("sp",)]) | ranks_of
         for axis in BASE_AXES:
             ranks_of.setdefault((axis,), (rank,))
         mesh = cls(rank, ranks_of, groups=groups, timeout=timeout)

@@ -112,6 +112,16 @@ NAMES: dict[str, tuple[Any, str]] = {
         CLASS,
         "optimizer warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
     ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF": (CLASS, ""),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.register_with_transformers": (
+        CALLABLE,
+        "model_name_or_path core_attn_implementation sequence_parallel_size micro_batch_size seq_length "
+        "seq_length_is_variable disable_in_eval",
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": (
+        CLASS,
+        "dl sp_rank sp_group sp_world_size device",
+    ),
     "deepspeed.runtime.utils.move_to_device": (CALLABLE, "item device"),
     "deepspeed.runtime.utils.see_memory_usage": (CALLABLE, "message force"),
     "deepspeed.runtime.zero.config.ZeroStageEnum": (enum.EnumMeta, ""),
@@ -231,7 +241,6 @@ def test_accelerator(name: str) -> None:
 # ------------------------------------------------------------------------- features that come later
 
 MOE, PIPE, RLTD = "deepspeed.moe", "deepspeed.runtime.pipe", "deepspeed.runtime.data_pipeline"
-ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 ENGINE_V2 = "deepspeed.inference.v2.engine_v2.InferenceEngineV2"
 
 # documented name -> the name that the refusal tells (where aliases lead elsewhere)
@@ -260,9 +269,6 @@ REFUSED: dict[str, str] = {
     f"{RLTD}.data_sampling.data_analyzer.DataAnalyzer": "",
     f"{RLTD}.data_sampling.indexed_dataset.MMapIndexedDataset": "",
     "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine.generate": "",
-    f"{ULYSSES}.UlyssesSPAttentionHF": "",
-    f"{ULYSSES}.UlyssesSPAttentionHF.register_with_transformers": "",
-    f"{ULYSSES}.UlyssesSPDataLoaderAdapter": "",
 }
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
-from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute_of
+from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute
 from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.runtime.transforms.inputs import InputTransform
 from deepspeed.runtime.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
+from deepspeed.runtime.transforms.sequence_shards import sequence_shards
 from deepspeed.runtime.transforms.structure import Changes, Structure, count
 from deepspeed.runtime.transforms.successors import Successors
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -141,7 +142,7 @@ class Transforms:
 _RECORD = "_ds_transforms"
 
 Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
-FROM_CONFIG: tuple[Factory, ...] = (lambda plan, config: tiled_compute_of(config),)
+FROM_CONFIG: tuple[Factory, ...] = (sequence_shards, tiled_compute)
 """Each gives a transform, or None where the config does not ask for it."""
 
 

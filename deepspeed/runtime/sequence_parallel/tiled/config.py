@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from deepspeed.runtime.config_utils import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel
 
 
 class TiledComputeConfig(LenientConfigModel):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from deepspeed.config.plan import Plan
 from deepspeed.runtime.sequence_parallel.tiled.config import TiledComputeConfig
 from deepspeed.runtime.sequence_parallel.tiled.functions import TiledMLP
 from deepspeed.runtime.sequence_parallel.tiled.lazy_logits import LazyHead
@@ -127,7 +128,7 @@ def _output_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
     return path, head
 
 
-def tiled_compute_of(config: Any) -> TiledModel | None:
+def tiled_compute(plan: Plan, config: Any) -> TiledModel | None:
     """The transform that the config asks for."""
     section: TiledComputeConfig = config.tiled_compute_config
     return TiledModel(section) if section.enabled else None

@@ -1,0 +1,151 @@
+"""What a Transformers model says about its attention mask, kept until the whole sequence is known.
+
+A mask that a model makes of its shard of a sequence knows nothing of the others: a document that begins elsewhere, or
+padding there. So the registered mask function makes none. It returns a `MaskRequest`, which goes through the model in
+the mask's place, and from which the attention makes what it needs: one rank's own mask in evaluation, or the
+`Visibility` of the whole sequence, for which position ids and padding are gathered, once per forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.sequence.exchange import gather_lengths
+from deepspeed.sequence.visibility import Visibility, documents_of
+
+_KNOWN = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_causal_mask_function",
+    "and_masks",
+    "padding_mask_function",
+    "packed_sequence_mask_function",
+    "packed_sequence_compatibility_function",
+    "remap_positions_for_packed_sequence",
+    "add_offsets_to_mask_function",
+}
+"""The parts of Transformers' mask functions that `Visibility` has, or that it makes anew (packing)."""
+
+
+@dataclass(eq=False)
+class MaskRequest:
+    """``arguments``: what the mask function got; ``make``: the mask function of the attention of one rank."""
+
+    arguments: dict[str, Any]
+    make: Callable[..., Any]
+    _own: list[Any] = field(default_factory=list)
+    _sequence: WholeSequence | None = None
+
+    def own_mask(self) -> Any:
+        """The mask without sequence parallelism."""
+        if not self._own:
+            self._own.append(self.make(**self.arguments))
+        return self._own[0]
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Bool or int [batch, own tokens], 0 at padding."""
+        return self.arguments.get("attention_mask")
+
+    def whole(self, make: Callable[[], WholeSequence]) -> WholeSequence:
+        """The sequence of this forward; made by the first layer that asks."""
+        if self._sequence is None:
+            self._sequence = make()
+        return self._sequence
+
+    def unknown_parts(self) -> list[str]:
+        """Parts of the mask that cannot be told from shards."""
+        return sorted(_parts_of(self.arguments.get("mask_function")) - _KNOWN)
+
+
+def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
+    """The mask function of sequence parallelism, over that of the attention of one rank."""
+
+    def request(*args: Any, **kwargs: Any) -> MaskRequest:
+        return MaskRequest(kwargs, lambda **own: make(*args, **own))
+
+    return request
+
+
+def no_mask(**_: Any) -> None:
+    """The mask function of an attention that has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSequence:
+    """The lengths of all shards; packed documents and padding of the whole sequence, [batch, all tokens]."""
+
+    lengths: tuple[int, ...]
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    valid: Tensor | None = None
+    _visibilities: dict[tuple[bool, int | None], Visibility] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def visibility(self, causal: bool, window: int | None) -> Visibility:
+        found = self._visibilities.get((causal, window))
+        if found is None:
+            found = Visibility(causal=causal, window=window, documents=self.documents, valid=self.valid)
+            self._visibilities[causal, window] = found
+        return found
+
+
+def gather_sequence(
+    comm: Communicator, query: Tensor, positions: Tensor | None, padding: Tensor | None, *, equal: bool
+) -> WholeSequence:
+    """Join what the shards of a query [batch, heads, tokens, size] know. Collective; either all ranks have
+    ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards
+    have the same length, which then is not exchanged.
+
+    As Transformers does, packing is read from positions only where no padding is given.
+    """
+    batch, tokens = query.shape[0], query.shape[2]
+    lengths = (tokens,) * comm.size if equal else gather_lengths(tokens, comm, query.device)
+    valid, documents, whole = None, None, None
+    if padding is not None:
+        if padding.dim() != 2 or padding.shape[-1] != tokens:
+            raise ValueError(
+                f"sequence parallelism needs the attention mask of a shard as [batch, {tokens}], got "
+                f"{list(padding.shape)}"
+            )
+        valid = _gather(comm, padding.expand(batch, -1).to(torch.int64), lengths).bool()
+        valid = None if bool(valid.all()) else valid
+    elif positions is not None and positions.dim() == 2 and positions.shape[-1] == tokens:
+        whole = _gather(comm, positions.expand(batch, -1).to(torch.int64), lengths)
+        documents = documents_of(whole)
+    return WholeSequence(lengths, whole, documents, valid)
+
+
+def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """[batch, all tokens] of the [batch, own tokens] of all ranks."""
+    if comm.size == 1:
+        return own
+    batch = own.shape[0]
+    padded = own.new_zeros(batch, max(lengths))
+    padded[:, : own.shape[1]] = own
+    everyone = own.new_empty(comm.size, batch, max(lengths))
+    comm.all_gather(everyone, padded).wait()
+    return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
+
+
+def _parts_of(function: Any) -> set[str]:
+    """The names of the functions that a mask function is made of."""
+    if not callable(function):
+        return set()
+    found = {getattr(function, "__qualname__", type(function).__name__).partition(".")[0]}
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for each in content if isinstance(content, (tuple, list)) else (content,):
+            if callable(each) and not isinstance(each, (type, Tensor)):
+                found |= _parts_of(each)
+    return found

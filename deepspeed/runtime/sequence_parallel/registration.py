@@ -1,0 +1,149 @@
+"""Making the attention of sequence parallelism that of a Transformers model, and noticing a model that has its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from deepspeed.runtime.sequence_parallel.masks import mask_function_over, no_mask
+
+NAME = "ulysses"
+"""Under which the attention is registered with Transformers."""
+
+_SHARDABLE = {"full_attention", "sliding_attention"}
+_HAS_NO_BLOCKS = ("eager", "flex_attention")
+
+
+class CountedAttention(Protocol):
+    calls: int
+    disable_in_eval: bool
+
+    def forward(
+        self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to be registered, or the config of one that is not loaded yet."""
+
+    name: str
+    config: Any
+    model: nn.Module | None = None
+
+    @classmethod
+    def of(cls, model_name_or_path: Any) -> Target:
+        """ValueError: a module without ``config``."""
+        if isinstance(model_name_or_path, (str, os.PathLike)):
+            from transformers import AutoConfig
+
+            name = os.fspath(model_name_or_path)
+            config = AutoConfig.from_pretrained(name)
+            return cls(name, _text_config(config))
+        model = model_name_or_path
+        if getattr(model, "config", None) is None:
+            raise ValueError(
+                f"{type(model).__name__} has no config: UlyssesSPAttentionHF is for models of Transformers; others "
+                "use deepspeed.sequence.layer.DistributedAttention"
+            )
+        return cls(type(model).__name__, _text_config(model.config), model)
+
+    @property
+    def heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
+
+    @property
+    def head_size(self) -> int:
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
+
+    def core_name(self, wanted: str | None) -> str:
+        """The attention of one rank. ValueError: the model has another, it needs whole masks, or the model has layers
+        that are no attention."""
+        own = self.config._attn_implementation if self.model is not None else None
+        own = None if own == NAME else own  # registered before
+        core = wanted or own or "sdpa"
+        if own not in (None, core):
+            raise ValueError(
+                f"core_attn_implementation={core!r}, but {self.name} was loaded with attn_implementation={own!r}: use "
+                "the same for both"
+            )
+        if core in (*_HAS_NO_BLOCKS, NAME) or core.startswith("paged|"):
+            raise ValueError(
+                f"core_attn_implementation={core!r} cannot be the attention of one rank: load {self.name} with "
+                "attn_implementation='sdpa', 'flash_attention_2' or 'flash_attention_3'"
+            )
+        other = sorted(set(getattr(self.config, "layer_types", None) or ()) - _SHARDABLE)
+        if other:
+            raise ValueError(
+                f"{self.name} has layers of type {', '.join(other)}, which carry a state along the sequence, or see "
+                "parts of it that depend on where it was cut: sequence parallelism cannot shard them"
+            )
+        return core
+
+
+def attention_function(name: str) -> Callable[..., Any]:
+    """The attention that Transformers has under this name. ValueError: there is none."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise ValueError(
+            f"core_attn_implementation={name!r} is not among {', '.join(sorted(ALL_ATTENTION_FUNCTIONS.valid_keys()))}"
+        )
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def register(attention: CountedAttention, core: str, target: Target) -> None:
+    """Register ``attention`` over ``core`` with Transformers under NAME, and let the model use it.
+
+    A model named by its path is to be loaded with ``attn_implementation="ulysses"``.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = core in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
+    make = ALL_MASK_ATTENTION_FUNCTIONS[core] if known else no_mask
+
+    def ulysses_attention_forward(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return attention.forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, ulysses_attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_function_over(make))
+    if target.model is not None:
+        target.config._attn_implementation = NAME
+        _check_first_forward(target, attention)
+
+
+def _check_first_forward(target: Target, attention: CountedAttention) -> None:
+    """Some models accept any attention and go on computing their own, which would see one shard only. Whether each
+    layer has called it is known after the first forward, before any gradient."""
+    assert target.model is not None
+    layers = int(getattr(target.config, "num_hidden_layers", 1))
+    before = attention.calls
+
+    def check(model: nn.Module, *_: Any) -> None:
+        if attention.disable_in_eval and not model.training:
+            return
+        handle.remove()
+        calls = attention.calls - before
+        if calls < layers:
+            raise ValueError(
+                f"{target.name} cannot be trained with sequence parallelism: {calls} of its {layers} layers called the "
+                "registered attention. The others compute one of their own, which would see only one shard of the "
+                "sequence"
+            )
+
+    handle = target.model.register_forward_hook(check)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

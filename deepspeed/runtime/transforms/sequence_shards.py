@@ -1,0 +1,158 @@
+"""``sequence_parallel_size`` for an unchanged Transformers model that is given whole sequences.
+
+The ranks that share a sequence get the same batch (the engine's data loader sees to it). In training each takes its
+shard of it, attention exchanges heads for tokens, and the loss that the model returns is the mean over the tokens of
+all shards, on every rank. In evaluation and ``generate`` every rank has the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.plan import Plan
+from deepspeed.runtime.sequence_parallel.attention import UlyssesSPAttentionHF
+from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, with_shifted_labels
+from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
+from deepspeed.runtime.sequence_parallel.registration import NAME, Target, attention_function, register
+from deepspeed.runtime.transforms.inputs import ForwardFacts, InputTransform
+from deepspeed.sequence.layer import DistributedAttention
+
+_SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
+"""Kinds of losses: each position predicts the next token's label, or its own token's."""
+
+
+class _Context(Protocol):
+    mesh: ProcessMesh
+
+    def transform_inputs(self, transform: InputTransform) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class _Asked(Protocol):
+    sequence_parallel_size: int
+
+
+def sequence_shards(plan: Plan, config: _Asked) -> ShardedSequences | None:
+    """The transform, if the config has ranks share sequences."""
+    return ShardedSequences() if config.sequence_parallel_size > 1 else None
+
+
+@dataclass(frozen=True)
+class ShardedSequences:
+    """Leaves alone what is no Transformers model, and what has an attention over shards already."""
+
+    name: str = "ulysses"
+    after: tuple[str, ...] = ("tensor_parallel",)
+    before: tuple[str, ...] = ()
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        group = context.mesh.group("sp")
+        if not _takes_attention(module):
+            context.say("the model shards its sequences itself")
+            return
+        target = Target.of(module)
+        core = target.core_name(None)
+        attention = UlyssesSPAttentionHF(
+            attn=attention_function(core),
+            batch_size=1,
+            attn_head_count=target.heads,
+            attn_head_size=target.head_size,
+            kv_head_count=target.kv_heads,
+            num_hidden_layers=int(target.config.num_hidden_layers),
+            process_group=group,
+            seq_length_is_variable=True,
+            disable_in_eval=True,
+        )
+        register(attention, core, target)
+        context.transform_inputs(ShardOfInputs(module, context.mesh))
+        module.register_forward_hook(_loss_of_all(group), with_kwargs=True)
+        context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
+
+
+def _takes_attention(module: nn.Module) -> bool:
+    own = any(isinstance(each, DistributedAttention) for each in module.modules())
+    config = getattr(module, "config", None)
+    if own or config is None or not hasattr(config, "get_text_config"):
+        return False
+    return getattr(config.get_text_config(), "_attn_implementation", None) not in (None, NAME)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardOfInputs:
+    """Whole sequences in, this rank's shard out, with position ids and labels that fit."""
+
+    module: nn.Module
+    mesh: ProcessMesh
+    name: str = "ulysses"
+    after: tuple[str, ...] = ("curriculum",)
+    before: tuple[str, ...] = ()
+
+    def transform(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], facts: ForwardFacts
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """ValueError: neither ``input_ids`` nor ``inputs_embeds``; fewer tokens than ranks; a loss that is not a sum
+        over tokens."""
+        if not facts.training:
+            return args, kwargs
+        batch = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = next(
+            (batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None
+        )
+        if tokens is None or len(args) > len(self._names):
+            raise ValueError(
+                "pass input_ids or inputs_embeds by name, of whole sequences: [batch, tokens, ...]"
+            )
+        if batch.get("position_ids") is None:
+            batch["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand(
+                tokens.shape[:2]
+            )
+        if batch.get("labels") is not None:
+            batch = self._with_labels(batch)
+        shard = shards_of(batch, self.mesh.size("sp"))[self.mesh.rank("sp")]
+        if "shift_labels" in shard:
+            shard["labels"] = shard["shift_labels"]  # without labels the model computes no loss
+        return (), shard
+
+    @cached_property
+    def _names(self) -> list[str]:
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = inspect.signature(self.module.forward).parameters.values()
+        return [each.name for each in found if each.kind in named]
+
+    def _with_labels(self, batch: dict[str, Any]) -> dict[str, Any]:
+        kind = getattr(self.module, "loss_type", None)
+        if kind in _SHIFTED:
+            return with_shifted_labels(batch)
+        if kind in _ALIGNED:
+            return batch
+        raise ValueError(
+            f"{type(self.module).__name__} has a loss of kind {kind}, which is not a mean over tokens: with "
+            f"sequence_parallel_size, labels are for models of kind {', '.join((*_SHIFTED, *_ALIGNED))}"
+        )
+
+
+def _loss_of_all(group: Any) -> Callable[..., Any]:
+    """A forward hook: the loss in the output becomes that of all shards (a function: copies of a module share it)."""
+
+    def of_all(loss: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        if kwargs.get("num_items_in_batch") is not None:
+            return token_sum(loss, group)
+        return token_mean(loss, (kwargs["labels"] != IGNORED).sum(), group)
+
+    def hook(module: nn.Module, _: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if kwargs.get("labels") is None or not module.training:
+            return output
+        if isinstance(output, tuple):
+            return (of_all(output[0], kwargs), *output[1:])
+        output["loss"] = of_all(output["loss"], kwargs)
+        return output
+
+    return hook

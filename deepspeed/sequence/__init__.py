@@ -1,0 +1,1 @@
+"""Sequence parallelism: attention of sequences that are sharded over ranks."""

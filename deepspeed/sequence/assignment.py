@@ -1,0 +1,97 @@
+"""Which rank computes which heads of an attention, and which part of the sequence: pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class HeadAssignment:
+    """``ranks`` ranks are ``circles`` circles of ``width`` neighbours. The ranks of a circle divide the heads among
+    them, and see the part of the sequence that lies on this circle; circles pass keys and values on in a ring. With at
+    least as many heads as ranks there is one circle, and each rank sees the whole sequence.
+    """
+
+    heads: int
+    kv_heads: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.kv_heads, self.ranks) < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values: the second number has to "
+                "divide the first"
+            )
+
+    @cached_property
+    def width(self) -> int:
+        """The largest number of ranks, dividing all, for which each has a head."""
+        return max(n for n in range(1, min(self.heads, self.ranks) + 1) if self.ranks % n == 0)
+
+    @property
+    def circles(self) -> int:
+        return self.ranks // self.width
+
+    def circle(self, rank: int) -> int:
+        return rank // self.width
+
+    def queries_of(self, rank: int) -> tuple[int, ...]:
+        """A run of heads; runs differ by one head at most."""
+        start, stop = _bounds(self.heads, self.width, rank % self.width)
+        return tuple(range(start, stop))
+
+    def keys_of(self, rank: int) -> tuple[int, ...]:
+        """The heads of keys and values that the queries of this rank use. Several ranks may use the same."""
+        group = self.heads // self.kv_heads
+        return tuple(sorted({head // group for head in self.queries_of(rank)}))
+
+    def queries(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """For each rank, the heads that ``rank`` sends it: none outside its circle."""
+        return tuple(self.queries_of(to) if self._together(rank, to) else () for to in range(self.ranks))
+
+    def keys(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.keys_of(to) if self._together(rank, to) else () for to in range(self.ranks))
+
+    def lengths(self, rank: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """The lengths of the shards that meet on this rank's circle; 0 for the others."""
+        return tuple(n if self._together(rank, other) else 0 for other, n in enumerate(lengths))
+
+    def parts(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """The length of each circle's part of the sequence."""
+        width = self.width
+        return tuple(sum(lengths[at : at + width]) for at in range(0, self.ranks, width))
+
+    def key_of_query(self, rank: int) -> tuple[int, ...]:
+        """For each head of this rank, the position of its keys among those that the rank has."""
+        group, keys = self.heads // self.kv_heads, self.keys_of(rank)
+        return tuple(keys.index(head // group) for head in self.queries_of(rank))
+
+    def group_of(self, rank: int) -> int | None:
+        """How many heads of this rank share each of its heads of keys; None if they differ."""
+        positions, count = self.key_of_query(rank), len(self.keys_of(rank))
+        size = len(positions) // count
+        regular = tuple(at for at in range(count) for _ in range(size))
+        return size if positions == regular else None
+
+    def _together(self, one: int, other: int) -> bool:
+        return self.circle(one) == self.circle(other)
+
+
+def shard_lengths(length: int, ranks: int) -> tuple[int, ...]:
+    """The lengths of ``ranks`` contiguous shards of a sequence: the longer ones first, and at most one token longer.
+
+    ValueError: there are fewer tokens than ranks.
+    """
+    if length < ranks:
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be sharded over {ranks} ranks: each needs at least one; pad it, or "
+            "use a smaller sequence_parallel_size"
+        )
+    return tuple(stop - start for start, stop in (_bounds(length, ranks, rank) for rank in range(ranks)))
+
+
+def _bounds(total: int, parts: int, part: int) -> tuple[int, int]:
+    each, more = divmod(total, parts)
+    start = part * each + min(part, more)
+    return start, start + each + (part < more)
