@@ -13,6 +13,7 @@ __all__ = ["DS_CONFIG", "DS_VERSION"]
 MODEL_FILE_PREFIX = "mp_rank_"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = f"bf16_{ZERO_FILE_PREFIX}"
+FP16_ZERO_FILE_PREFIX = f"fp16_{ZERO_FILE_PREFIX}"
 LAYER_FILE_PREFIX = "layer_"
 MODEL_FILE_SUFFIX = MODEL_SUFFIX
 OPTIM_FILE_SUFFIX = OPTIM_SUFFIX
@@ -26,6 +27,7 @@ BASE_OPTIMIZER_STATE_STEP = f"{BASE_OPTIMIZER_STATE}_step"
 SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
 PARAM_GROUPS = "param_groups"
 GROUP_PADDINGS = "group_paddings"
+PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
 PARTITION_COUNT = "partition_count"
 ZERO_STAGE = "zero_stage"
 CLIP_GRAD = "clip_grad"
@@ -39,7 +41,29 @@ BUFFER_NAMES = "buffer_names"
 FROZEN_PARAM_SHAPES = "frozen_param_shapes"
 FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
 
+CHECKPOINT_PARALLEL_DIMS = "checkpoint_parallel_dimensions"
+CHECKPOINT_PP_DEGREE = "pp_degree"
+CHECKPOINT_TP_DEGREE = "tp_degree"
+
 # Universal checkpoints
 FP32_WEIGHT_KEY = "fp32"
 CAT_DIM = "cat_dim"
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
+UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
+VOCAB_TENSOR = "vocab_tensor"
+PADDED_VOCAB_SIZE = "padded_vocab_size"
+ORIGINAL_VOCAB_SIZE = "original_vocab_size"
+PARAM_N_SUB_PARAMS = "param_n_sub_params"
+SUB_PARAM_SHAPE = "sub_param_shape"
+SUB_PARAMS_SHAPE = "sub_params_shape"
+SUB_PARAM_SHARD_WIDTHS = "sub_param_shard_widths"
+
+# What a model says there about its parameters, by regular expressions that match their names
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
+PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"

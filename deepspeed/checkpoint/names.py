@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+"""The same for universal checkpoints (`load_universal`)."""
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 FORMAT = 3
 """Version of the index that our files carry under ``INDEX``. Format 1 had sums for checksums, and all ranks' random

@@ -13,6 +13,7 @@ from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import DS_VERSION, INDEX, model_ranks, optim_ranks
 from deepspeed.checkpoint.own_reader import OwnReader
+from deepspeed.checkpoint.splits import Wanted
 
 
 def open_checkpoint(
@@ -21,13 +22,15 @@ def open_checkpoint(
     optimizer: bool = True,
     partial: bool = False,
     order: upstream_format.Order | None = None,
+    wanted: Wanted | None = None,
     fetch: bool = True,
 ) -> Catalog:
     """Read the structure of every file in ``folder``, but no tensors.
 
     ``optimizer=False`` does not open the optimizer's files. ``partial`` accepts that files of other ranks are
     elsewhere (node-local storage). ``order``: names by optimizer group, which checkpoints of release 0.19 at
-    stage 0 do not hold. ``fetch=False`` opens only the first file, if it says what the others hold; the caller
+    stage 0 do not hold; ``wanted``: the parts of the model that loads, where those of tensor-parallel ranks do not
+    say how they belong together. ``fetch=False`` opens only the first file, if it says what the others hold; the caller
     continues with ``Catalog.files``. CheckpointError names the file that is missing, damaged or foreign.
     """
     head = _head(folder)
@@ -38,7 +41,10 @@ def open_checkpoint(
             if fetch:
                 catalog.files.fetch(None)
             return catalog
-        return _open_upstream(folder, first, optimizer, order)
+        catalog = _open_upstream(folder, first, optimizer, order, wanted)
+        if fetch:
+            catalog.files.fetch(None)
+        return catalog
     except (LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder}, written by release {first.get(DS_VERSION)}, is not laid out as its files say "
@@ -55,7 +61,11 @@ def _head(folder: Path) -> Archive:
 
 
 def _open_upstream(
-    folder: Path, first: dict[str, Any], optimizer: bool, order: upstream_format.Order | None
+    folder: Path,
+    first: dict[str, Any],
+    optimizer: bool,
+    order: upstream_format.Order | None,
+    wanted: Wanted | None,
 ) -> Catalog:
     models, optims = _files(folder)
     if "module" not in first or DS_VERSION not in first:
@@ -64,7 +74,7 @@ def _open_upstream(
     weights_are_there = not models[0].name.startswith("zero_")
     if not optimizer and weights_are_there:
         optims, order = [], None
-    return upstream_format.open_upstream(folder, models, optims, first, _read_dict, order)
+    return upstream_format.open_upstream(folder, models, optims, first, _read_dict, order, wanted)
 
 
 def read_own(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
-from deepspeed.checkpoint.names import LATEST, RECOVERY_SCRIPT
+from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, RECOVERY_SCRIPT
 
 _OUR_OWN = re.compile(r"\..+\.(tmp|old)")
 """Hidden folders of a save in progress."""
@@ -43,14 +43,14 @@ def _problem(tag: str) -> str | None:
             return "begins or ends with a space"
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
-    if tag in (LATEST, RECOVERY_SCRIPT):
+    if tag in (LATEST, LATEST_UNIVERSAL, RECOVERY_SCRIPT):
         return "is the name of a file stored next to the checkpoints"
     return None
 
 
-def read_latest(load_dir: Path) -> str | None:
-    """The tag that was saved last; None if no file names one. CheckpointError: the file does not hold a tag."""
-    path = load_dir / LATEST
+def read_latest(load_dir: Path, file: str = LATEST) -> str | None:
+    """The tag that was saved last; None if no ``file`` names one. CheckpointError: the file does not hold a tag."""
+    path = load_dir / file
     try:
         with open(path, "rb") as file:
             content = file.read(_LONGEST_LATEST)

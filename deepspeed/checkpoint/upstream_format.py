@@ -3,12 +3,14 @@
 Stages 1 and 2: every optimizer group is one flat tensor, partitioned evenly across ranks; ``param_shapes``
 gives the order. Stage 3: every parameter is padded and partitioned evenly, and a rank's parts are laid end to end.
 Stage 0: whole tensors by number, in the order of the optimizer that saved them.
+Of tensor-parallel ranks each has files like these of its own, with its parts for whole tensors (``splits``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.archive import Archive
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import (
     DS_CONFIG,
@@ -26,12 +29,36 @@ from deepspeed.checkpoint.names import (
     model_ranks,
     optim_ranks,
 )
+from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
+from deepspeed.checkpoint.splits import Shape, Wanted, split_placements
 from deepspeed.checkpoint.state import MASTER
+from deepspeed.checkpoint.universal_format import add_universal, is_universal, read_common
 
 Read = Callable[[Path], dict[str, Any]]
 Order = Sequence[Sequence[str]]
 """Names of parameters by optimizer group, in the order in which the optimizer holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The files of one tensor-parallel rank: its model file, and where its tensors lie in whole ones. ``first``: of
+    copies that every rank has, those of this rank are read."""
+
+    path: Path
+    content: Mapping[str, Any]
+    placements: Mapping[str, Placement | None]
+    first: bool = True
+
+    def index(self, name: str, shape: Shape, start: int = 0, stop: int | None = None) -> ShardIndex | None:
+        """Elements ``[start, stop)`` of what this rank saved under ``name``; None: another rank's copy is read."""
+        stop = prod(shape) if stop is None else stop
+        if name not in self.placements:
+            return ShardIndex(name, shape, (), start, stop) if self.first else None
+        placement = self.placements[name]
+        if placement is None or not (placement.boxes or self.first):
+            return None
+        return placement.index(name, start, stop)
 
 
 def open_upstream(
@@ -41,9 +68,10 @@ def open_upstream(
     first: dict[str, Any],
     read: Read,
     order: Order | None,
+    wanted: Wanted | None = None,
 ) -> Catalog:
-    """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage
-    0."""
+    """``optims`` is empty if only weights are wanted; ``order`` is needed for the optimizer state of stage 0,
+    ``wanted`` for the parts of tensor-parallel ranks that do not say how they belong together."""
     catalog = Catalog(
         folder=folder,
         written_by=str(first[DS_VERSION]),
@@ -52,57 +80,125 @@ def open_upstream(
         model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
         client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
     )
-    if int(first.get("mp_world_size") or 1) > 1:
-        raise CheckpointError(
-            f"{folder} was written by release {catalog.written_by} with model parallelism "
-            f"{first['mp_world_size']}; such checkpoints cannot be read yet"
-        )
-    sharded = model_ranks(models[0].name) == (0, 0) and models[0].name.startswith("zero_")
-    if sharded:
+    if is_universal(folder):
+        _add_universal(catalog, models, first, read, wanted)
+        return catalog
+    if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
-        contents = {path: first if path == models[0] else read(path) for path in models}
+        contents = _stage3_models(catalog, models, first, read)
         _add_stage3(catalog, contents, _complete(folder, optims, int(first["dp_world_size"])), read)
     else:
-        _add_module(catalog, first, models[0])
-        if optims:
-            _add_partitions(catalog, first, optims, read)
-        elif first.get("optimizer") is not None:
-            _add_whole(catalog, first["optimizer"], models[0], order)
+        parts = _parts(catalog, models, first, read, wanted)
+        for part in parts:
+            _add_module(catalog, part)
+        for part in parts:
+            if optims:
+                rank = (model_ranks(part.path.name) or (0, 0))[1]
+                own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
+                _add_partitions(catalog, part, own, read)
+            elif part.content.get("optimizer") is not None:
+                _add_whole(catalog, part, order)
+        _check_covered(catalog)
     if catalog.fragments:
         catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
     return catalog
 
 
-def _add_module(
-    catalog: Catalog, content: Mapping[str, Any], path: Path, whole: Callable[[str], bool] = lambda name: True
-) -> None:
+def _parts(
+    catalog: Catalog,
+    models: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    wanted: Wanted | None,
+    elsewhere: Container[str] = (),
+) -> list[_Part]:
+    """What each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
+    parallel = first.get("checkpoint_parallel_dimensions") or {}
+    ranks = int(parallel.get("tp_degree") or first.get("mp_world_size") or 1)
+    if int(parallel.get("pp_degree") or 1) > 1:
+        raise CheckpointError(
+            f"{catalog.folder} was written by release {catalog.written_by} with {parallel['pp_degree']} pipeline "
+            "stages; such checkpoints cannot be read yet"
+        )
+    if ranks == 1:
+        return [_Part(models[0], first, {})]
+    by_rank = {
+        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not path.name.startswith("zero_")
+    }
+    missing = [rank for rank in range(ranks) if rank not in by_rank]
+    if missing:
+        raise CheckpointNotFoundError(
+            f"{catalog.folder} lacks the model file of tensor-parallel rank {missing[0]} ({len(missing)} of {ranks} "
+            "are missing)"
+        )
+    contents = [first if by_rank[rank] == models[0] else read(by_rank[rank]) for rank in range(ranks)]
+    names = [name for name, value in first["module"].items() if isinstance(value, Tensor)]
+    info = first.get(UNIVERSAL_CHECKPOINT_INFO)
+    buffers = set(first.get("buffer_names") or ())
+    placed = {
+        name: split_placements(name, [tuple(c["module"][name].shape) for c in contents], info, wanted)
+        for name in names
+        if name not in buffers and name not in elsewhere
+    }
+    same = wanted is not None and wanted.ranks == ranks
+    preferred = wanted.rank if wanted is not None and same else 0
+    return [
+        _Part(by_rank[r], contents[r], {name: of[r] for name, of in placed.items()}, r == preferred)
+        for r in range(ranks)
+    ]
+
+
+def _add_module(catalog: Catalog, part: _Part, whole: Callable[[str], bool] = lambda name: True) -> None:
     """Tensors of the module's state dict that are ``whole`` in this file."""
-    for name, value in content["module"].items():
-        if isinstance(value, Tensor):
-            catalog.module_dtypes[name] = value.dtype
-            if not whole(name):
-                continue
-            index = ShardIndex(name, tuple(value.shape), (), 0, value.numel())
-            catalog.add_module(Source(index, value.detach().reshape(-1), _unhashed(path)))
-        else:
-            catalog.extra[name] = value
+    for name, value in part.content["module"].items():
+        if not isinstance(value, Tensor):
+            catalog.extra.setdefault(name, value)
+            continue
+        catalog.module_dtypes.setdefault(name, value.dtype)
+        index = part.index(name, tuple(value.shape)) if whole(name) else None
+        if index is not None:
+            catalog.add_module(Source(index, value.detach().reshape(-1), _unhashed(part.path)))
+
+
+# Universal checkpoints: whole tensors by name -----------------------------------------------------------------
+
+
+def _add_universal(
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> None:
+    """Trained parameters from their folders; frozen ones and buffers from the model files."""
+    groups: Sequence[Mapping[str, Any]] = first.get("param_shapes") or []
+    trained = {name for group in groups for name in group}
+    if models[0].name.startswith("zero_"):
+        catalog.zero_stage = 3
+        contents = _stage3_models(catalog, models, first, read)
+        _add_stage3_weights(catalog, contents)
+    else:
+        for part in _parts(catalog, models, first, read, wanted, trained):
+            _add_module(catalog, part, lambda name: name not in trained)
+    for name in trained:
+        catalog.module.setdefault(name, [])
+    common = read_common(catalog.folder)
+    catalog.scalars = _scalars(common.get("loss_scaler"))
+    add_universal(catalog, groups, common, wanted)
 
 
 # Stages 1 and 2 --------------------------------------------------------------------------------------------
 
 
-def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Path], read: Read) -> None:
+def _add_partitions(catalog: Catalog, part: _Part, optims: list[Path], read: Read) -> None:
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
     files = _complete(catalog.folder, optims, count)
     catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer does not record it
-    shapes: list[Mapping[str, Any]] = first["param_shapes"]
+    shapes: list[Mapping[str, Any]] = part.content["param_shapes"]
     for number, group in enumerate(shapes):
         start = 0
         for path in files:
-            start += _add_group_part(catalog, number, group, start, states[path], path)
-        _check_covered(catalog, group)
+            start += _add_group_part(catalog, part, number, group, start, states[path], path)
+    if catalog.groups:
+        return  # those of another tensor-parallel rank, which are equal
     _add_groups(
         catalog, states[files[0]]["base_optimizer_state"]["param_groups"], [list(group) for group in shapes]
     )
@@ -110,7 +206,13 @@ def _add_partitions(catalog: Catalog, first: Mapping[str, Any], optims: list[Pat
 
 
 def _add_group_part(
-    catalog: Catalog, number: int, shapes: Mapping[str, Any], start: int, state: Mapping[str, Any], path: Path
+    catalog: Catalog,
+    part: _Part,
+    number: int,
+    shapes: Mapping[str, Any],
+    start: int,
+    state: Mapping[str, Any],
+    path: Path,
 ) -> int:
     """One rank's part of one group, which begins at ``start`` in the group's flat tensor; returns its length.
 
@@ -130,19 +232,22 @@ def _add_group_part(
         numel = prod(shape)
         low, high = max(position, start), min(position + numel, start + masters.numel())
         if low < high:
-            index = ShardIndex(name, tuple(shape), (), low - position, high - position)
-            _add_slices(catalog, index, flat, low - start, path)
+            index = part.index(name, tuple(shape), low - position, high - position)
+            if index is not None:
+                _add_slices(catalog, index, flat, low - start, path)
         position += numel + padding
     return masters.numel() + int(state["group_paddings"][number])
 
 
-def _check_covered(catalog: Catalog, group: Mapping[str, Any]) -> None:
-    for name, shape in group.items():
-        held = sum(source.index.numel for source in catalog.fragments.get(name, {}).get(MASTER, ()))
-        if held != prod(shape):
-            raise CheckpointError(
-                f"{catalog.folder} is incomplete: {name} has {held} of {prod(shape)} elements"
-            )
+def _check_covered(catalog: Catalog) -> None:
+    for name, kinds in catalog.fragments.items():
+        sources = kinds.get(MASTER, ())
+        held, numel = sum(source.index.numel for source in sources), prod(sources[0].index.global_shape)
+        known = {source.index.boxes for source in sources}
+        if held != numel and not (
+            len(known) == 1 and sources[0].index.boxes
+        ):  # one rank's part may be all it needs
+            raise CheckpointError(f"{catalog.folder} is incomplete: {name} has {held} of {numel} elements")
 
 
 def _add_slices(catalog: Catalog, index: ShardIndex, flat: Mapping[str, Any], start: int, path: Path) -> None:
@@ -176,18 +281,35 @@ def _optimizer_order(catalog: Catalog) -> list[list[str]]:
 # Stage 3 ---------------------------------------------------------------------------------------------------
 
 
-def _add_stage3(
-    catalog: Catalog, contents: Mapping[Path, dict[str, Any]], optims: list[Path], read: Read
-) -> None:
+def _stage3_models(
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read
+) -> dict[Path, dict[str, Any]]:
+    if int(first.get("mp_world_size") or 1) > 1:
+        raise CheckpointError(
+            f"{catalog.folder} was written by release {catalog.written_by} at stage 3 with model parallelism "
+            f"{first['mp_world_size']}; such checkpoints cannot be read"
+        )
+    return {path: first if path == models[0] else read(path) for path in models}
+
+
+def _add_stage3_weights(catalog: Catalog, contents: Mapping[Path, dict[str, Any]]) -> None:
+    """Buffers, and the parts of frozen weights."""
     world = len(contents)
     for path, content in contents.items():
         rank = (model_ranks(path.name) or (0, 0))[0]
         if rank == 0:
-            _add_module(catalog, content, path, set(content["buffer_names"]).__contains__)
+            _add_module(catalog, _Part(path, content, {}), set(content["buffer_names"]).__contains__)
         shapes = content.get("frozen_param_shapes") or {}
         for name, part in (content.get("frozen_param_fragments") or {}).items():
             index = _even_part(name, tuple(shapes[name]), rank, world)
             catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
+
+
+def _add_stage3(
+    catalog: Catalog, contents: Mapping[Path, dict[str, Any]], optims: list[Path], read: Read
+) -> None:
+    world = len(contents)
+    _add_stage3_weights(catalog, contents)
     groups = [list(group.items()) for group in next(iter(contents.values()))["param_shapes"]]
     for path in optims:
         rank = (optim_ranks(path.name) or (0, 0))[0]
@@ -229,8 +351,9 @@ def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> Shar
 # Stage 0 ---------------------------------------------------------------------------------------------------
 
 
-def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order: Order | None) -> None:
+def _add_whole(catalog: Catalog, part: _Part, order: Order | None) -> None:
     """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
+    optimizer, path, module = part.content["optimizer"], part.path, part.content["module"]
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)
     numbers: list[list[int]] = [list(group["params"]) for group in inner["param_groups"]]
     masters: Sequence[Any] = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
@@ -247,17 +370,21 @@ def _add_whole(catalog: Catalog, optimizer: Mapping[str, Any], path: Path, order
         )
     for number, group in enumerate(names):
         for position, name in enumerate(group):
-            shape = catalog.module[name][0].index.global_shape
-            index = ShardIndex(name, shape, (), 0, prod(shape))
+            held = module[catalog.aliases.get(name, name)]
+            shape = tuple(held.shape)
+            index = part.index(name, shape)
+            if index is None:
+                continue
             state = dict(inner["state"].get(numbers[number][position], {}))
-            state[MASTER] = masters[number][position] if masters else catalog.module[name][0].data
+            state[MASTER] = masters[number][position] if masters else held
             for kind, value in state.items():
                 if isinstance(value, Tensor) and (value.dim() or not shape) and value.numel() == index.numel:
                     catalog.add_fragment(kind, Source(index, value.detach().reshape(-1), _unhashed(path)))
                 elif value is not None:
                     catalog.values.setdefault(name, {})[kind] = value
-    _add_groups(catalog, inner["param_groups"], names)
-    catalog.scalars = _scalars(optimizer)
+    if not catalog.groups:
+        _add_groups(catalog, inner["param_groups"], names)
+        catalog.scalars = _scalars(optimizer)
 
 
 def _named(group: Sequence[str], numbers: list[int], catalog: Catalog, path: Path) -> list[str]:

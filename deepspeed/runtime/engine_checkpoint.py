@@ -25,6 +25,7 @@ from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
 from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
+from deepspeed.checkpoint.splits import Wanted
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
@@ -153,7 +154,7 @@ def load_checkpoint(
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True
     else:
-        tag = _agreed_tag(ranks, Path(load_dir), tag)
+        tag = _agreed_tag(ranks, Path(load_dir), tag, universal=engine.load_universal_checkpoint())
     if plain is None and tag is None:
         return None, None
     what = _what_to_load(
@@ -214,6 +215,7 @@ def _open(
         optimizer=what.optimizer or what.masters,
         partial=ranks.node_local,
         order=_optimizer_order(engine) if what.optimizer else None,
+        wanted=Wanted.by(engine.module, engine.mesh.rank("tp"), engine.mesh.size("tp")),
         fetch=False,
     )
 
@@ -254,10 +256,15 @@ def _what_to_load(
     )
 
 
-def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None) -> str | None:
-    """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist."""
+def _agreed_tag(ranks: Ranks, load_dir: Path, tag: str | None, *, universal: bool) -> str | None:
+    """The tag to load on all ranks; None, with a warning, if none is given and ``latest`` does not exist. Of a
+    ``universal`` checkpoint its own file names it, if there is one: any other loads as well."""
     with ranks.together("looking for the checkpoint"):
-        own = str(tag) if tag is not None else read_latest(load_dir)
+        own = str(tag) if tag is not None else None
+        if own is None and universal:
+            own = read_latest(load_dir, names.LATEST_UNIVERSAL)
+        if own is None:
+            own = read_latest(load_dir)
     if not ranks.agree(own):
         tags = ranks.gather(own)
         raise CheckpointError(

@@ -1,0 +1,165 @@
+"""How tensor-parallel ranks split each parameter, where a checkpoint does not record the boxes itself (release 0.19).
+
+Two sources: what the saving model said of itself (``universal_checkpoint_info``: regular expressions for names), and
+the placements of the model that loads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed.checkpoint import constants
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.placement import Placement, interval, placement_of
+from deepspeed.checkpoint.shards import Box
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The parts that the model that loads wants: placements by name, under all names of a parameter, and in how many
+    matrices side by side it is split (Megatron's ``partition_stride``). This rank is number ``rank`` of ``ranks`` that
+    split tensors."""
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    strides: Mapping[str, int] = field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def by(cls, module: nn.Module, rank: int, ranks: int) -> Wanted:
+        params = dict(module.named_parameters(remove_duplicate=False))
+        return cls(
+            placements={name: placement_of(param) for name, param in params.items()},
+            strides={name: int(getattr(param, "partition_stride", 1) or 1) for name, param in params.items()},
+            rank=rank,
+            ranks=ranks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The entries of ``universal_checkpoint_info`` that say how a parameter is split. Without a matching one it is
+    split along its first dim."""
+
+    info: Mapping[str, Any]
+
+    def matches(self, key: str, name: str) -> bool:
+        return any(re.match(pattern, name) for pattern in self.info.get(key) or ())
+
+    def is_copy(self, name: str) -> bool:
+        """Whether every rank has the whole; also what the saving model would have averaged."""
+        keys = (constants.TP_REPLICATED_PARAMETER_PATTERNS, constants.PARAMETER_TO_AVERAGE_PATTERNS)
+        return any(self.matches(key, name) for key in keys)
+
+    def is_vocabulary(self, name: str) -> bool:
+        return self.matches(constants.VOCABULARY_PARAMETER_PATTERNS, name)
+
+    def placements(self, name: str, shapes: Sequence[Shape]) -> list[Placement]:
+        """Of the tensor on each rank, from its shapes there."""
+        if self.is_copy(name):
+            return [Placement(global_shape=shapes[0]) for _ in shapes]
+        for entry in self.info.get(constants.PARAMETER_WITH_SUB_PARAMS) or ():
+            if any(re.match(pattern, name) for pattern in entry["patterns"]):
+                dim = int(entry["partition_dim"])
+                extents = entry["shape"][dim]
+                sections = [int(e) for e in extents] if isinstance(extents, (tuple, list)) else None
+                return _split(name, shapes, dim, sections)
+        if self.matches(constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name):
+            return _strided(name, shapes, 0, 2)
+        row = self.matches(constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name) and len(shapes[0]) > 1
+        return _strided(name, shapes, 1 if row else 0, 1)
+
+
+def split_placements(
+    name: str, shapes: Sequence[Shape], info: Mapping[str, Any] | None, wanted: Wanted | None
+) -> Sequence[Placement | None]:
+    """Where the tensors that ``len(shapes)`` ranks saved under ``name`` lie in the whole one; None: it is unknown and
+    not needed.
+
+    CheckpointError: neither the checkpoint nor the model that loads says so.
+    """
+    known = wanted.placements.get(name) if wanted is not None else None
+    if info and any(info.get(key) for key in _RULES):
+        return Described(info).placements(name, shapes)
+    if known is None or wanted is None:
+        if len(set(shapes)) == 1 and (wanted is not None or not shapes[0]):
+            return [
+                Placement(global_shape=shapes[0]) for _ in shapes
+            ]  # a buffer; parameters are listed above
+        raise CheckpointError(
+            f"the checkpoint has {len(shapes)} parts of {name} and does not say how they belong together. Load it into "
+            "an engine whose model marks its parameters (tensor_model_parallel, partition_dim, partition_stride), and "
+            "save it again"
+        )
+    return _like(name, shapes, known, wanted)
+
+
+_RULES = (
+    constants.TP_REPLICATED_PARAMETER_PATTERNS,
+    constants.PARAMETER_TO_AVERAGE_PATTERNS,
+    constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    constants.PARAMETER_WITH_SUB_PARAMS,
+    constants.VOCABULARY_PARAMETER_PATTERNS,
+)
+
+
+def _like(name: str, shapes: Sequence[Shape], known: Placement, wanted: Wanted) -> Sequence[Placement | None]:
+    """From the global shape in the model that loads: the dim along which the parts add up to it."""
+    whole = known.global_shape
+    if all(shape == whole for shape in shapes):
+        return [Placement(global_shape=whole) for _ in shapes]
+    fused = len(known.boxes) > 1 and wanted.strides.get(name, 1) == 1
+    if fused and wanted.ranks == len(shapes) and known.index(name).local_shape == shapes[wanted.rank]:
+        return [
+            known if number == wanted.rank else None for number in range(len(shapes))
+        ]  # all this rank needs
+    dims = [
+        dim
+        for dim in range(len(whole))
+        if sum(shape[dim] for shape in shapes) == whole[dim]
+        and all(s[:dim] + s[dim + 1 :] == whole[:dim] + whole[dim + 1 :] for s in shapes)
+    ]
+    if len(dims) != 1:
+        raise CheckpointError(
+            f"the checkpoint's parts of {name}, {', '.join(map(str, shapes))}, do not form the model's {whole} along "
+            "any one dim"
+        )
+    return _strided(name, shapes, dims[0], wanted.strides.get(name, 1))
+
+
+def _strided(name: str, shapes: Sequence[Shape], dim: int, stride: int) -> list[Placement]:
+    sizes = [shape[dim] for shape in shapes]
+    try:
+        return [interval(shape, dim, sizes, rank, stride=stride) for rank, shape in enumerate(shapes)]
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _split(name: str, shapes: Sequence[Shape], dim: int, sections: list[int] | None) -> list[Placement]:
+    """``sections``: extents of the matrices side by side, each of which is split evenly."""
+    count = len(shapes)
+    if sections is None:
+        return _strided(name, shapes, dim, 1)
+    if any(size % count for size in sections) or sum(sections) != sum(shape[dim] for shape in shapes):
+        raise CheckpointError(
+            f"{name}: extents {sections} along dim {dim} do not fit {count} parts, {shapes[0]}"
+        )
+    whole = tuple(sum(sections) if d == dim else size for d, size in enumerate(shapes[0]))
+    made: list[Placement] = []
+    for rank in range(count):
+        boxes: list[Box] = []
+        for number, size in enumerate(sections):
+            low = sum(sections[:number]) + rank * (size // count)
+            boxes.append(
+                tuple((low, low + size // count) if d == dim else (0, s) for d, s in enumerate(whole))
+            )
+        made.append(Placement(global_shape=whole, boxes=tuple(boxes), split=("tp",)))
+    return made
