@@ -191,7 +191,8 @@ class LiveLine:
             self.mark = (now, step, self.engine.global_samples)
         if now >= self.due_s if self.every is None else step % self.every == 0:
             self.show(now)
-        self.look_away()
+        if self.looking:
+            self.look_away()
         if now + (now - before) >= self.due_s if self.every is None else (step + 1) % self.every == 0:
             self.listen()
 
@@ -203,10 +204,9 @@ class LiveLine:
             self.engine.events.on("before_forward", self.look_at_inputs)
 
     def look_away(self) -> None:
-        if self.looking:
-            self.looking = False
-            self.meter.forget()
-            self.engine.events.off("before_forward", self.look_at_inputs)
+        self.looking = False
+        self.meter.forget()
+        self.engine.events.off("before_forward", self.look_at_inputs)
 
     def show(self, now: float) -> None:
         """An error here must not affect training."""
