@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config
 from tests.pool import distributed
 
@@ -98,7 +97,16 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> tuple[list[float], 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("llama", 0), ("llama", 1), ("llama", 2), ("llama", 3), ("tied", 1), ("tied", 3), ("qwen3", 0), ("qwen3", 2)]
+    [
+        ("llama", 0),
+        ("llama", 1),
+        ("llama", 2),
+        ("llama", 3),
+        ("tied", 1),
+        ("tied", 3),
+        ("qwen3", 0),
+        ("qwen3", 2),
+    ]
     + [("qwen3", 3), ("qwen3_moe", 1), ("qwen3_moe", 3)],
 )
 @distributed(world_size=2)

@@ -215,7 +215,9 @@ class StepExecutor:
                     for fragments, _, grads, _ in self._lists
                     for owned, grad in zip(fragments, grads, strict=True)
                     if owned.grad_bucket.counts
-                    for part in counted(self.store.params[owned.param_index], grad, owned.fragment.param_offset)
+                    for part in counted(
+                        self.store.params[owned.param_index], grad, owned.fragment.param_offset
+                    )
                 ]
             )
             self._grad_key = key
