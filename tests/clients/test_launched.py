@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from deepspeed.launcher import ports
 from tests.launcher.programs import COMMAND, environment
 
 for client in ("transformers", "accelerate"):
@@ -61,8 +62,10 @@ LAUNCHERS = {
 
 
 def run(folder, launcher: str, *command: str) -> str:
+    # Accelerate takes one port, whoever else uses it.
+    port = ["--main_process_port", str(ports.find_free("127.0.0.1"))] if launcher == "accelerate" else []
     done = subprocess.run(
-        [sys.executable, *LAUNCHERS[launcher], *command],
+        [sys.executable, *LAUNCHERS[launcher], *port, *command],
         cwd=folder,
         env=environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
         capture_output=True,
