@@ -35,7 +35,8 @@ def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
     tell_replicated(module, group)
     if not isinstance(module, _Summing):
         module.__class__ = _summing_class(type(module))
-    module.gradient_group = group
+    summing: Any = module
+    summing.gradient_group = group
     return module
 
 
