@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +103,7 @@ class TensorParallelLayer(nn.Module):
         kept.pop("forward", None)
         vars(self).update(kept)
 
-    def _keep(self, module: nn.Module, cuts: dict[str, Cut | None], *, own: bool = False) -> None:
+    def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
         """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
         given = {name: param for name, param in module.named_parameters(recurse=False) if name in cuts}
         with GatheredParameters(list(given.values())), torch.no_grad():
