@@ -129,7 +129,9 @@ def qkv_cut(queries: int, keys: int, ranks: int) -> Cut:
     return Cut(0, (queries + 2 * keys) * HEAD, tuple(parts))
 
 
-def split(model: Model, group: Communicator | ProcessGroup, *, by_sequence: bool = False) -> Model:
+def split(
+    model: Model, group: Communicator | ProcessGroup, *, by_sequence: bool = False, overlap: bool = False
+) -> Model:
     """Make the layers of ``model`` parallel, in place."""
     group = communicator_of(group)
     sequence = SequenceRegion(group, 1) if by_sequence else None
@@ -142,10 +144,14 @@ def split(model: Model, group: Communicator | ProcessGroup, *, by_sequence: bool
     for block in model.blocks:
         block.heads = len(own[rank]), len(read[rank])
         block.read = [q * keys // queries - read[rank].start for q in own[rank]]
-        block.qkv = LinearLayer(block.qkv, group, cut=qkv, sequence=sequence)
+        block.qkv = LinearLayer(block.qkv, group, cut=qkv, sequence=sequence, overlap_comm=overlap)
         block.out = LinearAllreduce(block.out, group, cut=mixed, sequence=sequence)
         block.up = LinearLayer(
-            block.up, group, cut=Cut.even(0, 2 * HIDDEN, ranks, blocks=2), sequence=sequence
+            block.up,
+            group,
+            cut=Cut.even(0, 2 * HIDDEN, ranks, blocks=2),
+            sequence=sequence,
+            overlap_comm=overlap,
         )
         block.down = LinearAllreduce(block.down, group, sequence=sequence)
         if sequence is not None:

@@ -83,6 +83,21 @@ def test_recomputed_blocks(how: str, by_sequence: bool) -> None:
 
 @pytest.mark.parametrize("by_sequence", [False, True])
 @distributed(world_size=2)
+def test_overlapped_communication_gives_the_same_bits(by_sequence: bool) -> None:
+    found = []
+    for overlap in (False, True):
+        group = tensor_parallel().communicator("tp")
+        model = split(Model(), group, by_sequence=by_sequence, overlap=overlap)
+        group.reset_counters()
+        model(*batch()).backward()
+        found.append(([param.grad for param in model.parameters()], dict(group.collectives)))
+    (one, counts), (other, same_counts) = found
+    assert counts == same_counts
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+@distributed(world_size=2)
 def test_copies_evaluation_and_16_bit(by_sequence: bool) -> None:
     model = split(Model(), tensor_parallel().communicator("tp"), by_sequence=by_sequence)
     model = copy.deepcopy(model)

@@ -56,14 +56,12 @@ def test_an_engine_looks_once() -> None:
     engine.train()
     with pytest.raises(ValueError, match=r"extra\['a'\]\[0\] \(ranks \[1\]\)"):
         engine(same, extra={"a": [other]})
-    assert not engine.events._subscribers.get("before_forward")
-    engine(same)
+    engine(same, extra={"a": [other]})  # it has been told
     engine.destroy()
 
     foreign = deepspeed.initialize(model=Net(None), config=config(1), mpu=unit)[0]
     with mock.patch("deepspeed.runtime.observers.same_inputs.logger.warning") as warn:
         for _ in range(2):
             foreign(other)
-    warn.assert_called_once()
-    assert "values (ranks [1])" in warn.call_args.args[0]
+    assert sum("values (ranks [1])" in call.args[0] for call in warn.call_args_list) == 1
     foreign.destroy()

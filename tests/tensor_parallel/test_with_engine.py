@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.pool import distributed
 from tests.tensor_parallel.blocks import Model, batch, split
 from tests.tensor_parallel.test_layers import own_part
@@ -128,4 +130,53 @@ def test_training_equals_one_process(
         own = safe_get_full_fp32_param(param)
         wanted = own_part(whole[name].detach(), param)
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@distributed(world_size=4)
+def test_checkpoints_and_exports_are_of_whole_tensors(stage: int, tmp_path: Path) -> None:
+    expected, _, reference = alone(2, 3)
+    unit = Unit()
+    settings = config(stage, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    engine = deepspeed.initialize(model=split(Model(*HEADS), unit.tensor), config=settings, mpu=unit)[0]
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    engine.save_16bit_model(tmp_path)
+    engine.destroy()
+
+    _, _, after_two = alone(2, 2)
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    saved = torch.load(tmp_path / "pytorch_model.bin")
+    for name, value in after_two.state_dict().items():
+        torch.testing.assert_close(fp32[name], value, rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+    # Over four ranks with layers in parts, of which one has no queries' keys of its own; and with whole layers.
+    wide = Unit(4)
+    later = deepspeed.initialize(
+        model=split(Model(*HEADS), wide.tensor, by_sequence=True), config=config(stage), mpu=wide
+    )[0]
+    later.load_checkpoint(tmp_path)
+    loss = later(*batch(2, 0))
+    torch.testing.assert_close(loss.item(), expected[2][0], rtol=1e-5, atol=1e-6)
+    later.destroy()
+    whole = deepspeed.initialize(model=Model(*HEADS), config=config(stage))[0]
+    whole.load_checkpoint(tmp_path)
+    assert whole(*batch(2, 1)).item() == pytest.approx(expected[2][1], rel=1e-5)
+    whole.destroy()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@distributed(world_size=2)
+def test_16_bit_training_follows_fp32(precision: str) -> None:
+    unit = Unit()
+    model = split(Model(*HEADS), unit.tensor, by_sequence=precision == "bf16")
+    scale = {"initial_scale_power": 4} if precision == "fp16" else {}
+    settings = config(2, **{precision: {"enabled": True, **scale}})
+    engine = deepspeed.initialize(model=model, config=settings, mpu=unit)[0]
+    losses, _ = train(engine)
+    expected, _, _ = alone(1)
+    assert losses == pytest.approx([each[0] for each in expected], rel=0.03)
+    assert engine.skipped_steps == 0
     engine.destroy()

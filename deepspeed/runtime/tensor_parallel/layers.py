@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut, replicated
 from .mappings import copy_to, gather_from, shared_weight, split_to, sum_own
+from .overlapped import column_product
 from .sequence_regions import SequenceRegion
 
 __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
@@ -93,13 +94,16 @@ class TensorParallelLayer(nn.Module):
     cut: Cut
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take over what the module is besides its parameters, also its class."""
+        """Take over what the module is besides its parameters, also its class. (Not a ``forward`` that someone has put
+        on the object, which would compute with the old parameters.)"""
         if not isinstance(self, type(module)):
             self.__class__ = _joined_class(type(self), type(module))
         nn.Module.__init__(self)
-        vars(self).update({key: value for key, value in vars(module).items() if not key.startswith("_")})
+        kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        kept.pop("forward", None)
+        vars(self).update(kept)
 
-    def _keep(self, module: nn.Module, cuts: dict[str, Cut | None], *, own: bool = False) -> None:
+    def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
         """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
         given = {name: param for name, param in module.named_parameters(recurse=False) if name in cuts}
         with GatheredParameters(list(given.values())), torch.no_grad():
@@ -194,6 +198,8 @@ class LinearLayer(_ParallelLinear):
         weight: the parameter that this rank has already, shared with another layer (tied embeddings).
         sequence: the input is a shard of the sequence, gathered here.
         shared_input: the same object for layers with the same input.
+        overlap_comm: communicate the input's gradient while the weight's is computed. Not with ``shared_input``, whose
+            gradient is complete only later.
 
     Input [.., in_features], equal on all ranks; output [.., this rank's out_features].
     """
@@ -210,11 +216,13 @@ class LinearLayer(_ParallelLinear):
         sequence: SequenceRegion | None = None,
         shared_input: InputRule | None = None,
         gather_in_evaluation: bool = False,
+        overlap_comm: bool = False,
         name: str | None = None,
     ) -> None:
         self._start(module, mp_group, name)
         self.cut = self._choose_cut(module, cut, 0, skip_partition)
         self.gather_output = gather_output
+        self.overlap_comm = overlap_comm and shared_input is None
         self.gather_in_evaluation = gather_in_evaluation
         self.sequence = sequence
         self.shared_input: InputRule = shared_input or SharedInput()
@@ -227,12 +235,15 @@ class LinearLayer(_ParallelLinear):
         self._tell_sizes()
 
     def forward(self, input: Tensor) -> Tensor:
-        inputs = self.shared_input(input, self.group, self.sequence)
         weight, bias = self.weight, self.bias
         if self._overlaps:
             weight = shared_weight(weight, self.group, self.cut)
             bias = None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
-        output = self._product(inputs, weight, bias)
+        if self.overlap_comm and self.group.size > 1 and not torch.is_autocast_enabled(input.device.type):
+            weight = weight.t() if self.transposed else weight
+            output = column_product(input, weight, bias, self.group, self.sequence)
+        else:
+            output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
         if not (self.gather_output or (self.gather_in_evaluation and not self._is_training())):
             return output
         return gather_from(output, self.group, self.cut.along(-1))
@@ -306,8 +317,3 @@ def _extents(own: int, group: Communicator, device: torch.device) -> Sequence[in
     every = torch.empty(group.size, dtype=torch.int64, device=device)
     group.all_gather(every, torch.tensor([own], dtype=torch.int64, device=device)).wait()
     return every.tolist()
-
-
-def tensor_parallel_layers(module: nn.Module) -> Iterable[TensorParallelLayer]:
-    """Those in ``module``."""
-    return (each for each in module.modules() if isinstance(each, TensorParallelLayer))

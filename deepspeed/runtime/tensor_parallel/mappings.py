@@ -18,13 +18,13 @@ one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut
@@ -33,9 +33,11 @@ __all__ = [
     "copy_to",
     "gather_from",
     "gather_sequence",
+    "join_sequence",
     "reduce_from",
     "scatter_sequence",
     "shared_weight",
+    "split_sequence",
     "split_to",
     "sum_own",
 ]
@@ -288,14 +290,30 @@ def _all_gathered(tensor: Tensor, group: Communicator, dim: int, length: int | N
 
 
 def _reduce_scattered(tensor: Tensor, group: Communicator, dim: int) -> Tensor:
+    return begin_reduce_scatter(tensor, group, dim).wait()
+
+
+class Scattering(NamedTuple):
+    """A reduce-scatter in flight: ``source`` is read until it has been waited for."""
+
+    own: Tensor
+    source: Tensor
+    pending: Pending
+
+    def wait(self) -> Tensor:
+        self.pending.wait()
+        return self.own
+
+
+def begin_reduce_scatter(tensor: Tensor, group: Communicator, dim: int) -> Scattering:
+    """What ``scatter_sequence`` gives, once it has been waited for."""
     dim = dim % tensor.dim()
     run = -(-tensor.shape[dim] // group.size)
     whole = _padded(tensor, dim, run * group.size)
     # The rank's number becomes the first dim: a copy unless that is where the sequence is.
     parts = whole.unflatten(dim, (group.size, run)).movedim(dim, 0).contiguous()
     own = parts.new_empty(parts.shape[1:])
-    group.reduce_scatter(own.view(-1), parts.view(-1)).wait()
-    return own
+    return Scattering(own, parts, group.reduce_scatter(own.view(-1), parts.view(-1)))
 
 
 def _own_run(tensor: Tensor, group: Communicator, dim: int) -> Tensor:

@@ -52,7 +52,8 @@ def _convert(module: nn.Module, numbers: RegionNumbers, how: type[nn.Module]) ->
         return module
     if not isinstance(module, how):
         module.__class__ = _drawing_class(how, type(module))
-    module.numbers = numbers  # type: ignore[assignment]
+    drawing: Any = module
+    drawing.numbers = numbers
     return module
 
 

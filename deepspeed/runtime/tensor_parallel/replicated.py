@@ -35,7 +35,8 @@ def sum_gradients(module: nn.Module, group: Communicator) -> nn.Module:
     tell_replicated(module, group)
     if not isinstance(module, _Summing):
         module.__class__ = _summing_class(type(module))
-    module.gradient_group = group
+    summing: Any = module
+    summing.gradient_group = group
     return module
 
 
@@ -52,10 +53,11 @@ class _Summing(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, with other tensors in the place of its parameters."""
         own = self._parameters
-        self._parameters = {
-            name: None if param is None else shared_weight(param, self.gradient_group)  # type: ignore[misc]
+        summed: dict[str, Any] = {
+            name: None if param is None else shared_weight(param, self.gradient_group)
             for name, param in own.items()
         }
+        self._parameters = summed
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:

@@ -1,0 +1,68 @@
+"""A column-parallel product whose backward communicates the input's gradient while it computes the weight's.
+
+(Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, 2021.) The same sums
+in the same order as with ``copy_to`` or ``gather_sequence`` before the product, so the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.utils.untraced import untraced
+
+from .mappings import begin_reduce_scatter
+from .sequence_regions import SequenceRegion
+
+__all__ = ["column_product"]
+
+
+@untraced
+def column_product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, group: Communicator, sequence: SequenceRegion | None
+) -> Tensor:
+    """``inputs`` [.., in] x ``weight`` [own outputs, in], which may be a transposed view; ``inputs`` are equal on all
+    ranks, or shards of ``sequence``, which are gathered."""
+    return _ColumnProduct.apply(inputs, weight, bias, group, sequence)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Communicator,
+        sequence: SequenceRegion | None,
+    ) -> Tensor:
+        whole = inputs if sequence is None else sequence.gather(inputs)
+        ctx.save_for_backward(whole, weight)
+        ctx.group, ctx.sequence = group, sequence
+        return torch.nn.functional.linear(whole, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        own = pending = grad_weight = grad_bias = None
+        if needs_input:
+            own = grad @ weight
+            if ctx.sequence is None:
+                pending = ctx.group.all_reduce(own)
+            else:
+                pending = begin_reduce_scatter(own, ctx.group, ctx.sequence.dim)
+                own = pending.own
+        rows = grad.flatten(0, -2)
+        if needs_weight:
+            grad_weight = rows.t() @ inputs.flatten(0, -2)
+        if needs_bias:
+            grad_bias = rows.sum(0)
+        if pending is not None:
+            pending.wait()
+        return own, grad_weight, grad_bias, None, None
