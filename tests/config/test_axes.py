@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from deepspeed.comm.mesh import MeshLayout
+from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
+from deepspeed.config.reader import ConfigSource
 from deepspeed.config_tools.check import check_config
 
 
@@ -70,3 +72,27 @@ def test_without_ranks_the_smallest_job_is_meant() -> None:
     """`ds_check` of a config on a machine without a launcher: it is not wrong there that one process is not two."""
     report = check_config({"train_batch_size": 6, "sequence_parallel_size": 2, "data_parallel_size": 3})
     assert not report.errors
+
+
+def test_a_model_that_is_split_already_has_its_axis() -> None:
+    made = axes_of({}, 8, split_over=2)
+    assert made.data_parallel == 4 and made.layout is not None and made.layout.tp == 2
+    same = axes_of({"tensor_parallel": {"autotp_size": 2}}, 8, split_over=2)
+    assert not same.problems and same.layout == made.layout
+    (problem,) = axes_of({"tensor_parallel": {"autotp_size": 4}}, 8, split_over=2).problems
+    assert problem.key == "tensor_parallel.autotp_size" and "split over 2 ranks already" in problem.message
+    (problem,) = axes_of({}, 3, split_over=2).problems
+    assert "does not divide" in problem.message
+
+
+@pytest.mark.parametrize(("train", "found"), [(8, 8), (16, 8), (12, None)])
+def test_batch_sizes_may_count_the_ranks_of_a_split_model(train: int, found: int | None) -> None:
+    """As clients write them: every rank counts."""
+    given = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+    }
+    result = analyse(ConfigSource(given), axes_of(given, 8, split_over=2))
+    assert (result.batch.train if result.batch is not None else None) == found
+    assert bool(result.errors) == (found is None)
