@@ -149,6 +149,7 @@ class DeepSpeedEngine(EngineState):
         cast_module(model, self.plan.precision)
         lay_out_contiguously(model)
         self.module = model
+        checkpointing.keep_layers(self._checkpointing, model)
         self.scopes = Scopes(self.mesh, int(self._config.zero_config.mics_shard_size)).find(
             model.parameters()
         )

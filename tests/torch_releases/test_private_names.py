@@ -25,6 +25,8 @@ PACKAGE = Path(__file__).parents[2] / "deepspeed"
 
 # name -> the first arguments of its signature; None: not a Python function, or not called
 NAMES: dict[str, str | None] = {
+    "torch.Tensor._make_wrapper_subclass": None,  # its first argument is the class
+    "torch._C.DisableTorchFunctionSubclass": None,
     "torch._C._are_functorch_transforms_active": None,  # utils/transforms.py, called below
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
     "torch._C._functorch.peek_interpreter_stack": None,
@@ -43,15 +45,16 @@ NAMES: dict[str, str | None] = {
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",
     "torch._utils._unflatten_dense_tensors": "flat tensors",
     "torch._weights_only_unpickler.load": "file",
-    "torch.Tensor._make_wrapper_subclass": None,  # a class method of the class given first
-    "torch._C.DisableTorchFunctionSubclass": None,
     "torch.autograd.Variable._execution_engine.queue_callback": None,  # called below
     "torch.autograd._profiler_enabled": "",
     "torch.cuda._lazy_call": "callable",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "group_name",
     "torch.distributed.distributed_c10d._get_default_store": "",
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
+    "torch.utils._python_dispatch.TorchDispatchMode": None,
     "torch.utils._pytree.tree_flatten": "tree",
+    "torch.utils._pytree.tree_leaves": "tree",
+    "torch.utils._pytree.tree_map": "func tree",
     "torch.utils._pytree.tree_unflatten": None,  # its arguments changed places in 2.2, and keep the old order
 }
 # Used if they are there; utils/untraced.py has another way.

@@ -29,7 +29,8 @@ from deepspeed.comm.collectives import Communicator, Network, process_network
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
-from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, KeptInputs
+from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, InHost, KeptInputs
+from deepspeed.runtime.activation_checkpointing.model_layers import keep_inputs_of_layers
 from deepspeed.runtime.activation_checkpointing.rng import (
     CudaRNGStatesTracker,
     reseed_tensor_parallel,
@@ -66,8 +67,11 @@ class Settings:
     mpu: Any = None
     section: DeepSpeedActivationCheckpointingConfig = field(default_factory=lambda: _section_of(None))
     arena: Arena | None = None
+    in_host: InHost = field(default_factory=InHost)
     tracker: CudaRNGStatesTracker = field(default_factory=CudaRNGStatesTracker)
     network: Network = process_network
+    layers: list[Any] = field(default_factory=list)
+    """Hooks on layers that a model checkpoints itself."""
 
     def group(self) -> Communicator:
         """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
@@ -83,7 +87,7 @@ class Settings:
         if section.contiguous_memory_optimization and self.arena is None:
             self.arena = Arena(section.number_checkpoints or 1)
         arena = self.arena if section.contiguous_memory_optimization else None
-        return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena)
+        return KeptInputs(self.group(), offload=section.cpu_checkpointing, arena=arena, in_host=self.in_host)
 
 
 # --- Settings -------------------------------------------------------------------------------------
@@ -187,8 +191,17 @@ def settings_for(config: Any, mpu: Any, network: Network) -> Settings:
     return settings
 
 
+def keep_layers(settings: Settings, module: Any) -> None:
+    """Inputs of layers that ``module`` checkpoints itself are kept in host memory too, if these settings say so."""
+    if settings is not _state.process and settings.section.cpu_checkpointing:
+        settings.layers = keep_inputs_of_layers(module, lambda: _keeping_inputs(settings))
+
+
 def leave(settings: Settings) -> None:
     """Their engine is destroyed: the functions here act on the one before it."""
+    for handle in settings.layers:
+        handle.remove()
+    settings.layers = []
     _state.engines.remove(settings)
 
 

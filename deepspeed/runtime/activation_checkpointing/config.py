@@ -13,7 +13,10 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
     partition_activations: bool = Field(
         default=False, description="Partition the saved inputs across the model-parallel ranks."
     )
-    cpu_checkpointing: bool = Field(default=False, description="Keep the inputs in host memory.")
+    cpu_checkpointing: bool = Field(
+        default=False,
+        description="Keep the inputs in host memory; also of layers that a model checkpoints itself.",
+    )
     contiguous_memory_optimization: bool = Field(
         default=False,
         description="One buffer for all inputs; needs `number_checkpoints` and `partition_activations`.",
