@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.clients.kit import clean_clients, llama, lora, whole_weights
+from deepspeed.utils import groups
+from tests.clients.kit import clean_clients, llama, llama_config, lora, whole_weights
 from tests.pool import distributed
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
@@ -70,8 +71,6 @@ def plain_losses(model: Any, batches: list[dict[str, Tensor]]) -> list[float]:
 
 def shared_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """The loss over all ranks of the sequence as Accelerate's documentation computes it."""
-    from deepspeed.utils import groups
-
     group = groups._get_sequence_parallel_group()
     unwrapped, labels = model.module, batch["shift_labels"]
     logits = model(**{key: value for key, value in batch.items() if key != "shift_labels"}).logits
@@ -330,6 +329,18 @@ def registered(model: Any, size: int = 2, **options: Any) -> Any:
     return UlyssesSPAttentionHF.register_with_transformers(model, core, size, 1, **options)
 
 
+class Silent(torch.nn.Module):
+    """Takes any attention and uses none, not even a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = llama_config()
+        self.config._attn_implementation = "sdpa"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 @distributed(world_size=2)
 def test_models_that_compute_attention_themselves_are_refused() -> None:
     from transformers import BloomConfig, BloomForCausalLM
@@ -338,8 +349,13 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
         model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2))
         model.config._attn_implementation = "sdpa"  # which it accepts
         registered(model)
-        with pytest.raises(ValueError, match="BloomForCausalLM cannot be trained.*0 of its 2 layers"):
+        with pytest.raises(ValueError, match="computes attention itself"):
             model.train()(input_ids=torch.ones(1, 4, dtype=torch.int64))
+        silent = Silent()
+        registered(silent)
+        with pytest.raises(ValueError, match="Silent cannot be trained.*0 of its 2 layers"):
+            silent(torch.ones(1, 4))
+        groups.set_mesh(None)
 
 
 @distributed(world_size=2)
@@ -364,4 +380,4 @@ def test_what_does_not_fit_is_refused() -> None:
         registered(model)
         with pytest.raises(ValueError, match="made for its shard"):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
-        assert dist.get_world_size() == 2
+        groups.set_mesh(None)

@@ -7,6 +7,7 @@ models, 2023; for the ring see ``deepspeed.sequence.ring``.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ class UlyssesSPAttentionHF(nn.Module):
         process_group: the ranks that share a sequence, in its order.
         seq_length_is_variable: False says that all shards always have the same length, which saves exchanging it.
         local_seq_length: that length; checked if given and not variable.
-        disable_in_eval: modules in evaluation mode are given whole sequences and use ``attn`` as it is, on every rank.
+        disable_in_eval: in evaluation mode every rank is given whole sequences, for which ``attn`` is used as it is.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class UlyssesSPAttentionHF(nn.Module):
         self.equal_lengths = not seq_length_is_variable
         self.local_seq_length = None if seq_length_is_variable else local_seq_length
         self.disable_in_eval = disable_in_eval
+        self._model: weakref.ref[nn.Module] | None = None
         self.calls = 0
         """How often it ran on shards: 0 after a forward tells of a model that computes attention elsewhere."""
 
@@ -148,7 +150,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 keys of another length than the queries (a cache, or attention to another sequence), a window that is
                 not causal, dropout with fewer heads than ranks.
         """
-        if self.disable_in_eval and not module.training:
+        if self.disable_in_eval and not self._is_training(module):
             own = attention_mask.own_mask() if isinstance(attention_mask, MaskRequest) else attention_mask
             out, _ = self.attn(module, query, key, value, own, *args, **kwargs)
             return out, None
@@ -158,7 +160,7 @@ class UlyssesSPAttentionHF(nn.Module):
         plan = self.plan
         if (query.shape[1], key.shape[1]) != (plan.heads, plan.kv_heads):  # layers may differ
             plan = HeadAssignment(query.shape[1], key.shape[1], comm.size)
-        sequence = self._sequence(query, attention_mask, kwargs.pop("position_ids", None))
+        sequence = self._sequence(module, query, attention_mask, kwargs.pop("position_ids", None))
         exchange = Exchange(comm, plan.lengths(comm.rank, sequence.lengths))
         keys, queries = plan.keys(comm.rank), plan.queries(comm.rank)
         query, key, value = exchange.to_heads((query, key, value), (queries, keys, keys))
@@ -176,9 +178,25 @@ class UlyssesSPAttentionHF(nn.Module):
         back = Exchange(comm, exchange.lengths, heads_dim=2, tokens_dim=1)
         return back.to_tokens(out, queries), None
 
-    def _sequence(self, query: Tensor, mask: Any, positions: Tensor | None) -> WholeSequence:
+    def belong_to(self, model: nn.Module) -> None:
+        """The mode of ``model`` decides whether this is an evaluation, and not that of single layers (frozen ones may
+        be in evaluation mode while the model is trained on shards)."""
+        self._model = weakref.ref(model)
+
+    def _is_training(self, module: nn.Module) -> bool:
+        model = self._model() if self._model is not None else None
+        return (module if model is None else model).training
+
+    def _sequence(
+        self, module: nn.Module, query: Tensor, mask: Any, positions: Tensor | None
+    ) -> WholeSequence:
         comm = communicator_of(self.process_group)
         if isinstance(mask, MaskRequest):
+            if positions is None and mask.is_packed():
+                raise ValueError(
+                    f"{type(module).__name__} does not pass position_ids to its attention, so that packed documents "
+                    "cannot be told apart in a sharded sequence; pad instead of packing"
+                )
             return mask.whole(
                 lambda: gather_sequence(comm, query, positions, mask.padding, equal=self.equal_lengths)
             )

@@ -43,6 +43,15 @@ class MaskRequest:
     _own: list[Any] = field(default_factory=list)
     _sequence: WholeSequence | None = None
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A model that computes with its mask computes attention itself."""
+        raise ValueError(
+            "this model cannot be trained with sequence parallelism: it computes attention itself (with the mask it "
+            f"calls {getattr(func, '__name__', func)}) and not by the registered attention, and would see only one "
+            "shard of the sequence"
+        )
+
     def own_mask(self) -> Any:
         """The mask without sequence parallelism."""
         if not self._own:
@@ -59,6 +68,13 @@ class MaskRequest:
         if self._sequence is None:
             self._sequence = make()
         return self._sequence
+
+    def is_packed(self) -> bool:
+        """Whether documents begin within this shard."""
+        parts = _parts_of(self.arguments.get("mask_function"))
+        return not parts.isdisjoint(
+            {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
+        )
 
     def unknown_parts(self) -> list[str]:
         """Parts of the mask that cannot be told from shards."""

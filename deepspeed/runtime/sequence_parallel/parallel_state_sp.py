@@ -48,7 +48,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
         mesh = ProcessMesh(
             dist.get_rank(), {}, layout=MeshLayout(dp=dp, sp=sequence_parallel_size, node=ranks)
         )
-        mesh.group("sp"), mesh.group("dp", "sp")  # while all ranks are here
+        mesh.group("sp")  # now, while all ranks are here
         _state.mesh, _state.world = mesh, dist.group.WORLD
     groups.set_mesh(mesh)
 

@@ -22,6 +22,8 @@ class CountedAttention(Protocol):
     calls: int
     disable_in_eval: bool
 
+    def belong_to(self, model: nn.Module) -> None: ...
+
     def forward(
         self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any: ...
@@ -120,6 +122,7 @@ def register(attention: CountedAttention, core: str, target: Target) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_function_over(make))
     if target.model is not None:
         target.config._attn_implementation = NAME
+        attention.belong_to(target.model)
         _check_first_forward(target, attention)
 
 

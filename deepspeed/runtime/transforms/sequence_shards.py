@@ -54,10 +54,10 @@ class ShardedSequences:
     before: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, context: _Context) -> None:
-        group = context.mesh.group("sp")
-        if not _takes_attention(module):
-            context.say("the model shards its sequences itself")
+        if context.mesh.size("sp") == 1 or not _takes_attention(module):
+            context.say("the model's own matter")
             return
+        group = context.mesh.group("sp")
         target = Target.of(module)
         core = target.core_name(None)
         attention = UlyssesSPAttentionHF(
