@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,9 +76,8 @@ def merge_state(state_a: Any, state_b: Any, key_list: Sequence[Any] = ()) -> Any
 
     ``key_list``: if not empty, of dicts only what is under these keys is joined. ValueError: the structures differ.
     """
-    if type(state_a) is not type(state_b) and not (
-        isinstance(state_a, Tensor) and isinstance(state_b, Tensor)
-    ):
+    both: tuple[Any, Any] = (state_a, state_b)
+    if type(state_a) is not type(state_b) and not all(isinstance(state, Tensor) for state in both):
         raise ValueError(f"a {type(state_a).__name__} and a {type(state_b).__name__} cannot be joined")
     if isinstance(state_a, dict):
         return merge_state_dict(state_a, state_b, key_list)
@@ -109,4 +109,4 @@ def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Seq
 
 def read_states(path: str) -> dict[str, Any]:
     """What a checkpoint file holds. CheckpointError: it is damaged or holds anything but plain data and tensors."""
-    return read_archive(path)
+    return read_archive(Path(path))

@@ -49,7 +49,7 @@ def load_hp_checkpoint_state(
     """
     access: Any = getattr(self, "_ds_state_access", None)
     name = access.name_of(self) if access is not None else None
-    if name is None:
+    if access is None or name is None:
         raise ValueError("no engine trains this parameter: there is no state to load")
     if not 0 <= tp_rank < tp_world_size or not 0 <= ep_rank < ep_size:
         raise ValueError(f"rank {tp_rank} of {tp_world_size}, expert rank {ep_rank} of {ep_size}: not a rank")

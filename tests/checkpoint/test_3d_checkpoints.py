@@ -4,17 +4,24 @@ folder, apart from single values such as a step, which it cannot join."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import DeepSpeedCheckpoint, SubparamShape, enable_universal_checkpoint
+from deepspeed.checkpoint import (
+    PARAMETER_WITH_SUB_PARAMS,
+    DeepSpeedCheckpoint,
+    SubparamShape,
+    ZeROCheckpoint,
+    enable_universal_checkpoint,
+)
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
 from deepspeed.checkpoint.reshape_meg_2d import get_mpu_ranks, meg_2d_parallel_map, reshape_meg_2d_parallel
 from deepspeed.checkpoint.reshape_utils import merge_state, partition_data, sort_zero_files
-from deepspeed.checkpoint.zero_checkpoint import ZeROCheckpoint
+from deepspeed.checkpoint.splits import Described
 from tests.checkpoint.make_universal_checkpoints import UNIVERSAL
 from tests.checkpoint.make_upstream_checkpoints import config, groups, model
 from tests.checkpoint.models import full_state
@@ -194,4 +201,9 @@ def test_one_parameter_from_its_folder(stage: int) -> None:
 
 def test_the_description_of_fused_parameters() -> None:
     shape = SubparamShape(patterns=["qkv"], shape=((6, 2, 2), 4), partition_dim=0)
-    assert (shape.patterns, shape.shape, shape.partition_dim) == (["qkv"], ((6, 2, 2), 4), 0)
+    described = Described({PARAMETER_WITH_SUB_PARAMS: [dataclasses.asdict(shape)]})
+    parts = described.placements("qkv.weight", [(5, 4), (5, 4)])
+    assert parts[1].boxes == (((3, 6), (0, 4)), ((7, 8), (0, 4)), ((9, 10), (0, 4)))
+    assert parts[0].global_shape == (10, 4) and described.placements("up", [(5, 4)] * 2)[1].boxes == (
+        ((5, 10), (0, 4)),
+    )
