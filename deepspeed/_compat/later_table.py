@@ -58,7 +58,6 @@ INSTEAD = {
     "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
     "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
     "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
-    "deepspeed.runtime.sequence_parallel": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
     "deepspeed.runtime.superoffload": "Until then use offload_optimizer with device cpu.",
@@ -88,21 +87,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "get_best_space_record get_best_space_records run_tuning_micro_batch_sizes "
         "get_min_max_micro_batch_size get_gas_from_user_config get_val_from_user_args "
         "get_tuning_micro_batch_size_list run_ds_config write_optimal_config run_after_tuning",
-    ),
-    "deepspeed.checkpoint.deepspeed_checkpoint": (
-        "class DeepSpeedCheckpoint(dir, tp_degree=None, pp_degree=None, dp_degree=None, "
-        "final_layer_norm_idx=FINAL_LAYER_NORM_INDEX): is_change_tp_degree is_change_pp_degree "
-        "is_change_dp_degree show_2d_mapping show_tp_embedding_map show_tp_final_norm_map "
-        "show_pp_transformer_map show_transformer_file_map get_zero_checkpoint_state get_zero_files "
-        "get_embedding_layer_id get_final_norm_layer_id get_iteration get_embedding_state "
-        "get_embedding_files get_args get_checkpoint_info get_2d_parallel_state get_transformer_state"
-        " get_pp_transformer_map get_final_norm_state get_final_norm_files get_2d_parallel_files "
-        "validate_files",
-    ),
-    "deepspeed.checkpoint.ds_to_universal": ("def main(args)",),
-    "deepspeed.checkpoint.universal_checkpoint": (
-        "class SubparamShape(**data)",
-        "def enable_universal_checkpoint(param_list)",
     ),
     "deepspeed.compile.backend": (
         "def make_backend(backend, compile_config, compile_kwargs={}, owned_frames=None)",

@@ -43,8 +43,11 @@ DOCUMENTED_KEYS = (
     DS_VERSION,
     "universal_checkpoint_info",
 )
-RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS))
-"""Keys that a client state must not contain, and that are left out when it is returned."""
+RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", INDEX, CHECKSUMS)) - {
+    "universal_checkpoint_info"
+}
+"""Keys that a client state must not contain, and that are left out when it is returned. What a model says of its
+parameters' splits comes from the client where the model does not say it itself."""
 
 _OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers|own_state)_rank_\d+\.pt")
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

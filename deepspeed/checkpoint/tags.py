@@ -48,9 +48,9 @@ def _problem(tag: str) -> str | None:
     return None
 
 
-def read_latest(load_dir: Path, file: str = LATEST) -> str | None:
-    """The tag that was saved last; None if no ``file`` names one. CheckpointError: the file does not hold a tag."""
-    path = load_dir / file
+def read_latest(load_dir: Path, name: str = LATEST) -> str | None:
+    """The tag that was saved last; None if no file ``name`` says so. CheckpointError: the file does not hold a tag."""
+    path = load_dir / name
     try:
         with open(path, "rb") as file:
             content = file.read(_LONGEST_LATEST)

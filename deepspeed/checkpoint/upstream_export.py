@@ -80,7 +80,7 @@ def export_checkpoint(
     staged = StagedFolder(Path(output_dir), tag.lstrip("."), alone=False)
     if staged.final.resolve() == folder.resolve():
         raise ValueError(f"{folder} would be overwritten by its own export: choose another output_dir")
-    files = _Files(catalog, stage, ranks)
+    files = UpstreamFiles(catalog, stage, ranks)
     staged.prepare()
     try:
         files.write(staged.staging)
@@ -93,7 +93,7 @@ def export_checkpoint(
     return staged.final
 
 
-class _Files:
+class UpstreamFiles:
     """The files of one exported checkpoint: their content refers to the source's fragments until they are written."""
 
     def __init__(self, catalog: Catalog, stage: int, ranks: int) -> None:
@@ -127,6 +127,9 @@ class _Files:
             name = names.optim_file(rank, 0, bf16=self.settings.bf16)
             state = self._partition(rank) if self.stage < 3 else self._even_parts(rank)
             self._put(folder / name, {names.OPTIMIZER_STATE: state, **self._versions()})
+        self.write_model_files(folder)
+
+    def write_model_files(self, folder: Path) -> None:
         if self.stage < 3:
             self._put(folder / names.model_file(0), self._model_states(self._weights(), self._whole_frozen()))
         for rank in range(self.ranks if self.stage == 3 else 0):
@@ -221,7 +224,7 @@ class _Files:
 
     # Optimizer state: common to all stages --------------------------------------------------------------------
 
-    def _kinds(self, group: Sequence[str]) -> dict[str, torch.dtype]:
+    def kinds(self, group: Sequence[str]) -> dict[str, torch.dtype]:
         """Kinds of per-element state that any of the parameters has, with their dtypes."""
         found: dict[str, torch.dtype] = {}
         for name in group:
@@ -230,7 +233,7 @@ class _Files:
                     found.setdefault(kind, sources[0].data.dtype)
         return found
 
-    def _values(self, group: Sequence[str]) -> dict[str, Any]:
+    def values(self, group: Sequence[str]) -> dict[str, Any]:
         """State that is not per element; parameters laid end to end share one value of each, the latest step."""
         found: dict[str, Any] = {}
         for name in group:
@@ -244,7 +247,7 @@ class _Files:
                 found[kind] = value if kind not in found else max(found[kind], value)
         return found
 
-    def _param_groups(self, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def param_groups(self, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         made: list[dict[str, Any]] = []
         for options, members in zip(self.catalog.groups, numbers, strict=True):
             own = materialize(options.options)
@@ -252,7 +255,7 @@ class _Files:
             made.append({**own, **missing, "params": list(members)})
         return made
 
-    def _scaler_entries(self) -> dict[str, Any]:
+    def scaler_entries(self) -> dict[str, Any]:
         scaler = self.settings.loss_scaler(self.catalog)
         return {"loss_scaler": scaler, "dynamic_loss_scale": vars(scaler)["dynamic"], "overflow": False}
 
@@ -293,8 +296,8 @@ class _Files:
             masters.append(
                 self._flat(MASTER, order, start, stop, paddings[-1] if self.settings.bf16_optimizer else 0)
             )
-            state[number] = self._values(group) | {
-                kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self._kinds(group)
+            state[number] = self.values(group) | {
+                kind: self._flat(kind, order, start, stop, paddings[-1]) for kind in self.kinds(group)
             }
             slices.append(
                 OrderedDict(
@@ -306,9 +309,9 @@ class _Files:
         stepped = {number: entries for number, entries in state.items() if entries}
         general = not self.settings.bf16_optimizer
         return {
-            **(self._scaler_entries() if general else {}),
+            **(self.scaler_entries() if general else {}),
             "clip_grad": self.settings.clipping,
-            "base_optimizer_state": {"state": stepped, "param_groups": self._param_groups(numbers)},
+            "base_optimizer_state": {"state": stepped, "param_groups": self.param_groups(numbers)},
             "single_partition_of_fp32_groups": masters,
             "zero_stage": self.stage,
             "group_paddings": paddings,
@@ -361,15 +364,15 @@ class _Files:
                 number = len(masters)
                 numbers[-1].append(number)
                 masters.append(self._joined_parts(MASTER, members, rank))
-                state[number] = self._values(members) | {
-                    kind: self._joined_parts(kind, members, rank) for kind in self._kinds(members)
+                state[number] = self.values(members) | {
+                    kind: self._joined_parts(kind, members, rank) for kind in self.kinds(members)
                 }
         stepped = {number: entries for number, entries in state.items() if entries}
         return {
             "zero_stage": self.stage,
-            **self._scaler_entries(),
+            **self.scaler_entries(),
             "partition_count": self.ranks,
-            names.OPTIMIZER_STATE: {"state": stepped, "param_groups": self._param_groups(numbers)},
+            names.OPTIMIZER_STATE: {"state": stepped, "param_groups": self.param_groups(numbers)},
             "fp32_flat_groups": masters,
         }
 
@@ -419,10 +422,10 @@ class _Files:
             first = sum(map(len, numbers))
             numbers.append(list(range(first, first + len(group))))
             for number, name in zip(numbers[-1], group, strict=True):
-                own = self._values([name]) | {kind: self._whole(kind, name) for kind in self._kinds([name])}
+                own = self.values([name]) | {kind: self._whole(kind, name) for kind in self.kinds([name])}
                 if own:
                     state[number] = own
-        inner = {"state": state, "param_groups": self._param_groups(numbers)}
+        inner = {"state": state, "param_groups": self.param_groups(numbers)}
         if not sixteen:
             return inner
         scaler = vars(self.settings.loss_scaler(self.catalog))

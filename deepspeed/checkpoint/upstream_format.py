@@ -98,7 +98,8 @@ def open_upstream(
                 _add_partitions(catalog, part, own, read)
             elif part.content.get("optimizer") is not None:
                 _add_whole(catalog, part, order)
-        _check_covered(catalog)
+        shapes = parts[0].content.get("param_shapes") if optims else None
+        _check_covered(catalog, {name: shape for group in shapes or () for name, shape in group.items()})
     if catalog.fragments:
         catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
@@ -239,14 +240,15 @@ def _add_group_part(
     return masters.numel() + int(state["group_paddings"][number])
 
 
-def _check_covered(catalog: Catalog) -> None:
-    for name, kinds in catalog.fragments.items():
-        sources = kinds.get(MASTER, ())
-        held, numel = sum(source.index.numel for source in sources), prod(sources[0].index.global_shape)
-        known = {source.index.boxes for source in sources}
-        if held != numel and not (
-            len(known) == 1 and sources[0].index.boxes
-        ):  # one rank's part may be all it needs
+def _check_covered(catalog: Catalog, shapes: Mapping[str, Any]) -> None:
+    """That all of each tensor was found; ``shapes``: of trained parameters on the first rank."""
+    for name in {**catalog.fragments, **shapes}:
+        sources = catalog.fragments.get(name, {}).get(MASTER, [])
+        held = sum(source.index.numel for source in sources)
+        numel = prod(sources[0].index.global_shape if sources else shapes.get(name, ()))
+        # of matrices that are fused in an unknown way, one rank's part is all that it needs
+        alone = len({source.index.boxes for source in sources}) == 1 and bool(sources[0].index.boxes)
+        if held != numel and not alone:
             raise CheckpointError(f"{catalog.folder} is incomplete: {name} has {held} of {numel} elements")
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from deepspeed.checkpoint import names, rng
 from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.catalog import Catalog
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
@@ -97,6 +98,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
+            **_described(engine.module),
         },
         client_state=client_state,
         positions={
@@ -113,6 +115,13 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
     )
+
+
+def _described(module: Any) -> dict[str, Any]:
+    """What the model says of how its parameters are split, as a dict or as a method that returns it."""
+    found = getattr(module, UNIVERSAL_CHECKPOINT_INFO, None)
+    found = found() if callable(found) else found
+    return {UNIVERSAL_CHECKPOINT_INFO: dict(found)} if isinstance(found, Mapping) else {}
 
 
 def _ranks(engine: EngineBase) -> Ranks:
