@@ -215,12 +215,12 @@ class Communicator:
         self.bytes_sent += sent_bytes
 
     def transport_name(self, device_type: str) -> str:
-        """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or native."""
+        """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or process_group."""
         return self._transport_for(device_type).name
 
     def is_faster_than_its_group(self) -> bool:
         """Whether CPU tensors are moved by something other than the process group's own operations."""
-        return (self._cpu_transport or self._transport_for("cpu")).name != "native"
+        return (self._cpu_transport or self._transport_for("cpu")).name != "process_group"
 
     def prepare(self) -> Communicator:
         """Choose the transport now. Otherwise the first collective does so, even an asynchronous one, and waits

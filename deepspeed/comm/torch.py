@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from .backend import Backend
 from .collectives import Communicator, communicator, forget_communicators
 from .groups import default_timeout
-from .native import all_gather_single, reduce_scatter_single
 from .pending import Pending
+from .process_group import all_gather_single, reduce_scatter_single
 from .reduce_op import ReduceOp, to_torch
 
 _SUM = ReduceOp.SUM

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import gloo, hierarchical, hosts, native, native_sums, shared_memory
+from . import exchanged_sums, gloo, hierarchical, hosts, process_group, shared_memory
 from .pending import Pending
 
 
@@ -94,7 +94,7 @@ class Wires:
         found = self.chosen(device_type, may_share_memory=may_share_memory)
         if found is None:
             over_gloo = device_type == "cpu" and is_gloo(self.group)
-            make = self._over_gloo if over_gloo else self._native
+            make = self._over_gloo if over_gloo else self._over_process_group
             found = self._transports[device_type, may_share_memory] = make(may_share_memory)
         return found
 
@@ -102,8 +102,8 @@ class Wires:
         """What `transport` has returned before; None: nothing."""
         return self._transports.get((device_type, may_share_memory))
 
-    def _native(self, may_share_memory: bool) -> Transport:
-        return _native_transport(self.group, self.ranks)
+    def _over_process_group(self, may_share_memory: bool) -> Transport:
+        return _process_group_transport(self.group, self.ranks)
 
     def _over_gloo(self, may_share_memory: bool) -> Transport:
         if self._gloo is None:
@@ -185,19 +185,19 @@ def _shared_memory_transport(channel: shared_memory.SharedMemoryChannel, fallbac
     )
 
 
-def _native_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
-    exchanged = native_sums.ExchangedSum(group, ranks)
+def _process_group_transport(group: ProcessGroup, ranks: tuple[int, ...]) -> Transport:
+    exchanged = exchanged_sums.ExchangedSum(group, ranks)
     return Transport(
-        name="native",
+        name="process_group",
         background=True,
-        all_gather=native.NativeAllGather(group, ranks),
-        reduce_scatter=native.NativeReduceScatter(group, ranks, exchanged),
-        all_reduce=native.NativeAllReduce(group, ranks, exchanged),
-        all_reduce_max=native.NativeAllReduceMax(group, ranks),
-        reduce=native.NativeReduce(group, ranks),
-        broadcast=native.NativeBroadcast(group, ranks),
-        all_to_all=native.NativeAllToAll(group, ranks),
-        barrier=native.NativeBarrier(group, ranks),
+        all_gather=process_group.GroupAllGather(group, ranks),
+        reduce_scatter=process_group.GroupReduceScatter(group, ranks, exchanged),
+        all_reduce=process_group.GroupAllReduce(group, ranks, exchanged),
+        all_reduce_max=process_group.GroupAllReduceMax(group, ranks),
+        reduce=process_group.GroupReduce(group, ranks),
+        broadcast=process_group.GroupBroadcast(group, ranks),
+        all_to_all=process_group.GroupAllToAll(group, ranks),
+        barrier=process_group.GroupBarrier(group, ranks),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.comm.native_sums import SCRATCH_BYTES
+from deepspeed.comm.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.pending import DONE
 from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
@@ -124,7 +124,7 @@ class PaperCommunicator(Communicator):
         self.buffered = buffered and size > 1
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/native_sums.py``)."""
+        """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/exchanged_sums.py``)."""
         if not self.buffered or input.element_size() >= 4:
             return DONE
         whole = input.numel() * input.element_size()

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import native
+from deepspeed.comm import process_group
 from tests.comm.transports import rank_order_sum, values
 from tests.pool import distributed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
 @distributed(world_size=[2, 3])
-def test_native_operations(dtype, world_size):
+def test_operations(dtype, world_size):
     group, ranks = dist.group.WORLD, tuple(range(world_size))
     rank, scale = dist.get_rank(), 0.5 if dtype.is_floating_point else 1.0
     exact = {"rtol": 0, "atol": 0} if dtype != torch.float32 or world_size == 2 else {}  # the order is gloo's
@@ -21,26 +21,26 @@ def test_native_operations(dtype, world_size):
         parts = [values(numel * world_size, dtype, member) for member in ranks]
         total = rank_order_sum(parts, dtype, scale)
         output = torch.empty(numel, dtype=dtype)
-        native.NativeReduceScatter(group, ranks)(output, parts[rank].clone(), scale=scale).wait()
+        process_group.GroupReduceScatter(group, ranks)(output, parts[rank].clone(), scale=scale).wait()
         torch.testing.assert_close(output, total.view(world_size, -1)[rank], **exact)
         gathered = torch.empty(numel * world_size, dtype=dtype)
-        native.NativeAllGather(group, ranks)(gathered, output).wait()
+        process_group.GroupAllGather(group, ranks)(gathered, output).wait()
         torch.testing.assert_close(gathered, total, **exact)
         for count in (numel * world_size, numel):  # divisible by the number of ranks, or not
             reduced = parts[rank][:count].clone()
-            native.NativeAllReduce(group, ranks)(reduced, scale=scale).wait()
+            process_group.GroupAllReduce(group, ranks)(reduced, scale=scale).wait()
             torch.testing.assert_close(reduced, total[:count], **exact)
         largest = parts[rank].clone()
-        native.NativeAllReduceMax(group, ranks)(largest).wait()
+        process_group.GroupAllReduceMax(group, ranks)(largest).wait()
         assert torch.equal(largest, torch.stack(parts).amax(0))
         copied = parts[rank].clone()
-        native.NativeBroadcast(group, ranks)(copied, 1).wait()
+        process_group.GroupBroadcast(group, ranks)(copied, 1).wait()
         assert torch.equal(copied, parts[1])
         exchanged = torch.empty_like(gathered)
         counts = [numel] * world_size
-        native.NativeAllToAll(group, ranks)(exchanged, parts[rank], counts, counts).wait()
+        process_group.GroupAllToAll(group, ranks)(exchanged, parts[rank], counts, counts).wait()
         assert torch.equal(exchanged, torch.cat([part.view(world_size, -1)[rank] for part in parts]))
-        native.NativeBarrier(group, ranks)().wait()
+        process_group.GroupBarrier(group, ranks)().wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -48,14 +48,14 @@ def test_native_operations(dtype, world_size):
 def test_16_bits_into_fp32(dtype):
     parts = [values(2000, dtype, member) for member in range(2)]
     output = torch.empty(1000)
-    native.NativeReduceScatter(dist.group.WORLD, (0, 1))(output, parts[dist.get_rank()].clone()).wait()
+    process_group.GroupReduceScatter(dist.group.WORLD, (0, 1))(output, parts[dist.get_rank()].clone()).wait()
     assert torch.equal(output, (parts[0].float() + parts[1].float()).view(2, -1)[dist.get_rank()])
 
 
 @distributed(world_size=2)
 def test_reduce():
     tensor = torch.full((3,), float(dist.get_rank() + 1))
-    native.NativeReduce(dist.group.WORLD, (0, 1))(tensor, 1, scale=0.5).wait()
+    process_group.GroupReduce(dist.group.WORLD, (0, 1))(tensor, 1, scale=0.5).wait()
     assert dist.get_rank() == 0 or tensor.tolist() == [1.5] * 3
 
 
@@ -69,7 +69,7 @@ def test_a_fake_group_of_64_counts_traffic():
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
     try:
         comm = communicator().prepare()
-        assert (comm.size, comm.rank, comm.transport_name("cpu")) == (64, 3, "native")
+        assert (comm.size, comm.rank, comm.transport_name("cpu")) == (64, 3, "process_group")
         whole, part = torch.zeros(6400, dtype=torch.bfloat16), torch.zeros(100, dtype=torch.bfloat16)
         for pending in (
             comm.reduce_scatter(part, whole),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
-from .native_sums import ExchangedSum, all_gather_single
+from .exchanged_sums import ExchangedSum, all_gather_single
 from .pending import CommunicationError, Pending
 from .reduction import accumulation_dtype
 
@@ -17,7 +17,7 @@ from .reduction import accumulation_dtype
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _NativeOperation:
+class _GroupOperation:
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
@@ -31,13 +31,13 @@ class _NativeOperation:
             raise CommunicationError.of(operation, self.ranks, error) from error
 
 
-class NativeAllGather(_NativeOperation):
+class GroupAllGather(_GroupOperation):
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
         work = all_gather_single(output, input, group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "all_gather"))
 
 
-class NativeReduceScatter(_NativeOperation):
+class GroupReduceScatter(_GroupOperation):
     """16-bit inputs cross the wire as they are and are summed here in fp32 (`ExchangedSum`)."""
 
     def __init__(
@@ -63,7 +63,7 @@ class NativeReduceScatter(_NativeOperation):
         return Pending(finish)
 
 
-class NativeAllReduce(_NativeOperation):
+class GroupAllReduce(_GroupOperation):
     def __init__(
         self, group: ProcessGroup, ranks: tuple[int, ...], exchanged: ExchangedSum | None = None
     ) -> None:
@@ -83,7 +83,7 @@ class NativeAllReduce(_NativeOperation):
         return Pending(finish)
 
 
-class NativeReduce(_NativeOperation):
+class GroupReduce(_GroupOperation):
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         work = dist.reduce(tensor, group=self.group, group_dst=dst, async_op=True)
 
@@ -95,7 +95,7 @@ class NativeReduce(_NativeOperation):
         return Pending(finish)
 
 
-class NativeAllToAll(_NativeOperation):
+class GroupAllToAll(_GroupOperation):
     def __call__(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
@@ -105,19 +105,19 @@ class NativeAllToAll(_NativeOperation):
         return Pending(lambda: self._wait(work, "all_to_all"))
 
 
-class NativeBarrier(_NativeOperation):
+class GroupBarrier(_GroupOperation):
     def __call__(self) -> Pending:
         work = dist.barrier(group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "barrier"))
 
 
-class NativeAllReduceMax(_NativeOperation):
+class GroupAllReduceMax(_GroupOperation):
     def __call__(self, tensor: Tensor) -> Pending:
         work = dist.all_reduce(tensor, ReduceOp.MAX, group=self.group, async_op=True)
         return Pending(lambda: self._wait(work, "all_reduce_max"))
 
 
-class NativeBroadcast(_NativeOperation):
+class GroupBroadcast(_GroupOperation):
     def __call__(self, tensor: Tensor, src: int) -> Pending:
         work = dist.broadcast(tensor, group=self.group, group_src=src, async_op=True)
         return Pending(lambda: self._wait(work, "broadcast"))

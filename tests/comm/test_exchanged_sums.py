@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import hosts, native, native_sums
+from deepspeed.comm import exchanged_sums, hosts, process_group
 from tests.comm.test_hierarchical import two_level_sum
 from tests.comm.transports import rank_order_sum, same_bits, two_hosts, values
 from tests.pool import distributed
@@ -39,11 +39,11 @@ def counted_bytes(ranks_per_host: int) -> Iterator[Counter[str]]:
 
 @contextlib.contextmanager
 def scratch(nbytes: int) -> Iterator[None]:
-    before, native_sums.SCRATCH_BYTES = native_sums.SCRATCH_BYTES, nbytes
+    before, exchanged_sums.SCRATCH_BYTES = exchanged_sums.SCRATCH_BYTES, nbytes
     try:
         yield
     finally:
-        native_sums.SCRATCH_BYTES = before
+        exchanged_sums.SCRATCH_BYTES = before
 
 
 @pytest.mark.parametrize("scratch_bytes", [1 << 20, 4096, 1])
@@ -55,9 +55,9 @@ def test_bits(dtype: torch.dtype, layout: str, scratch_bytes: int) -> None:
     ranks, rank = tuple(range(4)), dist.get_rank()
     total_of = two_level_sum if layout == "two hosts" else rank_order_sum
     with two_hosts() if layout == "two hosts" else contextlib.nullcontext(), scratch(scratch_bytes):
-        sums = native_sums.ExchangedSum(dist.group.WORLD, ranks)
-        scatter = native.NativeReduceScatter(dist.group.WORLD, ranks, sums)
-        reduce = native.NativeAllReduce(dist.group.WORLD, ranks, sums)
+        sums = exchanged_sums.ExchangedSum(dist.group.WORLD, ranks)
+        scatter = process_group.GroupReduceScatter(dist.group.WORLD, ranks, sums)
+        reduce = process_group.GroupAllReduce(dist.group.WORLD, ranks, sums)
         for numel in (1, 203) if scratch_bytes > 1 else (5,):
             parts = [values(4 * numel, dtype, member) for member in ranks]
             total = total_of(parts, dtype, 1 / 3).view(4, -1)[rank]
@@ -81,7 +81,7 @@ def test_bytes_on_two_hosts_with_two_ranks() -> None:
     tensor, output = torch.ones(4 * numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.bfloat16)
     for hierarchical in (False, True):
         with two_hosts() if hierarchical else contextlib.nullcontext():
-            sums = native_sums.ExchangedSum(dist.group.WORLD, ranks)
+            sums = exchanged_sums.ExchangedSum(dist.group.WORLD, ranks)
             sums.reduce_scatter(output, tensor, 1.0).wait()  # the meeting is over
             with counted_bytes(2) as sent:
                 sums.reduce_scatter(output, tensor, 1.0).wait()
@@ -108,7 +108,7 @@ def test_bytes_between_hosts_do_not_grow_with_their_ranks(ranks_per_host: int) -
     blocks = tuple(tuple(range(first, first + ranks_per_host)) for first in range(0, size, ranks_per_host))
     original, hosts.blocks_of = hosts.blocks_of, lambda _: blocks
     try:
-        sums = native_sums.ExchangedSum(dist.group.WORLD, tuple(range(size)))
+        sums = exchanged_sums.ExchangedSum(dist.group.WORLD, tuple(range(size)))
         numel = 1 << 16
         tensor = torch.zeros(numel, dtype=torch.bfloat16)
         with counted_bytes(ranks_per_host) as sent:
@@ -127,20 +127,20 @@ def test_scratch_is_bounded_and_none_is_kept(layout: str) -> None:
     numel, limit, taken = 50_000, 1 << 16, []
     given = [torch.ones(4 * numel, dtype=torch.bfloat16) for _ in range(4)]
     outputs = [torch.empty(numel, dtype=torch.bfloat16) for _ in range(4)]
-    original = native_sums.ExchangedSum._exchange
+    original = exchanged_sums.ExchangedSum._exchange
 
     def exchange(self, sent, group):
         received = original(self, sent, group)
         taken.append(max(sent.nbytes, received.nbytes))
         return received
 
-    native_sums.ExchangedSum._exchange = exchange
+    exchanged_sums.ExchangedSum._exchange = exchange
     try:
         with two_hosts() if layout == "two hosts" else contextlib.nullcontext(), scratch(limit):
-            sums = native_sums.ExchangedSum(dist.group.WORLD, (0, 1, 2, 3))
+            sums = exchanged_sums.ExchangedSum(dist.group.WORLD, (0, 1, 2, 3))
             pending = [sums.reduce_scatter(o, g, 1.0) for o, g in zip(outputs, given, strict=True)]
     finally:
-        native_sums.ExchangedSum._exchange = original
+        exchanged_sums.ExchangedSum._exchange = original
     assert limit / 2 < max(taken) <= limit < given[0].nbytes
     # Nobody has waited yet, and nothing is held for it.
     assert all(one.is_completed() for one in pending) and all((output == 4).all() for output in outputs)
