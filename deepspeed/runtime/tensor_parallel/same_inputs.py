@@ -59,7 +59,7 @@ def _mark(tensor: Tensor) -> int:
     if tensor.is_meta:
         return kind
     values = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(values.numpy()), kind)
+    return zlib.crc32(values.numpy().data, kind)
 
 
 def _every(own: Tensor, group: Communicator) -> Tensor:
