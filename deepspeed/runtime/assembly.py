@@ -101,7 +101,7 @@ def resolve_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The client's optimizer, the one its callable returns, the one the config names, or None."""
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
-        return client  # type: ignore[return-value]
+        return _unwrapped(client)
     groups = _groups(model_parameters, module)
     if callable(client):
         return client(groups)
@@ -113,6 +113,14 @@ def resolve_optimizer(
         return None
     set_optimizer_flags(config, module)
     return build_optimizer(config.optimizer_name, config.optimizer_params, groups)
+
+
+def _unwrapped(client: Any) -> torch.optim.Optimizer:
+    """The optimizer inside one that is only a wrapper, without the state of torch's class (Accelerate's, which it puts
+    around the optimizer of a model that is split already)."""
+    inner = vars(client).get("optimizer")
+    wraps = isinstance(inner, torch.optim.Optimizer) and "_optimizer_state_dict_pre_hooks" not in vars(client)
+    return inner if wraps else client
 
 
 def _groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[Any]:

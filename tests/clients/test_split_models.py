@@ -1,4 +1,4 @@
-"""Models that Transformers has split already (`tp_plan="auto"`), trained by an engine."""
+"""Models that Transformers has split already (`tp_plan="auto"`), trained by an engine and Accelerate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.clients.kit import LENGTH, VOCAB, clean_clients, llama, llama_config
 from tests.pool import distributed
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
+pytest.importorskip("accelerate", reason="the clients extra is not installed")
 
 STEPS = 3
 
@@ -126,3 +127,46 @@ def test_split_models_train_like_whole_ones(kind: str, stage: int, tmp_path: Pat
             for name, value in model.state_dict().items():
                 torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=2e-5, msg=name)
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1])
+@distributed(world_size=2)
+def test_accelerate_prepares_a_split_model(stage: int, tmp_path: Path) -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
+
+    with clean_clients():
+        model = split("qwen3", tmp_path)  # before: Transformers refuses both at once at stage 3
+        launched = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(
+                zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True, zero3_init_flag=False
+            ),
+            parallelism_config=ParallelismConfig(tp_size=2),
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        launched.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+        rows = torch.cat([batch(step)["input_ids"] for step in range(STEPS)])
+        data = torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=2)
+        engine, optimizer, data = launched.prepare(model, optimizer, data)
+        losses = []
+        for given in data:
+            loss = engine(**given).loss
+            launched.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        expected, _, whole = alone("qwen3")
+        assert losses == pytest.approx(expected, rel=1e-5)
+        state = launched.get_state_dict(engine)
+        launched.unwrap_model(engine).save_pretrained(tmp_path / "saved", state_dict=state)
+        _assert_saved(tmp_path / "saved", whole)
+        launched.free_memory()
+
+
+def _assert_saved(folder: Path, whole: Any) -> None:
+    """The folder has the whole model, as a stranger would load it."""
+    from transformers import AutoModelForCausalLM
+
+    dist.barrier()
+    found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5, msg=name)

@@ -253,7 +253,7 @@ def _take_parts(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     """What ``module.load_state_dict`` may be given besides parts: DTensors and whole tensors."""
     for name, value, _layout in _entries(owner, state, prefix):
         if is_dtensor(value):
-            state[prefix + name] = value.to_local()
+            state[prefix + name] = value.to_local()  # type: ignore[attr-defined]
         else:
             state[prefix + name] = local_part(owner._parameters[name], value)
 
