@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
+from deepspeed.runtime.tensor_parallel.transform import tensor_parallelism
 from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.runtime.transforms.inputs import InputTransform
 from deepspeed.runtime.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
@@ -140,7 +141,7 @@ class Transforms:
 _RECORD = "_ds_transforms"
 
 Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
-FROM_CONFIG: tuple[Factory, ...] = ()
+FROM_CONFIG: tuple[Factory, ...] = (tensor_parallelism,)
 """Each gives a transform, or None where the config does not ask for it."""
 
 
