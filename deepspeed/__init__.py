@@ -79,7 +79,7 @@ _NAMES = {
     "revert_transformer_layer": "deepspeed.module_inject.replace_module",
     "set_autotp_mode": "deepspeed.module_inject.layers",
     "set_optimizer_flags": "deepspeed.runtime.optim.flags",
-    "tp_model_init": "deepspeed.inference.entry",
+    "tp_model_init": "deepspeed.runtime.tensor_parallel.init_utils",
 }
 
 _COMPUTED = ("HAS_TRITON", "dist")

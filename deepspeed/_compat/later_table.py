@@ -148,7 +148,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.inference.entry": (
         "def default_inference_config()",
         "def init_inference(model, config=None, **kwargs)",
-        "def tp_model_init(model, tp_size, dtype, config=None, **kwargs)",
     ),
     "deepspeed.inference.v2.checkpoint.base_engine": ("class CheckpointEngineBase(**data): parameters",),
     "deepspeed.inference.v2.checkpoint.huggingface_engine": (

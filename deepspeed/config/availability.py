@@ -98,7 +98,6 @@ MISSING: tuple[Missing, ...] = (
         value="MuAdam, MuAdamW, MuSGD",
     ),
     # Parallelism
-    Missing("tensor_parallel.autotp_size", lambda c: c.tensor_parallel.autotp_size > 1, "use 0 or 1"),
     Missing("expert_parallel.enabled", lambda c: c.expert_parallel.enabled, _REMOVE),
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
@@ -151,6 +150,30 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numerics
+    Missing(
+        "tensor_parallel.partition_config",
+        lambda c: c.tensor_parallel.partition_config is not None,
+        "the model's graph says what is split",
+        False,
+    ),
+    Missing(
+        "tensor_parallel.preset_model",
+        lambda c: c.tensor_parallel.preset_model is not None,
+        "the model's graph says what is split",
+        False,
+    ),
+    Missing(
+        "tensor_parallel.injection_policy_tuple",
+        lambda c: c.tensor_parallel.injection_policy_tuple is not None,
+        "the model's graph says what is split",
+        False,
+    ),
+    Missing(
+        "tensor_parallel.tp_overlap_comm",
+        lambda c: c.tensor_parallel.tp_overlap_comm,
+        "sums are waited for where they are needed",
+        False,
+    ),
     Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing(

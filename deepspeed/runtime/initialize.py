@@ -13,6 +13,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.optim.registry import check_optimizer
+from deepspeed.runtime.tensor_parallel.init_utils import with_recorded_size
 from deepspeed.runtime.transforms.distributed_tensors import take_distributed
 from deepspeed.runtime.zero.gathering.init_context import suspended_init_context
 
@@ -57,6 +58,7 @@ def initialize(
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
     split_over = take_distributed(model) if isinstance(model, nn.Module) else None
+    given = with_recorded_size(given, model)
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
     if optimizer is None and parsed.optimizer_name is not None:
         problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)

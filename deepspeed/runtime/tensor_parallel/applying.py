@@ -1,0 +1,180 @@
+"""Puts a plan into effect: layers are replaced, weights sliced, numbers beside them changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.placement import place, placement_of
+from deepspeed.comm.collectives import Communicator
+from deepspeed.runtime.tensor_parallel.cuts import replicated
+from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput, part_of
+from deepspeed.runtime.tensor_parallel.mappings import copy_to, reduce_from
+from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.params import full_shape, is_zero_param
+
+Became = Callable[[nn.Parameter, nn.Parameter], None]
+
+
+def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator, became: Became) -> None:
+    """Change ``module`` in place. ``became`` is told which parameter took whose place.
+
+    PlanError: the plan names what the module does not have, or cuts the parameters of one layer differently.
+    """
+    _check(module, plan)
+    _agree(module, group)
+    inputs: dict[str, Any] = defaultdict(SharedInput)
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in plan.parameters):
+        own = {
+            name.rpartition(".")[2]: each
+            for name, each in plan.parameters.items()
+            if name.rpartition(".")[0] == path
+        }
+        _change_layer(module, path, own, plan, group, inputs, became)
+    for change in plan.attributes:
+        _change_attribute(
+            module.get_submodule(change.module), change.name, change.values[group.rank], change.in_config
+        )
+    for path in plan.outputs_summed:
+        module.get_submodule(path).register_forward_hook(SummedGradient(group))
+    params = dict(module.named_parameters())
+    for name in plan.summed:
+        if params[name].requires_grad:
+            params[name].register_hook(ParameterSum(group))
+
+
+def _agree(module: nn.Module, group: Communicator) -> None:
+    """Weights are those of the group's first rank; what is not cut counts there. Collective."""
+    with torch.no_grad():
+        for param in module.parameters():
+            if (
+                not is_zero_param(param) and param.numel()
+            ):  # zero.Init has taken them from the first rank already
+                flat = param.data.contiguous()
+                group.broadcast(flat.view(-1).view(torch.uint8), src=0).wait()
+                if flat is not param.data:
+                    param.data.copy_(flat)
+            if placement_of(param).split == ():
+                place(param, replicated(full_shape(param), group.rank))
+
+
+def _check(module: nn.Module, plan: TensorParallelPlan) -> None:
+    known = dict(module.named_parameters())
+    missing = [name for name in (*plan.parameters, *plan.summed) if name not in known]
+    if missing:
+        raise PlanError(f"the plan names {missing[0]}, which the module does not have")
+
+
+def _change_layer(
+    module: nn.Module,
+    path: str,
+    own: dict[str, ParameterPlan],
+    plan: TensorParallelPlan,
+    group: Communicator,
+    inputs: dict[str, Any],
+    became: Became,
+) -> None:
+    layer = module.get_submodule(path)
+    weight = own.get("weight")
+    if weight is None or weight.kind == "sliced":
+        for name, each in own.items():
+            _slice(layer, name, each, group, became)
+        return
+    if weight.kind == "column":
+        bias = own.get("bias")
+        if bias is not None and bias.cut.parts != weight.cut.parts:
+            raise PlanError(f"weight and bias of {path} are cut differently")
+        shared = plan.inputs.get(path)
+        given: Any = _same_input if shared is None else inputs[shared]
+        made: nn.Module = LinearLayer(
+            _known_linear(layer), group, cut=weight.cut, shared_input=given, name=path
+        )
+    else:
+        made = LinearAllreduce(_known_linear(layer), group, cut=weight.cut, name=path)
+    made.train(layer.training)
+    for name, old in layer.named_parameters(recurse=False):
+        became(old, getattr(made, name))
+    module.set_submodule(path, made)
+
+
+def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, became: Became) -> None:
+    old: Any = getattr(layer, name)
+    with GatheredParameters([old]), torch.no_grad():
+        new = part_of(old, plan.cut, group)
+    setattr(layer, name, new)
+    if isinstance(layer, nn.Embedding) and plan.cut.dim == 1:
+        layer.embedding_dim = plan.cut.extents[group.rank]
+    became(old, new)
+
+
+def _known_linear(layer: nn.Module) -> nn.Module:
+    """``layer`` itself, or a plain linear layer in its place if it is a kind of ``nn.Linear`` that computes the same in
+    its own way, as its graph has shown."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return layer
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    plain.weight, plain.bias = layer.weight, layer.bias
+    return plain
+
+
+def _change_attribute(module: nn.Module, name: str, value: int, in_config: bool) -> None:
+    if not in_config:
+        setattr(module, name, value)
+        return
+    config: Any = module.config
+    if isinstance(config, LocalConfig):
+        config.own[name] = value
+    else:
+        vars(module)["config"] = LocalConfig(config, {name: value})
+
+
+class LocalConfig:
+    """A model's config as one module sees it: ``own`` in place of some of its values."""
+
+    def __init__(self, config: Any, own: dict[str, int]) -> None:
+        vars(self).update(config=config, own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("config", "own"):
+            raise AttributeError(name)
+        return self.own[name] if name in self.own else getattr(self.config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.config, name, value)
+
+
+def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:
+    """The input's gradient is summed where it comes from."""
+    return inputs
+
+
+class SummedGradient:
+    """A forward hook: all ranks have the result, and each uses it for its own part."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return copy_to(output, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SummedGradient:
+        return self
+
+
+class ParameterSum:
+    """A hook on a parameter that all ranks have, each with a part of its gradient."""
+
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        with torch.no_grad():
+            return reduce_from(grad, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSum:
+        return self

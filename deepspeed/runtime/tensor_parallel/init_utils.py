@@ -1,0 +1,69 @@
+"""``deepspeed.tp_model_init``: says before ``initialize`` that a model is to be tensor-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.reader import read_config
+
+_RECORD = "_ds_tp_model_init"
+_SECTION, _SIZE = "tensor_parallel", "autotp_size"
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype,
+    config: str | dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Have ``deepspeed.initialize`` split ``model`` over ``tp_size`` neighbouring ranks.
+
+    Args:
+        model: the whole model, with the same weights on all ranks.
+        tp_size: ranks that share each layer.
+        dtype: floating-point dtype to which the model is cast.
+        config: the config that ``initialize`` will get, to check that it does not say otherwise.
+        kwargs: ``tp_group`` is not needed: the groups are made from the config.
+
+    Returns:
+        ``model`` itself, not split yet.
+
+    Raises:
+        ValueError: ``tp_size`` is less than 1, or ``dtype`` is not one of floating-point numbers.
+        DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``.
+    """
+    if tp_size < 1:
+        raise ValueError(f"tp_size={tp_size}: the number of ranks that share each layer is at least 1")
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype={dtype}: a model is trained in torch.float32, torch.bfloat16 or torch.float16"
+        )
+    vars(model)[_RECORD] = tp_size
+    if config is not None:
+        with_recorded_size(config, model)
+    return model.to(dtype)
+
+
+def with_recorded_size(config: Any, model: nn.Module) -> Any:
+    """``config`` as ``initialize`` uses it for a model that ``tp_model_init`` may have seen.
+
+    DeepSpeedConfigError: it says another size.
+    """
+    size = vars(model).get(_RECORD)
+    if size is None:
+        return config
+    data = read_config(config).data
+    section = data.get(_SECTION)
+    section = dict(section) if isinstance(section, Mapping) else {}
+    stated = section.get(_SIZE) or size
+    if stated != size:
+        raise DeepSpeedConfigError(
+            f"{_SECTION}.{_SIZE} is {stated}, but tp_model_init was called with tp_size={size}; state it in one place"
+        )
+    return {**data, _SECTION: {**section, _SIZE: size}}

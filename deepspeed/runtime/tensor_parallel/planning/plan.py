@@ -1,0 +1,69 @@
+"""What becomes of each weight of a model that tensor-parallel ranks share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from deepspeed.runtime.tensor_parallel.cuts import Cut
+
+Kind = Literal["column", "row", "sliced"]
+
+
+class PlanError(ValueError):
+    """The plan contradicts itself, the model, or what was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """``cut`` of one parameter (named as ``named_parameters`` names it first). ``kind``: the weight or bias of a linear
+    layer that gives some of the outputs ("column"), the weight of one that takes some of the inputs ("row"), or a
+    parameter of another module ("sliced")."""
+
+    kind: Kind
+    cut: Cut
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeChange:
+    """``module.name`` is ``values[rank]`` from now on. ``in_config``: the attribute of the module's config instead, as
+    this module sees it."""
+
+    module: str
+    name: str
+    values: tuple[int, ...]
+    in_config: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelPlan:
+    """The same on all ranks; computed without communication.
+
+    ``parameters``: those that are cut; all others stay whole. ``inputs``: path of a column-parallel layer -> a name
+    that layers with the same input share; None: its gradient is summed elsewhere. ``outputs_summed``: paths of layers
+    that stay whole, and whose result each rank uses for its own part: the gradient of the result is summed. ``summed``:
+    parameters that stay whole, and of which each rank has a part of the gradient. ``whole``: why layers stay whole.
+    """
+
+    ranks: int
+    source: str
+    parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    inputs: Mapping[str, str | None] = field(default_factory=dict)
+    outputs_summed: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+    attributes: tuple[AttributeChange, ...] = ()
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """For the report at the start."""
+        kinds = Counter(each.kind for name, each in self.parameters.items() if not name.endswith("bias"))
+        split = ", ".join(f"{kinds[kind]} {kind}" for kind in ("column", "row", "sliced") if kinds[kind])
+        text = f"{split or 'nothing split'} over {self.ranks} ranks, by {self.source}"
+        if self.whole:
+            reasons = Counter(self.whole.values())
+            told = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common(3))
+            text += f"; {len(self.whole)} linear layers stay whole ({told})"
+        return text

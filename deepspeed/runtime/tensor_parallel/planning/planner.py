@@ -1,0 +1,81 @@
+"""The plan of a model: from its graph, what was asked for, and what its author says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from deepspeed.runtime.tensor_parallel.planning.attributes import changes
+from deepspeed.runtime.tensor_parallel.planning.gradients import find_sums
+from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.planning.solving import Solution, solve
+from deepspeed.runtime.tensor_parallel.planning.trace import (
+    Trace,
+    TraceError,
+    example_inputs,
+    trace,
+    twin_on_paper,
+)
+
+
+def plan_module(
+    module: nn.Module,
+    ranks: int,
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    whole: Sequence[str] = (),
+    grain: int = 1,
+) -> TensorParallelPlan:
+    """How ``ranks`` ranks share ``module``: from one run of it on paper, without communication, the same on all ranks.
+
+    Args:
+        inputs: arguments for the run, on the meta device; by default made for a model of Transformers.
+        whole: names of parameters that are not to be split.
+        grain: see ``tensor_parallel.tp.tp_grain_size``.
+
+    Raises:
+        PlanError: the model cannot be followed, or its parts contradict each other.
+    """
+    try:
+        twin = twin_on_paper(module)
+        followed = trace(twin, inputs if inputs is not None else example_inputs(twin))
+    except TraceError as error:
+        raise PlanError(f"the forward of {type(module).__name__} could not be followed: {error}") from error
+    return plan_of(followed, solve(followed, ranks, whole=whole, grain=grain), ranks)
+
+
+def plan_of(run: Trace, solution: Solution, ranks: int) -> TensorParallelPlan:
+    """From what can be split to what is done."""
+    sums = find_sums(run, solution.followed)
+    parameters: dict[str, ParameterPlan] = {}
+    inputs: dict[str, str | None] = {}
+    biases = {
+        weight: bias for kind, weight, bias in solution.followed.linears.values() if kind == "column" and bias
+    }
+    for region in solution.regions:
+        reason = f"{len(region.groups)} independent groups of channels"
+        linear = {axis[0] for axis in region.columns} | {biases.get(axis[0]) for axis in region.columns}
+        for axis, cut in region.cuts.items():
+            kind = "row" if axis in region.rows else "column" if axis[0] in linear else "sliced"
+            if axis[0] in parameters:
+                raise PlanError(f"{axis[0]} would be cut twice")
+            parameters[axis[0]] = ParameterPlan(kind, cut, reason)
+        for weight, _ in region.columns:
+            path = weight.rpartition(".")[0]
+            inputs[path] = _shared_name(path, sums.inputs.get(weight))
+    return TensorParallelPlan(
+        ranks=ranks,
+        source="its graph",
+        parameters=parameters,
+        inputs=inputs,
+        outputs_summed=tuple(dict.fromkeys(weight.rpartition(".")[0] for weight in sums.outputs)),
+        summed=tuple(dict.fromkeys(sums.params)),
+        attributes=changes(run.twin, solution.regions, solution.followed, solution.soft),
+        whole=solution.whole,
+    )
+
+
+def _shared_name(path: str, input_name: str | None) -> str | None:
+    """Layers of one module that have the same input share its sum."""
+    return None if input_name is None else f"{path.rpartition('.')[0]}:{input_name}"

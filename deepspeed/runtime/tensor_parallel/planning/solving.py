@@ -1,0 +1,259 @@
+"""From labels to a plan: what can be split is, channel groups are dealt to ranks, and the rest stays whole.
+
+A *region* is a set of weights between a copy of the whole input and a sum of products: the projections of one
+attention, the matrices of one feed-forward layer. It is split if its channels fall into at least as many independent
+groups as there are ranks, and if all of them end in the sum. Otherwise its first layer is taken whole, and all is
+followed again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
+from deepspeed.runtime.tensor_parallel.planning.following import Followed, Soft, follow
+from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels
+from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
+from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+
+_ATTEMPTS = 40
+Axis = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Region:
+    """``columns``, ``rows``, ``others``: dims of parameters. ``groups``: independent groups of channels, by the
+    smallest label, in the order in which their sum takes them. ``stray``: channels that no row layer takes."""
+
+    columns: list[Axis] = field(default_factory=list)
+    rows: list[Axis] = field(default_factory=list)
+    others: list[Axis] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    stuck: bool = False
+    stray: bool = False
+    cuts: dict[Axis, Cut] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """``regions`` that are split. ``whole``: weights of linear layers that are not -> why."""
+
+    regions: list[Region]
+    whole: dict[str, str]
+    followed: Followed
+    soft: dict[Axis, Tensor]
+
+
+def solve(trace: Trace, ranks: int, *, whole: Sequence[str] = (), grain: int = 1) -> Solution:
+    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole. ``grain``: channels that do not
+    depend on each other are dealt in multiples of this where that fits."""
+    reasons: dict[str, str] = dict.fromkeys(whole, "you said so")
+    soft: dict[Axis, Tensor] = {}
+    for _ in range(_ATTEMPTS):
+        followed = follow(trace, reasons, soft)
+        roots = followed.labels.components()
+        regions = _regions(followed, roots, soft)
+        again = False
+        failing: list[str] = []
+        for region in regions:
+            problem = _problem(region, ranks)
+            if problem is None:
+                problem = _deal(region, followed, roots, soft, ranks, grain)
+            if problem is None:
+                continue
+            chosen = _retry(region, followed, soft)
+            if chosen is not None:
+                again = True
+                if chosen:
+                    failing.append(chosen)
+                    reasons[chosen] = problem
+        _extend(failing, regions, ranks, reasons)
+        if not again:
+            good = [region for region in regions if region.cuts]
+            return Solution(good, {name: why for name, why in reasons.items() if why}, followed, soft)
+    raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
+
+
+def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
+    """Weights that share groups of channels. Weights with only shared channels join those that need them."""
+    linked = Labels()
+    linked.fresh(len(roots) - NONE - 1)
+    for axis, labels in followed.axis_labels.items():
+        own = roots[labels]
+        if len(own) and (axis[0] in followed.columns or axis[0] in followed.rows):
+            linked.unite(own[:1], own)
+    for pairs in followed.labels.followers:
+        ends = roots[pairs]
+        linked.unite(ends[0], ends[1])
+    at = linked.components()
+    stuck = roots[torch.cat([torch.zeros(1, dtype=torch.int64), *followed.labels.stuck])]
+    table: dict[int, Region] = defaultdict(Region)
+    for axis, labels in followed.axis_labels.items():
+        own = roots[labels]
+        region = table[int(at[own[0]])]
+        region.stuck |= bool(torch.isin(own, stuck).any())
+        if followed.columns.get(axis[0]) == axis[1]:
+            region.columns.append(axis)
+        elif followed.rows.get(axis[0]) == axis[1]:
+            region.rows.append(axis)
+        else:
+            region.others.append(axis)
+    found = [region for region in table.values() if region.columns or region.rows]
+    for region in found:
+        order: dict[int, None] = {}
+        for axis in region.rows:
+            order.update(dict.fromkeys(roots[followed.axis_labels[axis]].tolist()))
+        region.groups = list(order)
+        known = torch.tensor(sorted(order))
+        for axis in region.columns:
+            own = roots[followed.axis_labels[axis]]
+            hard = own[~soft[axis]] if axis in soft else own
+            region.stray |= not bool(torch.isin(hard, known).all())
+    return found
+
+
+def _problem(region: Region, ranks: int) -> str | None:
+    if region.stuck:
+        return "its channels meet in one operation"
+    if not region.rows:
+        return "no later layer takes its channels"
+    if region.stray:
+        return "a part of its channels is used elsewhere"
+    if len(region.groups) < 2:
+        return "its channels depend on each other"
+    if len(region.groups) < ranks:
+        return f"it has {len(region.groups)} independent groups of channels for {ranks} ranks"
+    return None
+
+
+def _retry(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> str | None:
+    """Change one thing, so that less is split: let ranks share channels (""), or give the weight that is to be whole:
+    the first of the region, or a narrower one beside it (a bottleneck, such as an adapter's). None: nothing is left."""
+    if not region.columns:
+        return None
+    if region.rows and not any(axis in soft for axis in region.columns) and _soften(region, followed, soft):
+        return ""
+    for axis in region.columns:
+        soft.pop(axis, None)
+    first = followed.inputs[region.columns[0][0]]
+    beside = [axis for axis in region.columns if followed.inputs[axis[0]] is first]
+    return min(beside, key=lambda axis: len(followed.axis_labels[axis]))[0]
+
+
+def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:
+    """The same layers of other blocks that cannot be split either need no attempts of their own."""
+    kinds = {_kind(name): reasons[name] for name in failing}
+    for region in regions:
+        if not region.cuts:
+            for name, _ in [*region.columns, *region.rows]:
+                if _kind(name) in kinds:
+                    reasons.setdefault(name, kinds[_kind(name)])
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> bool:
+    """Let several ranks have the channels of which the forward makes copies (keys and values of grouped heads)."""
+    axes = [*region.columns, *region.others]
+    labels = followed.labels
+    changed = False
+    for united, ids in followed.copied:
+        mine = [axis for axis in axes if bool(torch.isin(followed.axis_labels[axis], ids).any())]
+        if not mine:
+            continue
+        early = labels.components(united)
+        shared = torch.unique(early[ids])
+        for axis in axes:
+            mask = torch.isin(early[followed.axis_labels[axis]], shared)
+            if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
+                soft[axis] = mask | soft.get(axis, torch.zeros_like(mask))
+                changed = True
+    return changed
+
+
+def _deal(
+    region: Region, followed: Followed, roots: Tensor, soft: Soft, ranks: int, grain: int
+) -> str | None:
+    """Deal the groups to ranks, and cut every parameter accordingly. Returns what is in the way."""
+    needs = _needs(region, followed, roots)
+    own = _shares(region, needs, ranks, grain, followed, roots)
+    if own is None:
+        return "its shared heads cannot be dealt evenly"
+    holders = torch.zeros(ranks, len(roots), dtype=torch.bool)
+    for rank, groups in enumerate(own):
+        holders[rank, torch.tensor(groups)] = True
+        followers = sorted({each for group in groups for each in needs.get(group, ())})
+        if followers:
+            holders[rank, torch.tensor(followers)] = True
+    for axis in [*region.columns, *region.rows, *region.others]:
+        own_roots = roots[followed.axis_labels[axis]]
+        held = holders[:, own_roots]
+        if not bool(held.any(0).all()):
+            if axis in region.others:
+                continue
+            region.cuts.clear()
+            return "a part of its channels is used elsewhere"
+        region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
+    return None
+
+
+def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:
+    """Group -> the shared groups that it needs."""
+    known = set(region.groups)
+    found: dict[int, set[int]] = defaultdict(set)
+    for pairs in followed.labels.followers:
+        for group, shared in torch.unique(roots[pairs], dim=1).T.tolist():
+            if group in known:
+                found[group].add(shared)
+    return {group: tuple(sorted(shared)) for group, shared in found.items()}
+
+
+def _shares(
+    region: Region,
+    needs: dict[int, tuple[int, ...]],
+    ranks: int,
+    grain: int,
+    followed: Followed,
+    roots: Tensor,
+) -> list[list[int]] | None:
+    """The groups of each rank: consecutive ones, as equal in number as they can be. Groups that need the same shared
+    ones are dealt to ranks of their own."""
+    if not needs:
+        count = len(region.groups)
+        single = all(len(followed.axis_labels[axis]) == count for axis in region.rows)
+        unit = grain if single and count % grain == 0 and count // grain >= ranks else 1
+        return _runs(region.groups, even_sizes(count, ranks, unit))
+    families: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for group in region.groups:
+        families[needs.get(group, ())].append(group)
+    if len(families) > ranks:
+        return None
+    shares: list[list[int]] = []
+    for members, count in zip(families.values(), even_sizes(ranks, len(families)), strict=True):
+        if len(members) < count:
+            return None
+        shares += _runs(members, even_sizes(len(members), count))
+    return shares
+
+
+def _runs(items: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    found, position = [], 0
+    for size in sizes:
+        found.append(list(items[position : position + size]))
+        position += size
+    return found
+
+
+def _intervals(mask: Tensor) -> tuple[tuple[int, int], ...]:
+    edges = torch.diff(torch.nn.functional.pad(mask.to(torch.int8), (1, 1)))
+    lows = (edges == 1).nonzero().flatten().tolist()
+    highs = (edges == -1).nonzero().flatten().tolist()
+    return tuple(zip(lows, highs, strict=True))

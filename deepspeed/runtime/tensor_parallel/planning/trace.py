@@ -1,0 +1,156 @@
+"""One small run of a model on paper: a graph of what its forward computes, without memory for its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.runtime.zero.params import full_shape
+
+LENGTH = 5
+"""Tokens of the small run."""
+
+
+class TraceError(RuntimeError):
+    """The model could not be followed; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
+    ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
+    run."""
+
+    graph: torch.fx.Graph
+    params: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    twin: nn.Module
+
+
+class _Flat(nn.Module):
+    """Returns only tensors, in a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+        result = self.module(**inputs)
+        leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
+        return tuple(leaf for leaf in leaves if torch.is_tensor(leaf))
+
+
+def twin_on_paper(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` in evaluation mode whose parameters and buffers have their full shapes and no memory.
+    Parameters that are tied stay tied; hooks of gradients are not copied."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        empty = torch.empty(full_shape(param), dtype=_paper_dtype(param), device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad and empty.is_floating_point())
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=_paper_dtype(buffer), device="meta")
+    twin = copy.deepcopy(module, memo).eval()
+    _prepare(twin)
+    return twin
+
+
+def _paper_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.is_floating_point() else tensor.dtype
+
+
+def _prepare(twin: nn.Module) -> None:
+    """Settings of Transformers under which a forward can be followed; they do not change what depends on what."""
+    for each in twin.modules():
+        config = getattr(each, "config", None)
+        if config is None:
+            continue
+        for name, value in (
+            ("use_cache", False),
+            ("_attn_implementation", "eager"),
+            ("_experts_implementation", "batched_mm"),
+        ):
+            with contextlib.suppress(Exception):
+                setattr(config, name, value)
+        if getattr(each, "gradient_checkpointing", False):
+            vars(each)["gradient_checkpointing"] = False
+
+
+def example_inputs(module: nn.Module) -> dict[str, Tensor]:
+    """Inputs on paper for a model of Transformers, by its ``main_input_name`` and config.
+
+    TraceError: the model is none, or takes something else.
+    """
+    config = getattr(module, "config", None)
+    accepted = inspect.signature(module.forward).parameters
+    if config is None or "kwargs" in accepted and len(accepted) == 1:
+        raise TraceError("only models of Transformers can be followed without example inputs")
+    inputs: dict[str, Tensor] = {}
+    with torch.device("meta"):
+        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        main = getattr(module, "main_input_name", "input_ids")
+        if main == "pixel_values" or ("pixel_values" in accepted and "input_ids" not in accepted):
+            vision = getattr(config, "vision_config", config)
+            side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
+            inputs["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), side, side)
+        elif "input_ids" in accepted or main == "input_ids":
+            inputs["input_ids"] = tokens
+        elif main in accepted:
+            raise TraceError(f"inputs of the kind {main!r} are not known")
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in accepted:
+            inputs["decoder_input_ids"] = tokens
+    if not inputs:
+        raise TraceError("its inputs are not known")
+    return inputs
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    loggers = [
+        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx", "transformers")
+    ]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
+    """Follow one forward of ``twin``, a module on paper.
+
+    TraceError: it does something that depends on values.
+    """
+    flat = _Flat(twin).eval()
+    try:
+        with _quiet(), torch.no_grad():
+            exported = torch.export.export(flat, (dict(inputs),), strict=False)
+    except Exception as error:
+        raise TraceError(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    first: dict[int, str] = {}
+    for name, param in twin.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+    every = {name: first[id(param)] for name, param in twin.named_parameters(remove_duplicate=False)}
+    signature = exported.graph_signature
+    params = {
+        place: every[name.removeprefix("module.")] for place, name in signature.inputs_to_parameters.items()
+    }
+    constants: dict[str, Tensor] = {}
+    for place, name in signature.inputs_to_lifted_tensor_constants.items():
+        constant = exported.constants.get(name)
+        if isinstance(constant, Tensor) and constant.device.type == "cpu":
+            constants[place] = constant
+    return Trace(exported.graph, params, constants, twin)

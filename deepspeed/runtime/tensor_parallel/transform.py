@@ -1,0 +1,51 @@
+"""Tensor parallelism as a transform of the module: plan, apply, report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
+
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.plan import Plan
+from deepspeed.runtime.tensor_parallel.applying import apply_plan
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+
+class Context(Protocol):
+    """The part of a ``TransformContext`` used here."""
+
+    mesh: ProcessMesh
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class TensorParallelism:
+    """Splits the layers of a module over the tensor-parallel ranks, as its graph and the config say."""
+
+    name = "tensor_parallel"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __init__(self, config: TPTrainingConfig) -> None:
+        self.config = config
+
+    def apply(self, module: nn.Module, context: Context) -> None:
+        mesh = context.mesh
+        if mesh.size("tp") == 1:
+            context.say("one rank: nothing to split")
+            return
+        plan = plan_module(module, mesh.size("tp"), grain=self.config.tensor_parallel.tp_grain_size)
+        apply_plan(module, plan, mesh.communicator("tp"), context.became)
+        context.say(plan.describe())
+
+
+def tensor_parallelism(plan: Plan, config: DeepSpeedConfig) -> TensorParallelism | None:
+    """What the section ``tensor_parallel`` asks for."""
+    section: TPTrainingConfig = config.tensor_parallel_config
+    return TensorParallelism(section) if section.autotp_size > 1 else None

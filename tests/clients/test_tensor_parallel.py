@@ -1,0 +1,143 @@
+"""Models of Transformers, split by their graphs over the ranks: loss and every gradient as on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.checkpoint.placement import placement_of
+from deepspeed.utils import safe_get_full_grad
+from tests.clients.kit import clean_clients
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+TOKENS = 96
+SHAPE = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+GPT = {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4}
+T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "AutoModelForCausalLM", GROUPED),
+    "qwen2": ("Qwen2Config", "AutoModelForCausalLM", GROUPED),
+    "qwen3": ("Qwen3Config", "AutoModelForCausalLM", {**GROUPED, "head_dim": 8}),
+    "gemma": ("GemmaConfig", "AutoModelForCausalLM", {**SHAPE, "num_key_value_heads": 1, "head_dim": 8}),
+    "phi3": ("Phi3Config", "AutoModelForCausalLM", {**GROUPED, "pad_token_id": 0}),
+    "gpt2": ("GPT2Config", "AutoModelForCausalLM", GPT),
+    "gpt_neox": ("GPTNeoXConfig", "AutoModelForCausalLM", SHAPE),
+    "mixtral": ("MixtralConfig", "AutoModelForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "bert": ("BertConfig", "AutoModelForMaskedLM", SHAPE),
+    "t5": ("T5Config", "AutoModelForSeq2SeqLM", T5),
+}
+
+
+def make(name: str, **more: Any) -> nn.Module:
+    kind, auto, settings = ARCHITECTURES[name]
+    config = getattr(transformers, kind)(**{**settings, **more})
+    for key in ("dropout_rate", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout_prob"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    if hasattr(config, "attention_probs_dropout_prob"):
+        config.attention_probs_dropout_prob = 0.0
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config)
+    for param in model.parameters():
+        nn.init.normal_(param, 0.7 if param.ndim == 1 else 0.0, 0.3 if param.ndim == 1 else 0.15)
+    return model.train()
+
+
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(tokens)
+    mask[1, -3:] = 0
+    made = {"input_ids": tokens, "attention_mask": mask}
+    return {**made, "decoder_input_ids": tokens} if model.config.is_encoder_decoder else made
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+    return 10 * (logits.float() * weights).mean()
+
+
+def own_part(whole: Tensor, param: Tensor) -> Tensor:
+    boxes = placement_of(param).boxes
+    if not boxes:
+        return whole
+    parts = [whole[tuple(slice(*side) for side in box)] for box in boxes]
+    split = next((dim for dim in range(whole.ndim) if len({box[dim] for box in boxes}) > 1), 0)
+    return torch.cat(parts, split)
+
+
+def assert_parity(name: str, tp: int, stage: int, **more: Any) -> str:
+    """Returns the line at the start."""
+    model = make(name, **more)
+    whole, inputs = copy.deepcopy(model), batch(model)
+    expected = loss_of(whole(**inputs).logits)
+    expected.backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "tensor_parallel": {"autotp_size": tp},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    loss = loss_of(engine(**inputs).logits)
+    engine.backward(loss)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    wanted = dict(whole.named_parameters())
+    total = float(nn.utils.get_total_norm([p.grad for p in wanted.values() if p.grad is not None]))
+    for key, param in engine.module.named_parameters():
+        grad = wanted[key].grad
+        if grad is None:
+            continue
+        own, scale = own_part(grad, param), float(grad.norm())
+        error = float((safe_get_full_grad(param).view(own.shape) - own).norm())
+        # Gradients of biases of keys cancel to zero: what is left of them is rounding of the terms.
+        allowed = max(1e-5 * max(float(own.norm()), 1e-3 * scale), 1e-7 * total)
+        assert error <= allowed, (name, key, error, scale)
+    line = engine.module_transforms.reports[0].line()
+    engine.destroy()
+    return line
+
+
+def assert_all(names: Iterable[str], tp: int) -> None:
+    with clean_clients():
+        for name in names:
+            line = assert_parity(name, tp, 0)
+            assert "row" in line, (name, line)
+
+
+@distributed(world_size=2)
+def test_fused_shared_and_transposed_projections_have_one_rank_s_gradients() -> None:
+    assert_all(("gemma", "phi3", "gpt2"), 2)
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_every_architecture_has_one_rank_s_gradients() -> None:
+    assert_all(ARCHITECTURES, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_llama_under_every_stage(stage: int) -> None:
+    with clean_clients():
+        assert_parity("llama", 2, stage)
+
+
+@pytest.mark.slow
+@distributed(world_size=3)
+def test_heads_that_do_not_divide() -> None:
+    assert_all(("llama", "gpt2", "phi3", "t5"), 3)
