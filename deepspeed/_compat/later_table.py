@@ -490,11 +490,6 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
     "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
-    "deepspeed.sequence.fpdt_layer": (
-        "class FPDT_Attention(config, first_weight, first_bias, second_weight, second_bias, "
-        "sequence_process_group, gather_idx=0, scatter_idx=2, return_bias=True, chunk_size=65536, "
-        "enable_offloading=True): forward",
-    ),
     "deepspeed.utils.mixed_precision_linkage": (
         "def link_hp_params(lp_param_list, flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, "
         "param_group_index, partition_start, partition_size, dp_group)",

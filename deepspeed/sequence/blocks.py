@@ -2,15 +2,15 @@
 
 Each kernel is a pair: ``forward(q, k, v, mask, scale) -> (out, lse)`` and ``backward(grad, q, k, v, out, lse, mask,
 scale) -> (dq, dk, dv)``, where out and lse in backward are those of *all* blocks. q and out are [batch, heads, rows,
-head size], k and v [batch, heads that share them, columns, head size], lse [batch, heads, rows] in fp32, mask bool,
-broadcastable to [batch, heads, rows, columns], or None. The log-sum-exp of a row that
-sees nothing is -inf, its output 0.
+head size], k and v [batch, heads that share them, columns, head size], lse [batch, heads, rows] in fp32 (fp64 for such
+queries). The log-sum-exp of a row that sees nothing is -inf, its output 0.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,9 +18,20 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
+class Order(enum.Enum):
+    """What a row sees by its place alone."""
+
+    CAUSAL = "rows and columns are the same tokens; each sees itself and those before it"
+
+
+CAUSAL = Order.CAUSAL
+Mask: TypeAlias = Tensor | Order | None
+"""Bool, broadcastable to [batch, heads, rows, columns]; CAUSAL; or None: every row sees every column."""
+
+
 class BlockKernel(Protocol):
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -31,7 +42,7 @@ class BlockKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -40,7 +51,7 @@ class Plain:
     """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; needs rows x columns memory."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, mask, scale)
         lse = torch.logsumexp(scores, dim=-1)
@@ -56,7 +67,7 @@ class Plain:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         scores = self._scores(q, k, mask, scale)
@@ -69,22 +80,26 @@ class Plain:
         dk = dscores.mT @ q.to(wide.dtype)
         return dq.to(q.dtype), _summed(dk, k).to(k.dtype), _summed(dv, v).to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         scores = (q.to(dtype) @ _repeated(k, q).to(dtype).mT) * scale
-        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        if mask is None:
+            return scores
+        if isinstance(mask, Order):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+        return scores.masked_fill(~mask, -math.inf)
 
 
 class CpuFlash:
     """Torch's flash attention for CPUs, which takes masks and shared heads, and gives its log-sum-exp."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, False, attn_mask=_additive(mask, q.dtype), scale=scale
+            q, k, v, 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
         )
-        if mask is not None:  # the kernel gives 0 for rows that see nothing
+        if isinstance(mask, Tensor):  # the kernel gives 0 for rows that see nothing
             lse = lse.masked_fill(~mask.any(-1), -math.inf)
         return out, lse
 
@@ -96,20 +111,92 @@ class CpuFlash:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: Tensor | None,
+        mask: Mask,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, _finite(lse), 0.0, False, attn_mask=_additive(mask, q.dtype), scale=scale
+            grad, q, k, v, out, _finite(lse), 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
         )
 
 
-PLAIN, CPU_FLASH = Plain(), CpuFlash()
+class CudaFlash:
+    """Torch's flash attention for CUDA: 16-bit, no masks but CAUSAL; takes shared heads, and needs no rows x columns
+    memory. T. Dao: FlashAttention-2: Faster attention with better parallelism and work partitioning, 2023."""
+
+    SIZES = range(8, 257, 8)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+        found = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, self._is_causal(mask), False, scale=scale
+        )
+        return found[0], found[1]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        no_random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without dropout nobody reads it
+        rows, columns = q.shape[2], k.shape[2]
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            None,
+            None,
+            rows,
+            columns,
+            0.0,
+            self._is_causal(mask),
+            no_random,
+            no_random.new_zeros(()),
+            scale=scale,
+        )
+
+    def _is_causal(self, mask: Mask) -> bool:
+        if isinstance(mask, Tensor):
+            raise ValueError("flash attention for CUDA takes no masks: kernel_for() chooses another kernel")
+        return mask is CAUSAL
 
 
-def kernel_for(q: Tensor, v: Tensor) -> BlockKernel:
+PLAIN, CPU_FLASH, CUDA_FLASH = Plain(), CpuFlash(), CudaFlash()
+
+
+def kernel_for(q: Tensor, v: Tensor, mask: Mask) -> BlockKernel:
     """The fastest kernel that can compute blocks of these tensors."""
-    return CPU_FLASH if q.is_cpu and q.shape[-1] == v.shape[-1] else PLAIN
+    size = q.shape[-1]
+    if size != v.shape[-1]:
+        return PLAIN
+    if q.is_cpu or q.is_meta:  # tensors without values: to count memory as of flash attention
+        return CPU_FLASH
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    flash = q.is_cuda and half and size in CudaFlash.SIZES and not isinstance(mask, Tensor)
+    return CUDA_FLASH if flash else PLAIN
+
+
+class Joined:
+    """The attention to all blocks so far: ``out`` and the log-sum-exp of its weights, ``lse``."""
+
+    def __init__(self, query: Tensor, value: Tensor) -> None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
+        self.lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        together = torch.logaddexp(self.lse, lse)
+        base = _finite(together)
+        self.out *= torch.exp(self.lse - base).unsqueeze(-1)
+        self.out += out * torch.exp(lse - base).unsqueeze(-1)
+        self.lse = together
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -117,8 +204,8 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
+def _additive(mask: Mask, dtype: torch.dtype) -> Tensor | None:
+    if not isinstance(mask, Tensor):
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 

@@ -32,8 +32,12 @@ def vocab_sequence_parallel_cross_entropy(
     loss = cross_entropy(
         vocab_parallel_logits.to(wide).flatten(0, 1), target.flatten(), reduction="none"
     ).view(target.shape)
-    comm = communicator_of(sp_group)
-    result: Tensor = _AllTokens.apply(loss, comm)  # pyright: ignore[reportAssignmentType]
+    return losses_of_all_tokens(loss, communicator_of(sp_group))
+
+
+def losses_of_all_tokens(own: Tensor, comm: Communicator) -> Tensor:
+    """[own tokens, batch] of every rank, one after another: [all tokens, batch]; backward sums over ranks."""
+    result: Tensor = _AllTokens.apply(own, comm)  # pyright: ignore[reportAssignmentType]
     return result
 
 

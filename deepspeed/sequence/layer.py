@@ -129,6 +129,15 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
+def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """The gradient of ``t`` in `apply_rotary_pos_emb`, from that of its result."""
+    size = freqs_cos.shape[-1]
+    turned, rest = grad_output[..., :size], grad_output[..., size:]
+    first, second = (turned * freqs_sin).chunk(2, dim=-1)
+    turned = turned * freqs_cos + torch.cat((second, -first), dim=-1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
 def single_all_to_all(
     input: Tensor,
     scatter_idx: int,

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
 
-from .blocks import kernel_for
+from .blocks import Joined, kernel_for
 from .visibility import Visibility
 
 
@@ -81,14 +81,14 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, ring: Ring
     ) -> Tensor:
-        joined = _Joined(query, value)
+        joined = Joined(query, value)
         rows, held = ring.tokens(ring.own), [key, value]
         for step in range(len(ring.parts)):
             columns = ring.tokens(ring.source(step))
             coming = _pass_on(ring, step, held)
             if not visibility.is_empty(rows, columns):
-                mask = visibility.mask(rows, columns, query.device)
-                kernel = kernel_for(query, value)
+                mask = visibility.block(rows, columns, query.device)
+                kernel = kernel_for(query, value, mask)
                 joined.add(*kernel.forward(query, held[0], held[1], mask, scale))
             held = coming() if coming else held
         out, lse = joined.out.to(query.dtype), joined.lse
@@ -110,8 +110,8 @@ class _RingAttention(torch.autograd.Function):
             columns = ring.tokens(ring.source(step))
             coming = _pass_on(ring, step, held)
             if not visibility.is_empty(rows, columns):
-                mask = visibility.mask(rows, columns, query.device)
-                kernel = kernel_for(query, value)
+                mask = visibility.block(rows, columns, query.device)
+                kernel = kernel_for(query, value, mask)
                 dq, dk, dv = kernel.backward(grad, query, held[0], held[1], out, lse, mask, ctx.scale)
                 dquery += dq
                 sums[0] += dk
@@ -127,19 +127,3 @@ def _pass_on(ring: Ring, step: int, held: list[Tensor]) -> Callable[[], list[Ten
     if step + 1 == len(ring.parts):
         return None
     return ring.pass_on(held, ring.parts[ring.source(step + 1)])
-
-
-class _Joined:
-    """The attention to all blocks so far: ``out`` and the log-sum-exp of its weights, ``lse``."""
-
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        self.out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
-        self.lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
-
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        together = torch.logaddexp(self.lse, lse)
-        base = together.masked_fill(together == -math.inf, 0.0)
-        self.out *= torch.exp(self.lse - base).unsqueeze(-1)
-        self.out += out * torch.exp(lse - base).unsqueeze(-1)
-        self.lse = together

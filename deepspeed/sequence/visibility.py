@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .blocks import CAUSAL, Mask
+
 
 def documents_of(positions: Tensor) -> Tensor | None:
     """Numbers [batch, tokens] of the packed documents, from position ids [batch, tokens]: one begins where the
@@ -58,6 +60,13 @@ class Visibility:
         for part in parts[1:]:
             result = result & part
         return result
+
+    def block(self, rows: range, columns: range, device: torch.device) -> Mask:
+        """``mask``, or CAUSAL where that says the same without one."""
+        uncut = self.documents is None and self.valid is None and not self._cut(rows, columns)
+        if self.causal and uncut and rows == columns:
+            return CAUSAL
+        return self.mask(rows, columns, device)
 
     def is_empty(self, rows: range, columns: range) -> bool:
         """Whether order and window alone leave nothing to see."""
