@@ -30,9 +30,7 @@ Mask: TypeAlias = Tensor | Order | None
 
 
 class BlockKernel(Protocol):
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def backward(
         self,
@@ -50,9 +48,7 @@ class BlockKernel(Protocol):
 class Plain:
     """Matrix products in fp32 (fp64 if the inputs are): any device and any mask; needs rows x columns memory."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, mask, scale)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - _finite(lse).unsqueeze(-1))
@@ -93,9 +89,7 @@ class Plain:
 class CpuFlash:
     """Torch's flash attention for CPUs, which takes masks and shared heads, and gives its log-sum-exp."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
         )
@@ -115,7 +109,16 @@ class CpuFlash:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, _finite(lse), 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            _finite(lse),
+            0.0,
+            mask is CAUSAL,
+            attn_mask=_additive(mask, q.dtype),
+            scale=scale,
         )
 
 

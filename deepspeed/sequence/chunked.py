@@ -294,9 +294,7 @@ def _heads(
     return q, _shared(call, k), _shared(call, v)
 
 
-def _attend(
-    call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead
-) -> tuple[Tensor, Tensor]:
+def _attend(call: ChunkedCall, q: Tensor, k: Tensor, v: Tensor, ahead: FetchedAhead) -> tuple[Tensor, Tensor]:
     """Attention of one chunk to itself and all before it, and its log-sum-exp."""
     joined = Joined(q, v)
     joined.add(*kernel_for(q, v, CAUSAL).forward(q, k, v, CAUSAL, call.scale))

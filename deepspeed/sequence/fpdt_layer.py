@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-class FPDT_InputConstruct(nn.Module):  # noqa: N801
+class FPDT_InputConstruct(nn.Module):
     """What one rank gets of a batch, so that chunks of the sequence can be exchanged one after another.
 
     Each chunk of ``args.ds_sequence_parallel_fpdt_chunk_size`` tokens is shared by all ranks; a rank holds its part of
@@ -87,12 +87,12 @@ class FPDT_InputConstruct(nn.Module):  # noqa: N801
         )
 
 
-class FPDT_Attention(nn.Module):  # noqa: N801
+class FPDT_Attention(nn.Module):
     """Causal self-attention with its two projections, in chunks of the sequence.
 
     Queries, keys and values exist for one chunk at a time; with offload they lie in host memory between their uses,
-    and are fetched one chunk ahead. Forward and backward equal plain attention. The ranks of a group hold each a part of
-    every chunk (`FPDT_InputConstruct`), and exchange tokens for heads chunk by chunk; heads of queries may be any
+    and are fetched one chunk ahead. Forward and backward equal plain attention. The ranks of a group hold each a part
+    of every chunk (`FPDT_InputConstruct`), and exchange tokens for heads chunk by chunk; heads of queries may be any
     number of at least the ranks, those of keys any number that divides it.
 
     Args:
@@ -160,7 +160,9 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         ValueError: ``inference_params``, or the ranks' tokens are not shares of common chunks. Collective.
         """
         if inference_params is not None:
-            raise ValueError("FPDT_Attention is for training: it has no cache, and inference_params must be None")
+            raise ValueError(
+                "FPDT_Attention is for training: it has no cache, and inference_params must be None"
+            )
         if self.training and self.dropout:
             raise ValueError(
                 f"attention_dropout={self.dropout}: chunked attention has no dropout of attention weights; set "
@@ -211,7 +213,7 @@ class FPDT_Attention(nn.Module):  # noqa: N801
         return chunks
 
 
-class FPDT_FFN(TiledFunction):  # noqa: N801
+class FPDT_FFN(TiledFunction):
     """``FPDT_FFN.apply(x, w1, b1, w2, b2, add_bias, chunk_size)``: a feed-forward layer with GELU (by tanh) in chunks.
 
     ``x`` [tokens, batch, hidden], ``w1`` [wide, hidden], ``w2`` [hidden, wide], biases or None; ``chunk_size`` tokens
@@ -238,14 +240,14 @@ class FPDT_FFN(TiledFunction):  # noqa: N801
         return out, None if add_bias else b2
 
 
-class FPDT_LogitsLoss(TiledFunction):  # noqa: N801
+class FPDT_LogitsLoss(TiledFunction):
     """``FPDT_LogitsLoss.apply(lm_output, labels, logit_weights, rank, spg_size, spg, num_chunk)``: the loss of every
     token of the sequence, [batch, tokens of all ranks], fp32 (fp64 for such inputs), rank after rank.
 
     ``lm_output`` [own tokens, batch, hidden]; ``labels`` [batch, own tokens], -100: that loss is 0; ``logit_weights``
     [vocabulary, hidden]; ``spg`` the ranks that share the sequence, or None (``rank`` and ``spg_size`` follow from it).
-    Logits exist for one of ``num_chunk`` chunks of the own tokens at a time, in forward and in backward. In backward the
-    gradients that arrive on the ranks are summed, as in ``vocab_sequence_parallel_cross_entropy``. Collective.
+    Logits exist for one of ``num_chunk`` chunks of the own tokens at a time, in forward and in backward. In backward
+    the gradients that arrive on the ranks are summed, as in ``vocab_sequence_parallel_cross_entropy``. Collective.
     """
 
     @classmethod
@@ -318,7 +320,9 @@ def _in_tiles(
 
     def one(tensors: list[Any]) -> Tensor:
         given = zip(tensors[len(sharded) :], weights, strict=True)
-        return compute(*tensors[: len(sharded)], *(own if own is not None else weight for own, weight in given))
+        return compute(
+            *tensors[: len(sharded)], *(own if own is not None else weight for own, weight in given)
+        )
 
     dims: list[int | None] = [0] * len(sharded) + [None] * len(weights)
     call = TiledCall(one, dims, tile_lengths(sharded[0].shape[0], tiles), join_dim=0)

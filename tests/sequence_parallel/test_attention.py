@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed.comm.collectives import process_network
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import UlyssesSPViTAttention
 from deepspeed.sequence.assignment import shard_lengths
-from deepspeed.sequence.blocks import CPU_FLASH, PLAIN
+from deepspeed.sequence.blocks import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, BlockKernel, Joined, kernel_for
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
+from deepspeed.sequence.visibility import Visibility
 from tests.pool import distributed
 
 BATCH, SIZE = 2, 8
@@ -258,6 +260,83 @@ def test_kernels_of_blocks_agree(dtype: torch.dtype) -> None:
             results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, seen, 0.4)))
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+def test_order_alone_needs_no_mask() -> None:
+    q, k, v, grad = inputs(4, 2, 9)
+    seen = Visibility(causal=True)
+    assert seen.block(range(9), range(9), q.device) is CAUSAL
+    assert isinstance(seen.block(range(9), range(8), q.device), Tensor)
+    for visibility in (
+        Visibility(causal=True, window=4),
+        Visibility(causal=True, documents=torch.zeros(1, 9)),
+    ):
+        assert isinstance(visibility.block(range(9), range(9), q.device), Tensor)
+    for kernel in (PLAIN, CPU_FLASH):
+        results = []
+        for mask in (CAUSAL, band(9)[None, None]):
+            out, lse = kernel.forward(q, k, v, mask, 0.4)
+            results.append((out, lse, *kernel.backward(grad, q, k, v, out, lse, mask, 0.4)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_by_device_dtype_and_mask() -> None:
+    def chosen(device: str, dtype: torch.dtype, mask: Any, sizes: tuple[int, int] = (64, 64)) -> BlockKernel:
+        with FakeTensorMode():
+            q, v = (torch.empty(1, 2, 3, size, dtype=dtype, device=device) for size in sizes)
+            return kernel_for(q, v, mask)
+
+    some = torch.ones(3, 3, dtype=torch.bool)
+    for mask in (None, CAUSAL):
+        assert chosen("cuda", torch.bfloat16, mask) is CUDA_FLASH
+        assert chosen("cuda", torch.float32, mask) is PLAIN
+    assert chosen("cuda", torch.float16, some) is PLAIN
+    assert chosen("cuda", torch.float16, None, (60, 60)) is PLAIN
+    assert chosen("cuda", torch.float16, None, (64, 32)) is PLAIN
+    assert chosen("cpu", torch.float32, some) is CPU_FLASH
+    with pytest.raises(ValueError, match="takes no masks"):
+        CUDA_FLASH.forward(some, some, some, some, 1.0)
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_flash_attention_for_cuda_is_called_as_torch_declares_it(mask: Any) -> None:
+    """Shapes and arguments, without a device: tensors without values."""
+    with FakeTensorMode():
+        q, k, v, grad = (
+            torch.empty(2, heads, 32, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2, 4)
+        )
+        out, lse = CUDA_FLASH.forward(q, k, v, mask, 0.4)
+        assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+        grads = CUDA_FLASH.backward(grad, q, k, v, out, lse, mask, 0.4)
+        assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_attention_for_cuda_agrees(dtype: torch.dtype, kv_heads: int) -> None:
+    """Two blocks of keys, joined; the second of them causal. Backward gets output and log-sum-exp of both."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 128), (kv_heads, 256), (kv_heads, 256), (4, 128))
+    q, k, v, grad = (
+        torch.randn(BATCH, heads, rows, 64, generator=generator).to("cuda", dtype) for heads, rows in shapes
+    )
+    results = []
+    for kernel in (CUDA_FLASH, PLAIN):
+        joined, sums = Joined(q, v), []
+        blocks = [(k[:, :, :128], v[:, :, :128], None), (k[:, :, 128:], v[:, :, 128:], CAUSAL)]
+        for key, value, mask in blocks:
+            assert kernel_for(q, value, mask) is CUDA_FLASH
+            joined.add(*kernel.forward(q, key, value, mask, 0.125))
+        out = joined.out.to(dtype)
+        for key, value, mask in blocks:
+            sums.append(kernel.backward(grad, q, key, value, out, joined.lse, mask, 0.125))
+        (dq, dk, dv), (dq2, dk2, dv2) = sums
+        results.append((out, joined.lse, dq + dq2, torch.cat([dk, dk2], 2), torch.cat([dv, dv2], 2)))
+    for one, other in zip(*results, strict=True):
+        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
 
 
 class Mixed(nn.Module):
