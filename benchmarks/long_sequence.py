@@ -16,9 +16,7 @@ and shows that the plain model does not get as far as a little above its own lim
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
 import resource
 import subprocess
@@ -227,9 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--hidden", type=int, default=4096, help="a multiple of 64")
     parser.add_argument("--memory-gib", type=float, default=40.0, help="of the device")
-    parser.add_argument(
-        "--chunk", type=int, default=0, help="tokens of a chunk of attention; 0: 16 x hidden"
-    )
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk of attention; 0: 16 x hidden")
     parser.add_argument("--run", action="store_true", help="also train at the limit, under the kernel's eyes")
     parser.add_argument("--slack-mib", type=int, default=256)
     parser.add_argument("--train", metavar="JSON", help=argparse.SUPPRESS)

@@ -68,7 +68,6 @@ INSTEAD = {
     "deepspeed.runtime.weight_quantizer": "Until then use torchao.",
     "deepspeed.runtime.zenflow": "Until then use offload_optimizer with device cpu.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
-    "deepspeed.sequence": "Until then shorten sequences or use activation checkpointing.",
     "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
     "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
     "deepspeed.utils.pin_memory": "Use get_accelerator().pin_memory(tensor), or an aio handle's pinned tensors.",
@@ -110,9 +109,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.compile.passes.selective_gather": (
         "def selective_gather(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
         "mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.compile.passes.sp_compile": (
-        "def prepare_autosp_inputs(input_id, label_id, position_id=None, attention_mask=None, seq_dim=1)",
     ),
     "deepspeed.compile.passes.zero3_compile": (
         "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
@@ -488,8 +484,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "reset_step fetch_sub_module release_sub_module release_and_reset_all "
         "release_backward_leftovers _invalidate_trace",
     ),
-    "deepspeed.sequence.auto_sp": ("def auto_wrap_model_for_sp(model, process_group)",),
-    "deepspeed.sequence.autosp_detector": ("def detect_model_sp_info(model)",),
     "deepspeed.utils.mixed_precision_linkage": (
         "def link_hp_params(lp_param_list, flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, "
         "param_group_index, partition_start, partition_size, dp_group)",

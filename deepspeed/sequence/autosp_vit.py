@@ -45,6 +45,13 @@ class UlyssesSPViTAttention(nn.Module):
         return (own, *result[1:]) if isinstance(result, tuple) else own
 
 
+def whole_patches(own: Tensor, comm: Communicator) -> Tensor:
+    """All ranks' shards [batch, n, size], joined along n; backward sums what the ranks computed of a shard."""
+    lengths = gather_lengths(own.shape[1], comm, own.device)
+    result: Tensor = _AllPatches.apply(own, lengths, comm)  # pyright: ignore[reportAssignmentType]
+    return result
+
+
 class _AllPatches(torch.autograd.Function):
     """All ranks' shards [batch, n, size], joined; backward sums what the ranks computed of a shard."""
 

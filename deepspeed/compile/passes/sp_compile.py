@@ -1,0 +1,50 @@
+"""Inputs of a compiled model whose sequences are sharded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AutoSPInputs(NamedTuple):
+    """The inputs in the order of the arguments."""
+
+    input_id: Tensor
+    label_id: Tensor | None
+    position_id: Tensor | None
+    attention_mask: Tensor | None
+
+
+def prepare_autosp_inputs(
+    input_id: Tensor,
+    label_id: Tensor | None,
+    position_id: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    seq_dim: int = 1,
+) -> AutoSPInputs:
+    """Mark the sequence's dimension of a batch as one that varies, so that ``torch.compile`` makes one graph for all
+    lengths; each tensor says by its attribute ``tag`` what it is.
+
+    Args:
+        input_id: [batch, tokens], int64; the others are like it, or None.
+        seq_dim: which dimension is the sequence.
+
+    The engine shards the batch where ``sequence_parallel_size`` is set: see docs/sequence_parallelism.md.
+
+    ValueError: ``input_id`` is None; ``seq_dim`` is no dimension of one of the tensors.
+    """
+    if input_id is None:
+        raise ValueError("prepare_autosp_inputs: input_id is None, but there is no batch without tokens")
+    inputs = AutoSPInputs(input_id, label_id, position_id, attention_mask)
+    for name, tensor in inputs._asdict().items():
+        if tensor is None:
+            continue
+        if not 0 <= seq_dim < tensor.dim():
+            raise ValueError(
+                f"prepare_autosp_inputs: seq_dim={seq_dim} is no dimension of {name} of shape {list(tensor.shape)}"
+            )
+        torch._dynamo.mark_dynamic(tensor, seq_dim)
+        tensor.tag = name  # type: ignore[attr-defined]
+    return inputs
