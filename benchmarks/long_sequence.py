@@ -200,25 +200,28 @@ class Counter:
         return self.counts[length][0]
 
 
-def longest(count: Callable[[int], int], budget: int) -> int:
-    """The longest sequence that fits, to a percent: each try extends or divides the line through two counts. 0: none."""
-    if count(64) > budget:
-        return 0
+def longest(count: Callable[[int], int], budget: int, precision: float) -> int:
+    """The longest sequence that fits, up to ``precision`` of it; 0: none. Memory is nearly affine in the length, so
+    that each try lies where the line through two counts meets the budget."""
     fits, over = 64, 0
-    at = 256
-    while True:
-        used = count(at)
-        if used <= budget:
+    counts = {64: count(64)}
+    if counts[64] > budget:
+        return 0
+    at = 1024
+    while not over or over - fits > max(1, precision * fits):
+        counts[at] = count(at)
+        if counts[at] <= budget:
             fits = max(fits, at)
         else:
             over = min(over or at, at)
-        if over and over - fits <= max(1, fits // 100):
-            return fits
-        low, high = sorted(count.counts)[-2:] if not over else (fits, over)  # type: ignore[attr-defined]
-        slope = (count(high) - count(low)) / (high - low)
-        guess = low + (budget - count(low)) / slope
-        at = int(min(guess * 1.004 if not over else guess, 8 * fits))
-        at = min(max(at, fits + 1), over - 1) if over else max(at, fits + fits // 100 + 1)
+        low, high = (fits, over) if over else sorted(counts)[-2:]
+        line = low + (budget - counts[low]) * (high - low) / max(1, counts[high] - counts[low])
+        if over:  # a little below the line, then a little above it
+            step = int(line * (1 - precision / 3 if line > fits * (1 + precision) else 1 + precision / 3))
+            at = min(max(step, fits + 1), over - 1)
+        else:
+            at = min(max(int(line), fits + math.ceil(precision * fits)), 8 * fits)
+    return fits
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -234,13 +237,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(**json.loads(arguments.train))
         return
     if arguments.quick:
-        arguments.hidden, arguments.memory_gib = 128, 0.25
+        arguments.hidden, arguments.memory_gib = 128, 0.2
     hidden, budget = arguments.hidden, int(arguments.memory_gib * 2**30)
     report = Report("long_sequence", arguments)
     limits, rows = {}, []
     for way in ways(arguments.chunk or 16 * hidden):
         count = Counter(hidden, way)
-        limits[way.name] = limit = longest(count, budget)
+        limits[way.name] = limit = longest(count, budget, 0.05 if arguments.quick else 0.01)
         report.data[way.name] = {"longest": limit, "bytes, bytes in host memory": count.counts}
         rows.append([way.name, *_row(count, limit, limits["plain"])])
     report.table(
