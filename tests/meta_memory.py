@@ -24,6 +24,7 @@ class MetaMemory(TorchDispatchMode):
         self._now = {"meta": 0, "cpu": 0}
         self._peak = {"meta": 0, "cpu": 0}
         self._seen: set[int] = set()
+        self._shapes: dict[Any, Any] = {}
 
     now = property(lambda self: self._now["meta"])
     peak = property(lambda self: self._peak["meta"])
@@ -42,11 +43,36 @@ class MetaMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and _apart(args[0], args[1]):
             return args[0]
-        result = func(*args, **kwargs)
+        result = self._shaped(func, args, kwargs)
         for each in tree_leaves(result):
             if isinstance(each, Tensor):
                 self._add(each)
         return result
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operator returns. Shapes of new tensors are remembered: torch finds them slowly."""
+        leaves = tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if not tensors or not all(each.is_meta for each in tensors):
+            return func(*args, **kwargs)
+        schema = func._schema
+        if torch.Tag.pointwise in func.tags and schema.name.endswith("_"):  # in place
+            return args[0]
+        if any(each.alias_info for each in (*schema.arguments, *schema.returns)):
+            return func(*args, **kwargs)
+        key = (func, *(_shape(each) if isinstance(each, Tensor) else each for each in leaves))
+        found = self._shapes.get(key)
+        if found is None:
+            result = func(*args, **kwargs)
+            whole = result if isinstance(result, tuple) else (result,)
+            if all(isinstance(each, Tensor) for each in whole):
+                self._shapes[key] = (isinstance(result, tuple), [_shape(each) for each in whole])
+            return result
+        several, shapes = found
+        made = [
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in shapes
+        ]
+        return tuple(made) if several else made[0]
 
     def _add(self, tensor: Tensor) -> None:
         storage, kind = tensor.untyped_storage(), tensor.device.type
@@ -62,6 +88,10 @@ class MetaMemory(TorchDispatchMode):
     def _forget(self, key: int, kind: str, size: int) -> None:
         self._seen.discard(key)
         self._now[kind] -= size
+
+
+def _shape(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _apart(one: Tensor, other: Tensor) -> bool:

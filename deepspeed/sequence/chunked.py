@@ -226,8 +226,11 @@ class _Backward:
         self._projection(at, x, torch.cat([_rows(each) for each in local], dim=1))
 
     def result(self) -> tuple[Tensor | None, ...]:
-        weights = zip(self.sums, self.weights, strict=True)
-        return self.dx, *(None if total is None else total.to(weight.dtype) for total, weight in weights)
+        pairs = zip(self.sums, self.weights, strict=True)
+        return self.dx, *(
+            total.to(weight.dtype) if total is not None and weight is not None else None
+            for total, weight in pairs
+        )
 
     def _group(self, at: int) -> tuple[SequenceChunk, ...]:
         here = self.kept[at]
