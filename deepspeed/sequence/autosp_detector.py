@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.runtime.zero.params import full_shape
+
 
 @dataclass
 class SPModelInfo:
@@ -43,15 +45,13 @@ def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
 
 def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | None:
     """The path of the token embedding: the model's own word, else the one with most rows."""
-    getter: Any = getattr(model, "get_input_embeddings", None)
+    getter: Any = getattr(model, "get_input_embeddings", lambda: None)
     try:
-        own = getter() if getter is not None else None
-    except NotImplementedError:
+        own = getter()
+    except (NotImplementedError, AttributeError):  # Transformers' for models that have several
         own = None
     if isinstance(own, nn.Embedding):
         return next((path for path, each in modules.items() if each is own), None)
-    if getter is not None:  # such as the patch embedding of a vision encoder
-        return None
     found = {path: each.num_embeddings for path, each in modules.items() if isinstance(each, nn.Embedding)}
     return max(found, key=lambda path: found[path]) if found and not _is_encoder(modules) else None
 
@@ -102,22 +102,23 @@ def _sees_pixels(part: nn.Module) -> bool:
 def _projection(
     model: nn.Module, modules: dict[str, nn.Module], embedding: str, info: SPModelInfo
 ) -> tuple[str, nn.Module] | None:
-    """The largest module with linear layers that is no block, holds no attention, and leads to the text's width."""
+    """The largest module with a matrix of the text's width that is no block, no output layer, and has no attention."""
     width = modules[embedding].embedding_dim  # type: ignore[union-attr]
     getter: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = getter()
     attention = [path for path, _ in (*info.llm_attn_modules, *info.vit_attn_modules)]
     lists = {_list_of(path) for path in attention}
+    found = []
     for path, module in modules.items():
-        linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
-        inside = any(_contains(part, path) for part in lists) or any(
-            _contains(path, each) for each in attention
-        )
-        if not path or inside or not linears or any(each is head for each in linears):
+        inside = any(_contains(part, path) for part in lists) or any(_contains(path, each) for each in attention)
+        if not path or inside or module is head or _contains(path, embedding):
             continue
-        if linears[-1].out_features == width:
-            return path, module
-    return None
+        if any(each.dim() == 2 and width in full_shape(each) for each in module.parameters()):
+            found.append(path)
+    # In some models it is the vision encoder's last module; a pooling head of that width comes after one outside.
+    vision = _part_of(info.vit_attn_modules[0][0], embedding, modules)
+    found.sort(key=lambda path: _contains(vision, path))
+    return (found[0], modules[found[0]]) if found else None
 
 
 def _list_of(path: str) -> str:
