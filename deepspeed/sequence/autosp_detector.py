@@ -57,11 +57,9 @@ def _token_embedding(model: nn.Module, modules: dict[str, nn.Module]) -> str | N
 
 
 def _is_encoder(modules: dict[str, nn.Module]) -> bool:
-    """Whether tables of positions beside a convolution are all the embeddings there are."""
+    """Whether a model of pixels has no tables but those of positions."""
     tables = [path for path, each in modules.items() if isinstance(each, nn.Embedding)]
-    return any(isinstance(each, _PATCHES) for each in modules.values()) and all(
-        "pos" in each for each in tables
-    )
+    return _sees_pixels(modules[""]) and all("pos" in each for each in tables)
 
 
 _PATCHES = (nn.Conv2d, nn.Conv3d)
@@ -110,8 +108,16 @@ def _projection(
     lists = {_list_of(path) for path in attention}
     found = []
     for path, module in modules.items():
-        inside = any(_contains(part, path) for part in lists) or any(_contains(path, each) for each in attention)
-        if not path or inside or module is head or _contains(path, embedding):
+        inside = any(_contains(part, path) for part in lists) or any(
+            _contains(path, each) for each in attention
+        )
+        if (
+            not path
+            or inside
+            or module is head
+            or isinstance(module, nn.Embedding)
+            or _contains(path, embedding)
+        ):
             continue
         if any(each.dim() == 2 and width in full_shape(each) for each in module.parameters()):
             found.append(path)
