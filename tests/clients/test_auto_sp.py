@@ -1,4 +1,4 @@
-"""Transformers' models of images and text over shards: the parts that are found, and a Llava that trains as on one rank."""
+"""Transformers' models of images and text over shards: which parts are found, and a Llava that equals one rank's."""
 
 from __future__ import annotations
 
@@ -157,20 +157,20 @@ def on_shards(model: Any, group: Any, pixels: Tensor, ids: Tensor, labels: Tenso
 
 
 @distributed(world_size=[2, 3])
-@clean_clients
 def test_a_llava_over_shards(world_size: int) -> None:
-    pixels, ids, labels = batch()
-    plain = llava()
-    expected = plain(pixel_values=pixels, input_ids=ids, labels=labels).loss
-    expected.backward()
-    model = auto_wrap_model_for_sp(llava(), dist.group.WORLD)
-    loss = on_shards(model, dist.group.WORLD, pixels, ids, labels)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
-    loss.backward()
+    with clean_clients():
+        pixels, ids, labels = batch()
+        plain = llava()
+        expected = plain(pixel_values=pixels, input_ids=ids, labels=labels).loss
+        expected.backward()
+        model = auto_wrap_model_for_sp(llava(), dist.group.WORLD)
+        loss = on_shards(model, dist.group.WORLD, pixels, ids, labels)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+        loss.backward()
     wanted = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
     for name, each in model.named_parameters():
         name = name.replace("self_attn.attn.", "self_attn.")
-        if name not in wanted:  # the class token leaves no trace but through attention
+        if name not in wanted:  # what follows the vision encoder's last layer
             assert each.grad is None, name
             continue
         found = torch.zeros_like(each) if each.grad is None else each.grad
