@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.runtime.activation_checkpointing.side_stream import SideStream
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence import fpdt_layer
 from deepspeed.sequence.chunks import FetchedAhead, SequenceChunk
 from deepspeed.sequence.fpdt_layer import (
@@ -242,6 +244,75 @@ def test_loss_of_logits(world_size: int) -> None:
     dist.all_reduce(found[1])
     rows = wanted[0].split([len(part) for part in parts])[rank]
     assert_equal((losses.detach(), *found), (expected.detach(), rows, wanted[1]))
+
+
+class Model(nn.Module):
+    """Embedding, attention, feed-forward layer, loss: in chunks over ranks with a group, else plain."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.group = group
+        self.embed = nn.Embedding(17, HIDDEN)
+        self.attention = FPDT_Attention(config(4, 2), *weights(4, 2), group, chunk_size=CHUNK)  # type: ignore[arg-type]
+        self.up, self.down = nn.Linear(HIDDEN, 24), nn.Linear(24, HIDDEN)
+
+    def forward(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, rotary: Any) -> Tensor:
+        x = self.embed(tokens).transpose(0, 1)
+        if self.group is None:
+            given: list[Any] = list(self.attention.parameters())
+            x = x + plain(x, given, 4, 2, rotary)
+            x = x + self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
+            logits = (x @ self.embed.weight.T).permute(1, 2, 0)
+            losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        else:
+            attended, bias = self.attention(x, None, None, rotary)
+            x = x + attended + bias
+            up, down = self.up, self.down
+            out, bias = FPDT_FFN.apply(x, up.weight, up.bias, down.weight, down.bias, False, 2)
+            rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            losses = FPDT_LogitsLoss.apply(
+                x + out + bias, labels, self.embed.weight, rank, size, self.group, 3
+            )
+        return (losses * loss_mask).sum() / loss_mask.sum()
+
+
+CHUNK, LENGTH = 5, 13
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=2)
+def test_a_model_in_chunks_trains_as_the_plain_one(stage: int) -> None:
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    parallel_state_sp.initialize_sequence_parallel(2)
+    group = parallel_state_sp.get_sequence_parallel_group()
+    engine, *_ = deepspeed.initialize(model=Model(group), config=settings, mpu=parallel_state_sp)
+    oracle = Model()
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=CHUNK)
+    rotary, rank = tables(LENGTH), dist.get_rank()
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        tokens, labels = torch.randint(17, (2, BATCH, LENGTH), generator=draw)
+        mask = (torch.rand(BATCH, LENGTH, generator=draw) < 0.7).float()
+        expected = oracle(tokens, labels, mask, rotary)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own = FPDT_InputConstruct(tokens, labels, mask, None, None, args, 2, rank).generate()
+        loss = engine(*own[:3], rotary)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        engine.backward(loss)
+        engine.step()
+    wanted = dict(oracle.named_parameters())
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            assert_equal([parameter.detach()], [wanted[name].detach()])
+    engine.destroy()
 
 
 def test_small_functions() -> None:

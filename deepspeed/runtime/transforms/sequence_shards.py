@@ -23,6 +23,7 @@ from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, w
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
 from deepspeed.runtime.sequence_parallel.registration import NAME, Target, attention_function, register
 from deepspeed.runtime.transforms.inputs import ForwardFacts, InputTransform
+from deepspeed.sequence.fpdt_layer import FPDT_Attention
 from deepspeed.sequence.layer import DistributedAttention
 
 _SHIFTED, _ALIGNED = ("ForCausalLM",), ("ForMaskedLM", "ForTokenClassification")
@@ -78,7 +79,7 @@ class ShardedSequences:
 
 
 def _takes_attention(module: nn.Module) -> bool:
-    own = any(isinstance(each, DistributedAttention) for each in module.modules())
+    own = any(isinstance(each, (DistributedAttention, FPDT_Attention)) for each in module.modules())
     config = getattr(module, "config", None)
     if own or config is None or not hasattr(config, "get_text_config"):
         return False
