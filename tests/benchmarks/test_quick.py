@@ -15,6 +15,7 @@ SCRIPTS = {
     "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
+    "long_sequence.py": ["x plain", "and attention in chunks"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],
