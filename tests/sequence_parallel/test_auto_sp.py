@@ -128,7 +128,7 @@ def fused(
     torch.testing.assert_close(out, expected.split(lengths, 1)[rank])
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     given = [each for each in (images, text) if each.requires_grad]
-    wanted = torch.autograd.grad((expected * weights).sum(), given)
+    wanted = torch.autograd.grad((expected * weights).sum(), given, retain_graph=True)
     found = list(torch.autograd.grad((out * weights.split(lengths, 1)[rank]).sum(), (leaf, words)))
     dist.all_reduce(found[1])
     torch.testing.assert_close(found[0], wanted[0].split(cut, dim)[rank])
