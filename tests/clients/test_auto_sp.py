@@ -168,6 +168,8 @@ def test_a_llava_over_shards(world_size: int) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
         loss.backward()
     wanted = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    # The gradient of the keys' bias is 0 but for rounding: what all keys have in common, softmax does not see.
+    least = 1e-3 * max(each.abs().max() for each in wanted.values())
     for name, each in model.named_parameters():
         name = name.replace("self_attn.attn.", "self_attn.")
         if name not in wanted:  # what follows the vision encoder's last layer
@@ -176,5 +178,5 @@ def test_a_llava_over_shards(world_size: int) -> None:
         found = torch.zeros_like(each) if each.grad is None else each.grad
         dist.all_reduce(found)
         found /= world_size  # as the engine does
-        error = (found - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-6)
+        error = (found - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=least)
         assert error <= 1e-5, f"{name}: {error:.1e}"

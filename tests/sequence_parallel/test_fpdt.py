@@ -285,6 +285,7 @@ CHUNK, LENGTH = 5, 13
 def test_a_model_in_chunks_trains_as_the_plain_one(stage: int) -> None:
     settings = {
         "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
