@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.utils.untraced import untraced
+
 from .assignment import HeadAssignment, shard_lengths
 from .exchange import Exchange, communicator_of, gather_lengths
 
@@ -129,6 +131,7 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
+@untraced
 def single_all_to_all(
     input: Tensor,
     scatter_idx: int,
