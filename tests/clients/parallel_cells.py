@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ def run_all(chosen: Iterable[Cell], folder: Path) -> dict[Cell, str]:
         key = ("LoRA" in cell.features, "bf16" in cell.features)
         if key not in references:
             references[key] = OneRank(adapted=key[0], bf16=key[1])
-        init = nn.Module.__init__
+        init, begin = nn.Module.__init__, time.perf_counter()
         try:
             with clean_clients():
                 check(cell, run(cell, folder), references[key])
@@ -198,6 +199,7 @@ def run_all(chosen: Iterable[Cell], folder: Path) -> dict[Cell, str]:
             if cell not in REFUSED or REFUSED[cell] not in str(error):
                 wrong[cell] = f"{type(error).__name__}: {error}"
         finally:
+            print(f"{cell}: {time.perf_counter() - begin:.1f} s")
             if "compile" in cell.features:
                 nn.Module.__init__ = init  # torch's compiler patches it for good
                 torch.compiler.reset()
