@@ -1,5 +1,5 @@
-"""Cells of the matrix {tensor parallelism, sequence parallelism, both} x ZeRO stage x feature: what each is, and a short
-run of it against the same steps on one rank. ``python -m tests.clients.parallel_cells`` prints the table of
+"""Cells of the matrix {tensor parallelism, sequence parallelism, both} x ZeRO stage x feature: what each is, and a
+short run of it against the same steps on one rank. ``python -m tests.clients.parallel_cells`` prints the table of
 docs/compatibility.md.
 """
 
