@@ -1,7 +1,7 @@
 """Step time where two ranks share each layer (TP) or each sequence (SP), against data parallelism with the same tokens.
 
-All contenders train the same Llama of Transformers on the same sequences: with DP each rank has half of them, with TP both
-ranks have all of them and half of each layer, with SP half of each sequence. Run it with an interpreter that has
+All contenders train the same Llama of Transformers on the same sequences: with DP each rank has half of them, with TP
+both ranks have all of them and half of each layer, with SP half of each sequence. Run it with an interpreter that has
 transformers; the peer's needs the same release.
 
     ../clients/bin/python benchmarks/tensor_parallel.py --peer ../clients_peer/bin/python --save cpu2

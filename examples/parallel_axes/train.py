@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/parallel_axes/train.py --sequence 2
     torchrun --nproc-per-node 4 examples/parallel_axes/train.py --tensor 2 --sequence 2 --stage 3
 
-The model and the loop are those of one rank. Shows what each rank holds, and that the saved weights are those of the whole
-model: a plain Transformers model that loads them has the same loss.
+The model and the loop are those of one rank. Shows what each rank holds, and that the saved weights are those of the
+whole model: a plain Transformers model that loads them has the same loss.
 """
 
 from __future__ import annotations
