@@ -142,8 +142,8 @@ class OneRank:
         self.weights = {name: param.detach() for name, param in masters.named_parameters()}
 
 
-def run(cell: Cell, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and whole final weights of the cell. Collective."""
+def run(cell: Cell, folder: Path, backend: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and whole final weights of the cell; ``backend``: of the compiler. Collective."""
     import deepspeed
 
     net = model(adapted="LoRA" in cell.features)
@@ -151,7 +151,7 @@ def run(cell: Cell, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
         net.gradient_checkpointing_enable()
     engine = deepspeed.initialize(model=net, config=config(cell, folder))[0]
     if "compile" in cell.features:
-        engine.compile(backend="aot_eager")
+        engine.compile(backend=backend)
     losses: list[float] = []
     for batch in batches():
         loss = engine(**batch).loss
@@ -179,7 +179,7 @@ def check(cell: Cell, found: tuple[list[float], dict[str, Tensor]], expected: On
         assert difference <= allowed, f"{name} is {difference:.2e} from one rank's, of {moved:.2e} moved"
 
 
-def run_all(chosen: Iterable[Cell], folder: Path) -> dict[Cell, str]:
+def run_all(chosen: Iterable[Cell], folder: Path, backend: str = "aot_eager") -> dict[Cell, str]:
     """Runs each; what went wrong. Collective, also where a cell fails in the same way on all ranks."""
     from tests.clients.kit import clean_clients
 
@@ -192,7 +192,7 @@ def run_all(chosen: Iterable[Cell], folder: Path) -> dict[Cell, str]:
         init, begin = nn.Module.__init__, time.perf_counter()
         try:
             with clean_clients():
-                check(cell, run(cell, folder), references[key])
+                check(cell, run(cell, folder, backend), references[key])
             if cell in REFUSED:
                 wrong[cell] = "trains, but is listed as refused"
         except Exception as error:

@@ -26,20 +26,20 @@ pytest.importorskip("peft", reason="the clients extra is not installed")
 PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 
 
-def assert_right(chosen: Iterable[Cell], folder: Path) -> None:
-    wrong = run_all(chosen, folder)
+def assert_right(chosen: Iterable[Cell], folder: Path, backend: str = "aot_eager") -> None:
+    wrong = run_all(chosen, folder, backend)
     assert not wrong, "\n".join(f"{cell}: {what}" for cell, what in wrong.items())
 
 
 @pytest.mark.parametrize("axis", ["TP", "SP"])
 @distributed(world_size=2)
 def test_every_feature_on_two_ranks(axis: str, tmp_path: Path) -> None:
-    assert_right(every_feature_once(axis), tmp_path)
+    assert_right(every_feature_once(axis), tmp_path, "eager")
 
 
 @distributed(world_size=4)
 def test_every_feature_on_four_ranks(tmp_path: Path) -> None:
-    assert_right(every_feature_once("TP x SP"), tmp_path)
+    assert_right(every_feature_once("TP x SP"), tmp_path, "eager")
 
 
 @pytest.mark.slow
