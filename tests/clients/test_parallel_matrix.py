@@ -6,14 +6,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.clients.kit import clean_clients
 from tests.clients.parallel_cells import (
     AXES,
+    CLIP,
+    DECAY,
+    EPS,
+    RATE,
     REFUSED,
     STAGES,
     Cell,
+    batches,
     cells,
+    config,
     every_feature_once,
+    model,
     pairs_of_features,
     run_all,
     table,
@@ -68,6 +77,39 @@ def test_pairs_of_features_on_two_ranks(axis: str, tmp_path: Path) -> None:
 @distributed(world_size=4, timeout=400)
 def test_pairs_of_features_on_four_ranks(tmp_path: Path) -> None:
     assert_right(pairs_of_features("TP x SP"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=8, timeout=400)
+def test_layers_sequences_and_data_over_eight_ranks(stage: int, tmp_path: Path) -> None:
+    """Two ranks share each layer, two each sequence, and two such groups have batches of their own."""
+    import deepspeed
+
+    cell = Cell("TP x SP", stage, ())
+    with clean_clients():
+        plain = model(adapted=False)
+        engine = deepspeed.initialize(model=model(adapted=False), config=config(cell, tmp_path))[0]
+        assert [engine.mesh.size(axis) for axis in ("tp", "sp", "dp")] == [2, 2, 2]
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=RATE, eps=EPS, weight_decay=DECAY)
+        for batch in batches():
+            rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(2)]
+            losses = [plain(**row).loss for row in rows]
+            (sum(losses) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            own = engine.mesh.rank("dp")
+            loss = engine(**rows[own]).loss
+            assert loss.item() == pytest.approx(losses[own].item(), rel=1e-5)
+            engine.backward(loss)
+            engine.step()
+        for name, param in engine.module.named_parameters():
+            wanted = plain.get_parameter(name)
+            assert (engine.whole_tensor(param) - wanted).abs().max() <= 2e-5 * max(1.0, wanted.abs().max()), (
+                name
+            )
+        engine.destroy()
 
 
 def test_the_published_table_is_this_one() -> None:
