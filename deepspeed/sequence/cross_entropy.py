@@ -10,10 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.utils.untraced import untraced
 
 from .exchange import communicator_of, gather_lengths
 
 
+@untraced
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, sp_group: Any
 ) -> Tensor:

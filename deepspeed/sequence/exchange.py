@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator, process_network
+from deepspeed.utils.untraced import untraced
 
 Heads = tuple[tuple[int, ...], ...]
 """For each rank of a group, the heads that it computes; () for ranks that compute none of this shard's."""
@@ -26,6 +27,7 @@ def communicator_of(group: torch.distributed.ProcessGroup | None) -> Communicato
     return Communicator(None) if group is None else process_network.communicator(group)
 
 
+@untraced
 def gather_lengths(length: int, comm: Communicator, device: torch.device) -> tuple[int, ...]:
     """This number of every rank. Collective."""
     if comm.size == 1:
@@ -49,11 +51,13 @@ class Exchange:
     heads_dim: int = 1
     tokens_dim: int = 2
 
+    @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> tuple[Tensor, ...]:
         """The own heads of all tokens, for several tensors in one all-to-all, differentiable."""
         result: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), *tensors)  # pyright: ignore[reportAssignmentType]
         return result
 
+    @untraced
     def to_tokens(self, tensor: Tensor, heads: Heads) -> Tensor:
         """All heads of the own tokens, differentiable; each head comes from one rank."""
         result: Tensor = _ToTokens.apply(self, heads, tensor)  # pyright: ignore[reportAssignmentType]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from deepspeed.utils.untraced import untraced
+
 from .assignment import HeadAssignment, shard_lengths
 from .exchange import Exchange, communicator_of, gather_lengths
 
@@ -138,6 +140,7 @@ def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
+@untraced
 def single_all_to_all(
     input: Tensor,
     scatter_idx: int,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.utils.untraced import untraced
 
 from .blocks import Joined, kernel_for
 from .visibility import Visibility
@@ -63,6 +64,7 @@ class Ring:
         return wait
 
 
+@untraced
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, ring: Ring
 ) -> Tensor:

@@ -40,7 +40,7 @@ def test_quick_form_prints_its_table(script: str) -> None:
         assert text in printed
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "gpu/train_step.py"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "gpu/train_step.py", "tensor_parallel.py"])
 def test_help(script: str) -> None:
     assert "--quick" in run(script, "--help")
 

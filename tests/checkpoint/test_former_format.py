@@ -1,6 +1,7 @@
-"""Checkpoints of format 1, which had other checksums and all ranks' random states in every model file, still load.
+"""Checkpoints of former formats still load: 1, which had other checksums and all ranks' random states in every model
+file, and 2, whose directory was gathered from all ranks instead of being computed.
 
-Two ranks wrote those in ``tests/data/format1_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
+Two ranks wrote those in ``tests/data/format*_checkpoints``: ``models.Zoo`` after some micro-batches, two of which make
 a step; ``expected.pt`` is what all ranks held then, and ``random0.pt`` what rank 0 drew next.
 """
 
@@ -16,15 +17,16 @@ from deepspeed.checkpoint.consolidate import consolidate
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine
 from tests.pool import distributed
 
-FIXTURES = Path(__file__).resolve().parents[1] / "data/format1_checkpoints"
+DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 @pytest.mark.parametrize(
     ("saved_at", "precision", "micro_steps"), [(0, "fp32", 2), (2, "fp32", 3), (3, "bf16", 2)]
 )
+@pytest.mark.parametrize("former", [1, 2])
 @distributed(world_size=[1, 2])
-def test_checkpoints_of_format_1_load(saved_at, precision, micro_steps, world_size):
-    folder = FIXTURES / f"stage{saved_at}"
+def test_checkpoints_of_former_formats_load(saved_at, precision, micro_steps, former, world_size):
+    folder = DATA / f"format{former}_checkpoints" / f"stage{saved_at}"
     expected = torch.load(folder / "expected.pt")
     for stage in (saved_at, 1):
         engine = make_engine(config(stage, precision, accumulation=2), seed=9)

@@ -129,13 +129,47 @@ def test_split_models_train_like_whole_ones(kind: str, stage: int, tmp_path: Pat
         engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [1])
+def _with(feature: str, stage: int, folder: Path) -> dict[str, Any]:
+    """The config that goes with a feature."""
+    if feature == "bf16":
+        return config(stage, bf16={"enabled": True})
+    made = config(stage)
+    if feature == "offload":
+        storage = {"device": "nvme", "nvme_path": str(folder)}
+        made["zero_optimization"] |= {"offload_optimizer": storage, "sub_group_size": 500}
+        if stage == 3:
+            made["zero_optimization"]["offload_param"] = {**storage, "max_in_cpu": 0}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("feature", "stage"),
+    [("offload", 2), ("offload", 3), ("bf16", 1), ("bf16", 3), ("checkpointing", 0), ("checkpointing", 3)],
+)
+@distributed(world_size=2)
+def test_split_models_with_other_features(feature: str, stage: int, tmp_path: Path) -> None:
+    with clean_clients():
+        model = split("llama", tmp_path)
+        if feature == "checkpointing":
+            model.gradient_checkpointing_enable()
+            model.config.use_cache = False
+        engine = deepspeed.initialize(model=model.train(), config=_with(feature, stage, tmp_path))[0]
+        losses, norms = train(engine)
+        expected, expected_norms, _ = alone("llama")
+        near = 1e-2 if feature == "bf16" else 1e-5
+        assert losses == pytest.approx(expected, rel=near)
+        assert norms == pytest.approx(expected_norms, rel=4 * near)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 @distributed(world_size=2)
 def test_accelerate_prepares_a_split_model(stage: int, tmp_path: Path) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
 
     with clean_clients():
         model = split("qwen3", tmp_path)  # before: Transformers refuses both at once at stage 3
+        expected, _, whole = alone("qwen3")  # and partitions what is made later
         launched = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(
                 zero_stage=stage, gradient_clipping=1.0, zero3_save_16bit_model=True, zero3_init_flag=False
@@ -154,12 +188,12 @@ def test_accelerate_prepares_a_split_model(stage: int, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        expected, _, whole = alone("qwen3")
         assert losses == pytest.approx(expected, rel=1e-5)
         state = launched.get_state_dict(engine)
         launched.unwrap_model(engine).save_pretrained(tmp_path / "saved", state_dict=state)
-        _assert_saved(tmp_path / "saved", whole)
         launched.free_memory()
+    with clean_clients():
+        _assert_saved(tmp_path / "saved", whole)
 
 
 def _assert_saved(folder: Path, whole: Any) -> None:

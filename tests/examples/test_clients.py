@@ -59,6 +59,13 @@ def preferences_show(text: str, ranks: int) -> None:
     assert abs(first - 0.6931) < 1e-3 and last < first and end > begin
 
 
+def parts_show(text: str, ranks: int) -> None:
+    first, last = numbers(r"loss (\S+) -> (\S+) in", text)
+    whole, held = numbers(r"parameters: (\S+); this rank holds (\S+)", text)
+    joined, split = numbers(r"saved and loaded on one rank: loss (\S+), here (\S+)", text)
+    assert last < 0.8 * first and held < 0.8 * whole and abs(joined - split) < 1e-4
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OURS = [*COMMAND[1:], "--num_gpus", "2"]
 
@@ -67,10 +74,11 @@ EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "accelerate_loop": (OURS, ["--stages", "0", "3"], loop_shows),
     "lora_zero3": (TORCHRUN, ["--steps", "20"], lora_shows),
     "lightning_module": ([], ["--epochs", "6"], module_shows),
+    "parallel_axes": (TORCHRUN, ["--tensor", "2", "--stage", "2", "--epochs", "2"], parts_show),
     "dpo_trl": ([], ["--steps", "20"], preferences_show),
 }
 
-MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module"}
+MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "parallel_axes"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -105,6 +105,45 @@ def test_what_cannot_be_shown_to_be_separable_stays_whole() -> None:
     assert "mix.a.weight" in found.parameters
 
 
+class Adapted(nn.Module):
+    """A linear layer with a product of two matrices beside it."""
+
+    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        outputs, inputs = base.weight.shape  # type: ignore[misc]
+        self.one = nn.Linear(int(inputs), rank, bias=False)
+        self.other = nn.Linear(rank, int(outputs), bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.other(F.dropout(self.one(x), 0.1)) * 0.5
+
+
+def test_adapters_are_cut_with_the_layers_beside_them() -> None:
+    model = Model()
+    plain = {name: each.cut.parts for name, each in plan(model, 2).parameters.items()}
+    model.mix.a, model.mix.b = Adapted(model.mix.a), Adapted(model.mix.b)
+    model.gate.c, model.gate.d = Adapted(model.gate.c), Adapted(model.gate.d)
+    found = plan(model, 2)
+    kinds = {name: (each.kind, each.cut.parts) for name, each in found.parameters.items()}
+    for layer in ("mix.a", "gate.c"):
+        assert (
+            kinds[f"{layer}.base.weight"]
+            == kinds[f"{layer}.other.weight"]
+            == ("column", plain[f"{layer}.weight"])
+        )
+        assert f"{layer}.one.weight" not in kinds
+    for layer in ("mix.b", "gate.d"):
+        assert (
+            kinds[f"{layer}.base.weight"] == kinds[f"{layer}.one.weight"] == ("row", plain[f"{layer}.weight"])
+        )
+        assert f"{layer}.other.weight" not in kinds
+    assert list(found.whole) == ["head.weight"]
+    assert {each.module: each.values for each in found.attributes if each.name == "num_heads"} == {
+        "mix": (3, 3)
+    }
+
+
 def test_a_model_that_cannot_be_followed_is_refused_by_name() -> None:
     class Deciding(Model):
         def forward(self, x: Tensor) -> Tensor:

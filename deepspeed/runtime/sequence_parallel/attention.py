@@ -21,6 +21,7 @@ from deepspeed.sequence.assignment import HeadAssignment
 from deepspeed.sequence.exchange import Exchange, communicator_of
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.visibility import Visibility
+from deepspeed.utils.untraced import untraced
 
 _REFUSED = ("position_bias", "s_aux", "cache", "layer_head_mask", "head_mask")
 """Arguments that belong to single heads, or to a cache: shards would get the wrong part of them."""
@@ -130,6 +131,7 @@ class UlyssesSPAttentionHF(nn.Module):
         register(attention, core, target)
         return parallel_state_sp
 
+    @untraced
     def forward(
         self,
         module: nn.Module,

@@ -16,8 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.sequence.exchange import communicator_of
+from deepspeed.utils.untraced import untraced
 
 
+@untraced
 def token_mean(loss: Tensor, tokens: Tensor | int, group: Any) -> Tensor:
     """The mean over the tokens of all ranks of ``group``, from each rank's mean over its own. Collective.
 
@@ -36,6 +38,7 @@ def token_mean(loss: Tensor, tokens: Tensor | int, group: Any) -> Tensor:
     return result
 
 
+@untraced
 def token_sum(loss: Tensor, group: Any) -> Tensor:
     """The sum of the ranks' losses, for losses that are divided by the number of all tokens already."""
     count = torch.ones((), dtype=torch.float64, device=loss.device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from deepspeed.comm.collectives import Communicator
 from deepspeed.sequence.exchange import gather_lengths
 from deepspeed.sequence.visibility import Visibility, documents_of
+from deepspeed.utils.untraced import untraced
 
 _KNOWN = {
     "causal_mask_function",
@@ -116,6 +117,7 @@ class WholeSequence:
         return found
 
 
+@untraced
 def gather_sequence(
     comm: Communicator, query: Tensor, positions: Tensor | None, padding: Tensor | None, *, equal: bool
 ) -> WholeSequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,8 +51,11 @@ def changes(
 
 
 def _owners(region: Region) -> list[str]:
-    paths = [name.rsplit(".", 2)[0] for name, _ in [*region.columns, *region.rows] if name.count(".") > 1]
-    return list(dict.fromkeys(paths))
+    """Modules around the layers, up to the one that has them all (an adapter may stand between)."""
+    layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
+    common = len(os.path.commonprefix(layers))
+    found = [path[:end] for path in layers for end in range(len(path) - 1, max(common, 1) - 1, -1)]
+    return list(dict.fromkeys(".".join(path) for path in found))
 
 
 def _ratios(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> _Ratios:

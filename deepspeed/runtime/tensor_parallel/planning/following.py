@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from deepspeed.runtime.tensor_parallel.planning.factors import factors
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels, varies
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
 
@@ -107,6 +108,7 @@ class _Follower:
         self.trace = trace
         self.soft = soft
         self.whole = whole
+        self.second = factors(trace)
         self.labels = Labels()
         self.found = Followed(self.labels)
 
@@ -467,6 +469,8 @@ class _Follower:
         bias_name = bias_value.param if bias_value is not None else None
         if x.kind != SPLIT:
             self._use_whole(x, node)
+            if param in self.second.values() or self.second.get(param) in self.found.rows:
+                return _plain(node, True)
             labels = self.axis(param, outward, sizes[0])
             self.found.inputs.setdefault(param, source(place))
             if self.found.columns.setdefault(param, outward) != outward or param in self.found.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
@@ -77,5 +78,7 @@ def plan_of(run: Trace, solution: Solution, ranks: int) -> TensorParallelPlan:
 
 
 def _shared_name(path: str, input_name: str | None) -> str | None:
-    """Layers of one module that have the same input share its sum."""
-    return None if input_name is None else f"{path.rpartition('.')[0]}:{input_name}"
+    """Layers of one block (also inside of adapters) that have the same input share its sum."""
+    block = re.match(r".*\.\d+(?=\.)", path)
+    owner = block.group() if block else path.rpartition(".")[0]
+    return None if input_name is None else f"{owner}:{input_name}"
