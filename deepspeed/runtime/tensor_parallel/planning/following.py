@@ -79,9 +79,9 @@ _IDENTITY = frozenset(
 _MOVES = frozenset(
     "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand slice select split split_with_sizes chunk "
     "unbind flatten unflatten movedim repeat repeat_interleave narrow flip expand_as swapaxes numpy_T roll "
-    "tensor_split unsafe_chunk unsafe_split view_as reshape_as".split()
+    "tensor_split unsafe_chunk unsafe_split view_as reshape_as broadcast_to".split()
 )
-_COPIES = frozenset("expand repeat repeat_interleave expand_as".split())
+_COPIES = frozenset("expand repeat repeat_interleave expand_as broadcast_to".split())
 _POINTWISE = frozenset(
     "masked_fill masked_fill_ where clamp_min add_ mul_ sub_ div_ gelu gelu_ silu silu_ relu relu_ tanh_ sigmoid_ "
     "leaky_relu hardtanh softplus threshold pow maximum minimum glu_ add sub mul div rsub softcap clamp copy_ copy "
@@ -512,6 +512,8 @@ class _Follower:
             self._give_up([left, right], "a product with a vector")
             return Value(shape, learned=True)
         parts = []
+        for value, other in ((left, right), (right, left)):
+            self._note_copies(value, other)
         for value, other, dim in ((left, right, -1), (right, left, -2)):
             if value.kind != SPLIT:
                 continue
@@ -525,6 +527,15 @@ class _Follower:
         if made.ndim < len(shape) or prod(made.shape) != prod(shape):
             made = made.expand(shape)
         return Value(shape, SPLIT, made, learned=True)
+
+    def _note_copies(self, value: Value, other: Value) -> None:
+        """A product uses one matrix for several of the other side (one head of keys for all queries)."""
+        if value.kind != SPLIT or other.kind != SPLIT or value.ids is None or other.ids is None:
+            return
+        sizes = (*(1,) * (len(other.shape) - len(value.shape)), *value.shape)
+        batch = range(-len(other.shape), -2)
+        if any(sizes[d] == 1 < other.shape[d] and varies(other.ids, d) for d in batch):
+            self.found.copied.append((self.labels.united, torch.unique(value.ids)))
 
     def _attention(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         values = [self.found.values[arg] if isinstance(arg, Node) else None for arg in node.args[:4]]

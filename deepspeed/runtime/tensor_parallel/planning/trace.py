@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.runtime.zero.params import full_shape
@@ -47,6 +48,37 @@ class _Flat(nn.Module):
         result = self.module(**inputs)
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         return tuple(leaf for leaf in leaves if torch.is_tensor(leaf))
+
+
+class _ListsAsSlices(TorchFunctionMode):
+    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: as tensors on paper they would have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            lists = [i for i, each in enumerate(index) if _is_list_of_numbers(each)]
+            if len(lists) == 1:
+                place = lists[0]
+                parts = [
+                    args[0][(*index[:place], slice(n, n + 1 or None), *index[place + 1 :])]
+                    for n in index[place]
+                ]
+                dim = _dim_of(index, place, args[0].ndim)
+                return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
+    """Which dim of the result the entry ``place`` of ``index`` gives."""
+    taken = sum(each is not None and each is not Ellipsis for each in index)
+    dim = 0
+    for each in index[:place]:
+        dim += ndim - taken if each is Ellipsis else not isinstance(each, int)
+    return dim
 
 
 def twin_on_paper(module: nn.Module) -> nn.Module:
@@ -134,7 +166,7 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     """
     flat = _Flat(twin).eval()
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad(), _ListsAsSlices():
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
     except Exception as error:
         raise TraceError(
