@@ -38,8 +38,10 @@ _BART = {
     "vocab_size": TOKENS,
     "d_model": 32,
     "max_position_embeddings": 64,
-    **{f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))},
-}  # fmt: skip
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+}
 _IMAGES = {k: v for k, v in _SHAPE.items() if k != "vocab_size"} | {"image_size": 8, "patch_size": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {

@@ -14,6 +14,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.tensor_parallel.cuts import replicated
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput, part_of
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, reduce_from
+from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
 from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
@@ -37,9 +38,7 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
         }
         _change_layer(module, path, own, plan, group, inputs, became)
     for change in plan.attributes:
-        _change_attribute(
-            module.get_submodule(change.module), change.name, change.values[group.rank], change.in_config
-        )
+        change_attribute(module.get_submodule(change.module), change, group.rank)
     for path in plan.outputs_summed:
         module.get_submodule(path).register_forward_hook(SummedGradient(group))
     params = dict(module.named_parameters())
@@ -120,32 +119,6 @@ def _known_linear(layer: nn.Module) -> nn.Module:
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias
     return plain
-
-
-def _change_attribute(module: nn.Module, name: str, value: int, in_config: bool) -> None:
-    if not in_config:
-        setattr(module, name, value)
-        return
-    config: Any = module.config
-    if isinstance(config, LocalConfig):
-        config.own[name] = value
-    else:
-        vars(module)["config"] = LocalConfig(config, {name: value})
-
-
-class LocalConfig:
-    """A model's config as one module sees it: ``own`` in place of some of its values."""
-
-    def __init__(self, config: Any, own: dict[str, int]) -> None:
-        vars(self).update(config=config, own=own)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("config", "own"):
-            raise AttributeError(name)
-        return self.own[name] if name in self.own else getattr(self.config, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.config, name, value)
 
 
 def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:

@@ -579,6 +579,11 @@ def source(node: Node) -> Node:
     return node
 
 
+def is_move(node: Node) -> bool:
+    """Whether it computes nothing."""
+    return _name(node) in _MOVES | _IDENTITY or _name(node) == "getitem"
+
+
 def _name(node: Node) -> str:
     if node.target is operator.getitem:
         return "getitem"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,10 +50,10 @@ class Solution:
     soft: dict[Axis, Tensor]
 
 
-def solve(trace: Trace, ranks: int, *, whole: Sequence[str] = (), grain: int = 1) -> Solution:
-    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole. ``grain``: channels that do not
-    depend on each other are dealt in multiples of this where that fits."""
-    reasons: dict[str, str] = dict.fromkeys(whole, "you said so")
+def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
+    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels that
+    do not depend on each other are dealt in multiples of this where that fits."""
+    reasons = dict(whole)
     soft: dict[Axis, Tensor] = {}
     for _ in range(_ATTEMPTS):
         followed = follow(trace, reasons, soft)
@@ -148,15 +148,16 @@ def _retry(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> str 
 
 def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:
     """The same layers of other blocks that cannot be split either need no attempts of their own."""
-    kinds = {_kind(name): reasons[name] for name in failing}
+    kinds = {kind_of(name): reasons[name] for name in failing}
     for region in regions:
         if not region.cuts:
             for name, _ in [*region.columns, *region.rows]:
-                if _kind(name) in kinds:
-                    reasons.setdefault(name, kinds[_kind(name)])
+                if kind_of(name) in kinds:
+                    reasons.setdefault(name, kinds[kind_of(name)])
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """The same for equal layers of all blocks."""
     return re.sub(r"\d+", "#", name)
 
 

@@ -29,12 +29,13 @@ class TraceError(RuntimeError):
 class Trace:
     """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
     ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
-    run."""
+    run, with ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
     twin: nn.Module
+    inputs: Mapping[str, Tensor]
 
 
 class _Flat(nn.Module):
@@ -51,7 +52,7 @@ class _Flat(nn.Module):
 
 
 class _ListsAsSlices(TorchFunctionMode):
-    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: as tensors on paper they would have no values."""
+    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on paper would have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -146,12 +147,11 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx", "transformers")
-    ]
+    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [each.level for each in loggers]
     for each in loggers:
-        each.setLevel(logging.ERROR)
+        each.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
@@ -185,4 +185,4 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         constant = exported.constants.get(name)
         if isinstance(constant, Tensor) and constant.device.type == "cpu":
             constants[place] = constant
-    return Trace(exported.graph, params, constants, twin)
+    return Trace(exported.graph, params, constants, twin, inputs)
