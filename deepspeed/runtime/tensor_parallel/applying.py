@@ -14,6 +14,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.tensor_parallel.cuts import replicated
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput, part_of
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, reduce_from
+from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
 from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
 from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -39,6 +40,8 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
         _change_layer(module, path, own, plan, group, inputs, became)
     for change in plan.attributes:
         change_attribute(module.get_submodule(change.module), change, group.rank)
+    for argument in plan.arguments:
+        change_argument(module.get_submodule(argument.module), argument, group.rank)
     for path in plan.outputs_summed:
         module.get_submodule(path).register_forward_hook(SummedGradient(group))
     params = dict(module.named_parameters())

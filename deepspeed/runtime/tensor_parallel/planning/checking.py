@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
 from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
 from deepspeed.runtime.tensor_parallel.planning.following import PLAIN, Followed, Value, is_move
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels, varies
@@ -107,6 +108,8 @@ def _part_on_paper(twin: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.M
                     module.nf = new.shape[1]
     for change in plan.attributes:
         change_attribute(own.get_submodule(change.module), change, rank)
+    for argument in plan.arguments:
+        change_argument(own.get_submodule(argument.module), argument, rank)
     return own
 
 

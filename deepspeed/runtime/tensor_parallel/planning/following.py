@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -40,6 +40,8 @@ class Value:
     param: str | None = None
     axes: tuple[int, ...] = ()
     learned: bool = False
+    argument: str | None = None
+    """Of a module: where it comes from, moved about at most."""
 
     def dims(self) -> list[int]:
         """Those along which elements differ, counted from the end (-1, -2, ...)."""
@@ -68,6 +70,10 @@ class Followed:
     adopted: dict[Node, set[Node]] = field(default_factory=dict)
     """Node -> operands that are cut with the labels that they meet."""
     whole_uses: dict[str, str] = field(default_factory=dict)
+    met: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Labels that were united because each met its own part of an argument."""
+    arguments: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Arguments that may be cut -> their shape; their labels are those of all elements, as axis 0."""
     copied: list[tuple[int, Tensor]] = field(default_factory=list)
     """Labels of which one operation made copies, and how much had been united before: heads that others share."""
 
@@ -96,14 +102,17 @@ _UNIFORM = frozenset(
 _KEEPS_SHAPE = frozenset("softmax _softmax log_softmax _log_softmax cumsum".split())
 
 
-def follow(trace: Trace, whole: Iterable[str], soft: Soft | None = None) -> Followed:
+def follow(
+    trace: Trace, whole: Iterable[str], soft: Soft | None = None, arguments: Iterable[str] = ()
+) -> Followed:
     """Labels of all tensors of the graph, if the parameters in ``whole`` are not split. ``soft``: which channels of
-    which dim of a parameter several ranks may have (bool [size])."""
-    return _Follower(trace, frozenset(whole), soft or {}).run()
+    which dim of a parameter several ranks may have (bool [size]). ``arguments``: those of modules that may be cut."""
+    return _Follower(trace, frozenset(whole), soft or {}, frozenset(arguments)).run()
 
 
 class _Follower:
-    def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft) -> None:
+    def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft, arguments: frozenset[str]) -> None:
+        self.arguments = arguments
         self.trace = trace
         self.soft = soft
         self.whole = whole
@@ -173,6 +182,8 @@ class _Follower:
         return rule(node, name, operands)
 
     def _rule(self, node: Node, name: str) -> Callable[[Node, str, list[tuple[Node, Value]]], Any]:
+        if node.name in self.trace.arguments:
+            return self._argument
         if name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"):
             return self._product
         if name == "embedding":
@@ -219,6 +230,17 @@ class _Follower:
         value = operands[0][1]
         return [value] * 2 if _is_several(node) else value
 
+    def _argument(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
+        value, argument = operands[0][1], self.trace.arguments[node.name]
+        if value.kind != PLAIN or value.learned or value.param is not None:
+            return value
+        key = f"{argument.path}:{argument.name}"
+        if key not in self.arguments or not prod(value.shape):
+            return replace(value, argument=key)
+        if self.found.arguments.setdefault(key, value.shape) != value.shape:
+            return value
+        return Value(value.shape, FREE, self.axis(key, 0, prod(value.shape)).view(value.shape), key)
+
     def _move(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         value = operands[0][1]
         if value.axes:
@@ -230,7 +252,8 @@ class _Follower:
         ids = value.ids
         if ids is None:
             if name not in _COPIES:
-                return _plain(node, value.learned)
+                made = _plain(node, value.learned)
+                return replace(made, argument=value.argument) if isinstance(made, Value) else made
             if value.shape and prod(value.shape) > 1 << 22:
                 return _plain(node, value.learned)
             ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
@@ -248,7 +271,7 @@ class _Follower:
             self.found.copied.append((self.labels.united, torch.unique(ids)))
 
         def make(each: Tensor) -> Value:
-            return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned)
+            return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned, value.argument)
 
         return [make(each) for each in moved] if isinstance(moved, (list, tuple)) else make(moved)
 
@@ -339,6 +362,8 @@ class _Follower:
                 self.found.adopted.setdefault(node, set()).add(place)
                 continue
             self._use_whole(value, node)
+            if value.argument is not None and any(varies(base, d) for d in value.dims() if -d <= base.ndim):
+                self.found.met.append((torch.unique(base), value.argument))
             dims.update(value.dims())
         if dims:
             base = self.labels.merged(base, sorted(dims)).expand(shape)

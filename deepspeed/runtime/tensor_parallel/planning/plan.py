@@ -39,6 +39,16 @@ class AttributeChange:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentChange:
+    """The argument ``name`` of the forward of ``module`` is cut: along ``cut.dim``, which is one or several times
+    ``cut.size`` wide, each rank's forward sees its part."""
+
+    module: str
+    name: str
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     """The same on all ranks; computed without communication.
 
@@ -55,6 +65,7 @@ class TensorParallelPlan:
     outputs_summed: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     attributes: tuple[AttributeChange, ...] = ()
+    arguments: tuple[ArgumentChange, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from deepspeed.runtime.tensor_parallel.planning.attributes import changes
 from deepspeed.runtime.tensor_parallel.planning.checking import Misfit, find_misfit
 from deepspeed.runtime.tensor_parallel.planning.gradients import find_sums
-from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.planning.plan import (
+    ArgumentChange,
+    ParameterPlan,
+    PlanError,
+    TensorParallelPlan,
+)
 from deepspeed.runtime.tensor_parallel.planning.solving import Solution, kind_of, solve
 from deepspeed.runtime.tensor_parallel.planning.trace import (
     Trace,
@@ -101,6 +106,11 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
         outputs_summed=tuple(dict.fromkeys(weight.rpartition(".")[0] for weight in sums.outputs)),
         summed=tuple(dict.fromkeys(sums.params)),
         attributes=changes(run.twin, solution.regions, solution.followed, solution.soft, fixed),
+        arguments=tuple(
+            ArgumentChange(*name.split(":"), cut)
+            for region in solution.regions
+            for name, cut in region.arguments.items()
+        ),
         whole=solution.whole,
     )
 

@@ -38,6 +38,8 @@ class Region:
     stuck: bool = False
     stray: bool = False
     cuts: dict[Axis, Cut] = field(default_factory=dict)
+    arguments: dict[str, Cut] = field(default_factory=dict)
+    """Of modules, cut along one dim; the size is the period with which parts repeat there (heads of each example)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,9 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
     do not depend on each other are dealt in multiples of this where that fits."""
     reasons = dict(whole)
     soft: dict[Axis, Tensor] = {}
+    arguments: set[str] = set()
     for _ in range(_ATTEMPTS):
-        followed = follow(trace, reasons, soft)
+        followed = follow(trace, reasons, soft, arguments)
         roots = followed.labels.components()
         regions = _regions(followed, roots, soft)
         again = False
@@ -67,7 +70,7 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
                 problem = _deal(region, followed, roots, soft, ranks, grain)
             if problem is None:
                 continue
-            chosen = _retry(region, followed, soft)
+            chosen = _retry(region, followed, roots, soft, arguments)
             if chosen is not None:
                 again = True
                 if chosen:
@@ -132,11 +135,18 @@ def _problem(region: Region, ranks: int) -> str | None:
     return None
 
 
-def _retry(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> str | None:
-    """Change one thing, so that less is split: let ranks share channels (""), or give the weight that is to be whole:
+def _retry(
+    region: Region, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
+) -> str | None:
+    """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
     the first of the region, or a narrower one beside it (a bottleneck, such as an adapter's). None: nothing is left."""
     if not region.columns:
         return None
+    mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
+    met = {name for labels, name in followed.met if torch.isin(roots[labels], mine).any()}
+    if region.rows and met - arguments:
+        arguments |= met
+        return ""
     if region.rows and not any(axis in soft for axis in region.columns) and _soften(region, followed, soft):
         return ""
     for axis in region.columns:
@@ -197,6 +207,13 @@ def _deal(
     for axis in [*region.columns, *region.rows, *region.others]:
         own_roots = roots[followed.axis_labels[axis]]
         held = holders[:, own_roots]
+        if axis[0] in followed.arguments:
+            if held.any():
+                problem = _cut_argument(region, axis[0], held.view(ranks, *followed.arguments[axis[0]]))
+                if problem is not None:
+                    region.cuts.clear()
+                    return problem
+            continue
         if not bool(held.any(0).all()):
             if axis in region.others:
                 continue
@@ -204,6 +221,23 @@ def _deal(
             return "a part of its channels is used elsewhere"
         region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
     return None
+
+
+def _cut_argument(region: Region, name: str, held: Tensor) -> str | None:
+    """``held`` [ranks, *shape]. Returns what is in the way."""
+    for dim in range(held.ndim - 1):
+        along = held.movedim(dim + 1, 1).flatten(2)
+        if not bool((along == along[..., :1]).all()):
+            continue
+        own = along[..., 0]
+        size = own.shape[1]
+        period = next(n for n in range(1, size + 1) if size % n == 0 and torch.equal(own[:, n:], own[:, :-n]))
+        if bool(own.all()) or not bool(own.any(0).all()):
+            break
+        parts = tuple(_intervals(mask) for mask in own[:, :period])
+        region.arguments[name] = Cut(dim, period, parts)
+        return None
+    return f"its part of the argument {name} is not along one dim"
 
 
 def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:

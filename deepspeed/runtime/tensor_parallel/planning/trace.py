@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.runtime.zero.params import full_shape
 
-LENGTH = 5
-"""Tokens of the small run."""
+BATCH, LENGTH = 2, 5
+"""Examples of the small run, and tokens of each."""
 
 
 class TraceError(RuntimeError):
@@ -26,16 +27,25 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """``name``: in the signature of the forward of the module ``path``."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
     ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
-    run, with ``inputs``."""
+    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands for."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
     twin: nn.Module
     inputs: Mapping[str, Tensor]
+    arguments: Mapping[str, Argument]
 
 
 class _Flat(nn.Module):
@@ -128,12 +138,12 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
         raise TraceError("only models of Transformers can be followed without example inputs")
     inputs: dict[str, Tensor] = {}
     with torch.device("meta"):
-        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         main = getattr(module, "main_input_name", "input_ids")
         if main == "pixel_values" or ("pixel_values" in accepted and "input_ids" not in accepted):
             vision = getattr(config, "vision_config", config)
             side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-            inputs["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), side, side)
+            inputs["pixel_values"] = torch.zeros(BATCH, getattr(vision, "num_channels", 3), side, side)
         elif "input_ids" in accepted or main == "input_ids":
             inputs["input_ids"] = tokens
         elif main in accepted:
@@ -143,6 +153,48 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
     if not inputs:
         raise TraceError("its inputs are not known")
     return inputs
+
+
+class _Marks:
+    """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
+    model uses. (On paper no values are moved.)"""
+
+    _FIRST = 1 << 40
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {path: each for path, each in module.named_modules() if path and any(each.children())}
+        self._arguments: list[Argument] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path, module in self._paths.items():
+            hook = functools.partial(self._mark, path)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _mark(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(module.forward).parameters)
+        marked = [self._rolled(path, name, value) for name, value in zip(names, args, strict=False)]
+        return (*marked, *args[len(names) :]), {k: self._rolled(path, k, v) for k, v in kwargs.items()}
+
+    def _rolled(self, path: str, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        self._arguments.append(Argument(path, name))
+        return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
+
+    def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
+        """Node's name -> argument."""
+        return {
+            node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
+            for node in graph.nodes
+            if node.op == "call_function"
+            and str(node.target) == "aten.roll.default"
+            and node.args[1][0] >= self._FIRST  # type: ignore[index,operator]
+        }
 
 
 @contextlib.contextmanager
@@ -165,8 +217,9 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     TraceError: it does something that depends on values.
     """
     flat = _Flat(twin).eval()
+    marks = _Marks(twin)
     try:
-        with _quiet(), torch.no_grad(), _ListsAsSlices():
+        with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
     except Exception as error:
         raise TraceError(
@@ -185,4 +238,4 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         constant = exported.constants.get(name)
         if isinstance(constant, Tensor) and constant.device.type == "cpu":
             constants[place] = constant
-    return Trace(exported.graph, params, constants, twin, inputs)
+    return Trace(exported.graph, params, constants, twin, inputs, marks.found(exported.graph))
