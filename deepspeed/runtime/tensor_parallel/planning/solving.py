@@ -99,6 +99,8 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
     table: dict[int, Region] = defaultdict(Region)
     for axis, labels in followed.axis_labels.items():
         own = roots[labels]
+        if axis[0] in followed.arguments:
+            continue
         region = table[int(at[own[0]])]
         region.stuck |= bool(torch.isin(own, stuck).any())
         if followed.columns.get(axis[0]) == axis[1]:
@@ -107,6 +109,10 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
             region.rows.append(axis)
         else:
             region.others.append(axis)
+    for name in followed.arguments:
+        for key in torch.unique(at[roots[followed.axis_labels[name, 0]]]).tolist():
+            if key in table:
+                table[key].others.append((name, 0))
     found = [region for region in table.values() if region.columns or region.rows]
     for region in found:
         order: dict[int, None] = {}
@@ -208,11 +214,12 @@ def _deal(
         own_roots = roots[followed.axis_labels[axis]]
         held = holders[:, own_roots]
         if axis[0] in followed.arguments:
-            if held.any():
-                problem = _cut_argument(region, axis[0], held.view(ranks, *followed.arguments[axis[0]]))
-                if problem is not None:
-                    region.cuts.clear()
-                    return problem
+            shape = followed.arguments[axis[0]]
+            used = torch.isin(own_roots, torch.tensor(region.groups)).view(shape)
+            problem = _cut_argument(region, axis[0], held.view(ranks, *shape), used)
+            if problem is not None:
+                region.cuts.clear()
+                return problem
             continue
         if not bool(held.any(0).all()):
             if axis in region.others:
@@ -223,19 +230,17 @@ def _deal(
     return None
 
 
-def _cut_argument(region: Region, name: str, held: Tensor) -> str | None:
-    """``held`` [ranks, *shape]. Returns what is in the way."""
-    for dim in range(held.ndim - 1):
-        along = held.movedim(dim + 1, 1).flatten(2)
-        if not bool((along == along[..., :1]).all()):
+def _cut_argument(region: Region, name: str, held: Tensor, used: Tensor) -> str | None:
+    """``held`` [ranks, *shape]: which elements each rank has, of those ``used`` [*shape]. Returns what is in the
+    way."""
+    for dim in range(used.ndim):
+        mine, some = held.movedim(dim + 1, 1).flatten(2), used.movedim(dim, 0).flatten(1)
+        own = (mine & some).any(2)
+        if not bool(((mine == own[..., None]) | ~some).all()) or not bool(some.any(1).all()):
             continue
-        own = along[..., 0]
         size = own.shape[1]
         period = next(n for n in range(1, size + 1) if size % n == 0 and torch.equal(own[:, n:], own[:, :-n]))
-        if bool(own.all()) or not bool(own.any(0).all()):
-            break
-        parts = tuple(_intervals(mask) for mask in own[:, :period])
-        region.arguments[name] = Cut(dim, period, parts)
+        region.arguments[name] = Cut(dim, period, tuple(_intervals(mask) for mask in own[:, :period]))
         return None
     return f"its part of the argument {name} is not along one dim"
 
