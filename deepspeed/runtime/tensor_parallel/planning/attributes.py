@@ -63,7 +63,7 @@ def _ratios(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> _Ra
     row = region.cuts[region.rows[0]]
     heads = tuple(Fraction(extent, row.size) for extent in row.extents)
     columns = sum(region.cuts[axis].size for axis in region.columns)
-    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft]
+    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft and soft[axis].any()]
     if masks:
         total = sum(int(mask.sum()) for _, mask in masks)
         own = [

@@ -172,15 +172,20 @@ def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, 
         return (None,) * len(value.shape)
     if value.kind == PLAIN:  # copies of the same values may be more or fewer
         return tuple(size if varies(value.ids, dim) else None for dim, size in enumerate(value.shape))
-    mask = held[value.ids]
-    if mask.ndim < 2:
-        return (int(mask.sum()),) * mask.ndim
-    sizes = [int(mask.transpose(0, dim).flatten(1).any(1).sum()) for dim in range(mask.ndim)]
+    some = value.ids != NONE
+    own = held[value.ids] & some
+    sizes = [_count(own, some, dim) for dim in range(own.ndim)]
     if not labels.any_soft(value.ids):
         return tuple(sizes)
     # Of what ranks share, each makes as many copies as it has heads.
     single = [torch.unique(value.ids, dim=dim).shape[dim] == size for dim, size in enumerate(value.shape)]
     return tuple(size if one else None for size, one in zip(sizes, single, strict=True))
+
+
+def _count(own: Tensor, some: Tensor, dim: int) -> int:
+    """Positions along ``dim`` of which the rank has something, or nobody in particular."""
+    own, some = (each.movedim(dim, 0).reshape(each.shape[dim], -1).any(1) for each in (own, some))
+    return int((own | ~some).sum())
 
 
 def _owner(node: Node, owners: Sequence[str]) -> str:

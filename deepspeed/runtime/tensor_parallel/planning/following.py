@@ -97,7 +97,8 @@ _ALONG = {"softmax": 1, "_softmax": 1, "log_softmax": 1, "_log_softmax": 1, "sum
           "var": 1, "max": 1, "min": 1, "std": 1, "logsumexp": 1, "cumsum": 1, "norm": 2,
           "linalg_vector_norm": 2, "any": 1, "all": 1}  # fmt: skip
 _UNIFORM = frozenset(
-    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split()
+    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor empty empty_like "
+    "new_empty empty_strided new_empty_strided".split()
 )
 _KEEPS_SHAPE = frozenset("softmax _softmax log_softmax _log_softmax cumsum".split())
 
@@ -194,6 +195,8 @@ class _Follower:
             return self._move
         if name in ("cat", "concat", "stack"):
             return self._join_parts
+        if name == "slice_scatter":
+            return self._written
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
             return self._norm
         if name in _ALONG:
@@ -337,6 +340,22 @@ class _Follower:
             ids.append(together)
         joined = torch.stack(ids, dim) if name == "stack" else torch.cat(ids, dim)
         return Value(tuple(joined.shape), SPLIT, joined, learned=True)
+
+    def _written(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
+        """A part of the first tensor is replaced by the second."""
+        base, part = operands[0][1], operands[-1][1]
+        if SPLIT not in (base.kind, part.kind):
+            return self._unknown(node, name, operands)
+        ids = []
+        for value, against in ((base, part), (part, base)):
+            if value.kind != SPLIT:
+                self._use_whole(value, node)
+                ids.append(torch.zeros(value.shape, dtype=torch.int64))
+                continue
+            dims = [] if against.kind == SPLIT else against.dims()
+            ids.append(self.labels.merged(value.ids, sorted(dims)).expand(value.shape))  # type: ignore[arg-type]
+        made = torch.slice_scatter(ids[0], ids[1], *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+        return Value(base.shape, SPLIT, made, learned=True)
 
     def _pointwise(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         shape = _shape(node)

@@ -155,6 +155,23 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
     return inputs
 
 
+def _writes_into_others(graph: torch.fx.Graph) -> bool:
+    """Whether something is written into a part of a tensor, or into one that is used besides."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node, number in order.items():
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable or not node.args:
+            continue
+        written = node.args[0]
+        if isinstance(written, torch.fx.Node) and (
+            written.op != "call_function"
+            or any(argument.alias_info is not None for argument in written.target._schema.arguments)  # type: ignore[union-attr]
+            or any(order[user] > number for user in written.users)
+        ):
+            return True
+    return False
+
+
 class _Marks:
     """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
     model uses. (On paper no values are moved.)"""
@@ -221,6 +238,8 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     try:
         with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
+            if _writes_into_others(exported.graph):
+                exported = exported.run_decompositions({})  # values instead of memory, for twice the time
     except Exception as error:
         raise TraceError(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
