@@ -168,11 +168,11 @@ def _fits(expected: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
 def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, ...]:
     if value.ids is None:
         return value.shape
-    if not value.ids.numel():
-        return (None,) * len(value.shape)
     if value.kind == PLAIN:  # copies of the same values may be more or fewer
         return tuple(size if varies(value.ids, dim) else None for dim, size in enumerate(value.shape))
     some = value.ids != NONE
+    if not some.any():
+        return (None,) * len(value.shape)
     own = held[value.ids] & some
     sizes = [_count(own, some, dim) for dim in range(own.ndim)]
     if not labels.any_soft(value.ids):

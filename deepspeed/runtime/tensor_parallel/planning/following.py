@@ -23,6 +23,8 @@ from deepspeed.runtime.tensor_parallel.planning.trace import Trace
 
 Soft = Mapping[tuple[str, int], Tensor]
 PLAIN, FREE, SPLIT = "plain", "free", "split"
+_MOST = 1 << 22
+"""Elements of larger tensors are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ class _Follower:
             if name not in _COPIES:
                 made = _plain(node, value.learned)
                 return replace(made, argument=value.argument) if isinstance(made, Value) else made
-            if value.shape and prod(value.shape) > 1 << 22:
+            if value.shape and prod(value.shape) > _MOST:
                 return _plain(node, value.learned)
             ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
         args = [ids if arg is node.args[0] else arg for arg in node.args]
@@ -401,8 +403,10 @@ class _Follower:
                     return Value(shape, FREE, ids, free[0].param, (), True)
         for _, value in operands:
             self._use_whole(value, node)
-        if len(operands) == 1 and operands[0][1].ids is not None and operands[0][1].kind == PLAIN:
-            return Value(shape, PLAIN, operands[0][1].ids.expand(shape), learned=learned)
+        if all(v.kind == PLAIN for _, v in operands):
+            return Value(
+                shape, PLAIN, _copies(shape, {d for _, v in operands for d in v.dims()}), learned=learned
+            )
         return Value(shape, learned=learned)
 
     def _adopts(self, base: Tensor, value: Value) -> bool:
@@ -653,6 +657,14 @@ def _plain(node: Node, learned: bool = False) -> Any:
             for each in value
         ]
     return Value(_shape(node) or (), learned=learned)
+
+
+def _copies(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
+    """Which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
+    sizes = [size if dim - len(shape) in dims else 1 for dim, size in enumerate(shape)]
+    if prod(sizes) == prod(shape) or prod(shape) > _MOST:
+        return None
+    return torch.arange(1, prod(sizes) + 1).view(sizes).expand(shape)
 
 
 def _flat(value: Any) -> list[Value]:

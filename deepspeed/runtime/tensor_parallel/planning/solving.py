@@ -35,6 +35,8 @@ class Region:
     rows: list[Axis] = field(default_factory=list)
     others: list[Axis] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    fewest: int = 0
+    """Groups of the row layer that has the fewest."""
     stuck: bool = False
     stray: bool = False
     cuts: dict[Axis, Cut] = field(default_factory=dict)
@@ -119,6 +121,9 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
         for axis in region.rows:
             order.update(dict.fromkeys(roots[followed.axis_labels[axis]].tolist()))
         region.groups = list(order)
+        region.fewest = min(
+            (len(torch.unique(roots[followed.axis_labels[axis]])) for axis in region.rows), default=0
+        )
         known = torch.tensor(sorted(order))
         for axis in region.columns:
             own = roots[followed.axis_labels[axis]]
@@ -134,10 +139,10 @@ def _problem(region: Region, ranks: int) -> str | None:
         return "no later layer takes its channels"
     if region.stray:
         return "a part of its channels is used elsewhere"
-    if len(region.groups) < 2:
+    if region.fewest < 2:
         return "its channels depend on each other"
-    if len(region.groups) < ranks:
-        return f"it has {len(region.groups)} independent groups of channels for {ranks} ranks"
+    if region.fewest < ranks:
+        return f"it has {region.fewest} independent groups of channels for {ranks} ranks"
     return None
 
 
@@ -145,7 +150,7 @@ def _retry(
     region: Region, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
 ) -> str | None:
     """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
-    the first of the region, or a narrower one beside it (a bottleneck, such as an adapter's). None: nothing is left."""
+    the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
     if not region.columns:
         return None
     mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
@@ -157,9 +162,7 @@ def _retry(
         return ""
     for axis in region.columns:
         soft.pop(axis, None)
-    first = followed.inputs[region.columns[0][0]]
-    beside = [axis for axis in region.columns if followed.inputs[axis[0]] is first]
-    return min(beside, key=lambda axis: len(followed.axis_labels[axis]))[0]
+    return min(region.columns, key=lambda axis: len(followed.axis_labels[axis]))[0]
 
 
 def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:

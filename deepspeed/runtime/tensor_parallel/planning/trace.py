@@ -160,16 +160,20 @@ def _writes_into_others(graph: torch.fx.Graph) -> bool:
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node, number in order.items():
         schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable or not node.args:
+        if schema is None or not schema.is_mutable or not isinstance(node.args[0], torch.fx.Node):
             continue
         written = node.args[0]
-        if isinstance(written, torch.fx.Node) and (
-            written.op != "call_function"
-            or any(argument.alias_info is not None for argument in written.target._schema.arguments)  # type: ignore[union-attr]
-            or any(order[user] > number for user in written.users)
-        ):
+        if not _is_fresh(written) or any(order[user] > number for user in written.users):
             return True
     return False
+
+
+def _is_fresh(node: torch.fx.Node) -> bool:
+    """Whether the result has memory of its own, or is what was written before."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (
+        schema.is_mutable or all(argument.alias_info is None for argument in schema.arguments)
+    )
 
 
 class _Marks:
