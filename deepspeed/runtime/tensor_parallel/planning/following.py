@@ -167,7 +167,7 @@ class _Follower:
     # ------------------------------------------------------------------------------------ operations
 
     def _call(self, node: Node) -> Any:
-        name = _name(node)
+        name = operation_name(node)
         if name == "getitem":
             several, number = cast("tuple[Node, int]", node.args)
             value = self.found.values[several]
@@ -622,17 +622,25 @@ class _Follower:
 
 def source(node: Node) -> Node:
     """Where the same values come from."""
-    while node.op == "call_function" and _name(node) in _IDENTITY and isinstance(node.args[0], Node):
+    while node.op == "call_function" and operation_name(node) in _IDENTITY and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_move(node: Node) -> bool:
     """Whether it computes nothing."""
-    return _name(node) in _MOVES | _IDENTITY or _name(node) == "getitem"
+    return operation_name(node) in _MOVES | _IDENTITY or operation_name(node) == "getitem"
 
 
-def _name(node: Node) -> str:
+def is_elementwise(node: Node, *, moves: bool = False) -> bool:
+    """Whether each element of the result comes from elements at its place. ``moves``: or from elsewhere, unchanged."""
+    name = operation_name(node)
+    pointwise = name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or name in _IDENTITY or (moves and (name in _MOVES or name in ("getitem", "roll")))
+
+
+def operation_name(node: Node) -> str:
+    """Such as "linear"."""
     if node.target is operator.getitem:
         return "getitem"
     packet = getattr(node.target, "overloadpacket", None)

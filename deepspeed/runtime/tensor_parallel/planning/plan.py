@@ -49,6 +49,18 @@ class ArgumentChange:
 
 
 @dataclass(frozen=True, slots=True)
+class VocabularyPlan:
+    """One weight [vocabulary, width] whose rows are spread. ``embeddings``, ``heads``: paths of the layers that have it;
+    ``bias``: of the heads, with its name, None if they have none."""
+
+    weight: str
+    cut: Cut
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     """The same on all ranks; computed without communication.
 
@@ -66,12 +78,15 @@ class TensorParallelPlan:
     summed: tuple[str, ...] = ()
     attributes: tuple[AttributeChange, ...] = ()
     arguments: tuple[ArgumentChange, ...] = ()
+    vocabulary: tuple[VocabularyPlan, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """For the report at the start."""
         kinds = Counter(each.kind for name, each in self.parameters.items() if not name.endswith("bias"))
         split = ", ".join(f"{kinds[kind]} {kind}" for kind in ("column", "row", "sliced") if kinds[kind])
+        if self.vocabulary:
+            split += f"{', ' if split else ''}vocabulary of {self.vocabulary[0].cut.size} tokens"
         text = f"{split or 'nothing split'} over {self.ranks} ranks, by {self.source}"
         if self.whole:
             reasons = Counter(self.whole.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -23,8 +24,10 @@ from deepspeed.runtime.tensor_parallel.planning.trace import (
     trace,
     twin_on_paper,
 )
+from deepspeed.runtime.tensor_parallel.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
+_SAID = "you said so"
 
 
 def plan_module(
@@ -50,16 +53,23 @@ def plan_module(
         followed = trace(twin, inputs if inputs is not None else example_inputs(twin))
     except TraceError as error:
         raise PlanError(f"the forward of {type(module).__name__} could not be followed: {error}") from error
-    reasons = dict.fromkeys(whole, "you said so")
+    reasons = dict.fromkeys(whole, _SAID)
     fixed: set[str] = set()
     for _ in range(_ATTEMPTS):
         solution = solve(followed, ranks, whole=reasons, grain=grain)
         plan = plan_of(followed, solution, ranks, fixed)
         misfit = find_misfit(followed, solution, plan)
         if misfit is None:
-            return plan
+            named = {name for name, why in reasons.items() if why == _SAID}
+            vocabulary = find_vocabulary(followed, ranks, named)
+            return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
         _give_up_part(misfit, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
+
+
+def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> dict[str, str]:
+    split = {each.weight for each in vocabulary}
+    return {name: why for name, why in whole.items() if name not in split}
 
 
 def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], reasons: dict[str, str]) -> None:

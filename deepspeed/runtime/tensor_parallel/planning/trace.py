@@ -38,7 +38,8 @@ class Argument:
 class Trace:
     """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
     ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
-    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands for."""
+    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands
+    for. ``input_nodes``: names of those of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
@@ -46,6 +47,7 @@ class Trace:
     twin: nn.Module
     inputs: Mapping[str, Tensor]
     arguments: Mapping[str, Argument]
+    input_nodes: frozenset[str]
 
 
 class _Flat(nn.Module):
@@ -261,4 +263,12 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         constant = exported.constants.get(name)
         if isinstance(constant, Tensor) and constant.device.type == "cpu":
             constants[place] = constant
-    return Trace(exported.graph, params, constants, twin, inputs, marks.found(exported.graph))
+    return Trace(
+        exported.graph,
+        params,
+        constants,
+        twin,
+        inputs,
+        marks.found(exported.graph),
+        frozenset(str(name) for name in signature.user_inputs),
+    )
