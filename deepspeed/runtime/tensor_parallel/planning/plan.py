@@ -50,8 +50,8 @@ class ArgumentChange:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPlan:
-    """One weight [vocabulary, width] whose rows are spread. ``embeddings``, ``heads``: paths of the layers that have it;
-    ``bias``: of the heads, with its name, None if they have none."""
+    """One weight [vocabulary, width] whose rows are spread. ``embeddings``, ``heads``: paths of the layers that have
+    it; ``bias``: name of the heads' one, None if they have none."""
 
     weight: str
     cut: Cut

@@ -15,6 +15,7 @@ from deepspeed.runtime.tensor_parallel.planning.plan import (
     ParameterPlan,
     PlanError,
     TensorParallelPlan,
+    VocabularyPlan,
 )
 from deepspeed.runtime.tensor_parallel.planning.solving import Solution, kind_of, solve
 from deepspeed.runtime.tensor_parallel.planning.trace import (
