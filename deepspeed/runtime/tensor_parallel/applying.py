@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.placement import place, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.tensor_parallel.cuts import replicated
+from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput, part_of
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, reduce_from
-from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
+from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
+from deepspeed.runtime.tensor_parallel.planning.plan import (
+    ParameterPlan,
+    PlanError,
+    TensorParallelPlan,
+    VocabularyPlan,
+)
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.params import full_shape, is_zero_param
 
@@ -36,10 +44,12 @@ def apply_plan(module: nn.Module, plan: TensorParallelPlan, group: Communicator,
             if name.rpartition(".")[0] == path
         }
         _change_layer(module, path, own, plan, group, inputs, became)
+    for vocabulary in plan.vocabulary:
+        _spread_vocabulary(module, vocabulary, group, became)
     for change in plan.attributes:
-        _change_attribute(
-            module.get_submodule(change.module), change.name, change.values[group.rank], change.in_config
-        )
+        change_attribute(module.get_submodule(change.module), change, group.rank)
+    for argument in plan.arguments:
+        change_argument(module.get_submodule(argument.module), argument, group.rank)
     for path in plan.outputs_summed:
         module.get_submodule(path).register_forward_hook(SummedGradient(group))
     params = dict(module.named_parameters())
@@ -99,7 +109,39 @@ def _change_layer(
     made.train(layer.training)
     for name, old in layer.named_parameters(recurse=False):
         became(old, getattr(made, name))
-    module.set_submodule(path, made)
+    _replace(module, layer, made)
+
+
+def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Wherever it is."""
+    for each in list(module.modules()):
+        for name, child in each._modules.items():
+            if child is old:
+                each._modules[name] = new
+
+
+def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communicator, became: Became) -> None:
+    params = dict(module.named_parameters())
+    olds = [params[name] for name in (plan.weight, plan.bias) if name is not None]
+    layers = [(path, module.get_submodule(path)) for path in (*plan.embeddings, *plan.heads)]
+    weight = bias = None
+    for path, layer in layers:
+        if path in plan.heads:
+            made: Any = LinearLayer(
+                _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
+            )
+            bias = made.bias = made.bias if bias is None else bias
+        else:
+            made = VocabParallelEmbedding(layer, group, cut=plan.cut, weight=weight, name=path)  # type: ignore[arg-type]
+        weight = made.weight
+        _replace(module, layer, made.train(layer.training))
+    for old, new in zip(olds, (weight, bias), strict=False):
+        assert new is not None
+        for each in module.modules():
+            for name, param in each._parameters.items():
+                if param is old:
+                    each._parameters[name] = new
+        became(old, new)
 
 
 def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, became: Became) -> None:
@@ -120,32 +162,6 @@ def _known_linear(layer: nn.Module) -> nn.Module:
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias
     return plain
-
-
-def _change_attribute(module: nn.Module, name: str, value: int, in_config: bool) -> None:
-    if not in_config:
-        setattr(module, name, value)
-        return
-    config: Any = module.config
-    if isinstance(config, LocalConfig):
-        config.own[name] = value
-    else:
-        vars(module)["config"] = LocalConfig(config, {name: value})
-
-
-class LocalConfig:
-    """A model's config as one module sees it: ``own`` in place of some of its values."""
-
-    def __init__(self, config: Any, own: dict[str, int]) -> None:
-        vars(self).update(config=config, own=own)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("config", "own"):
-            raise AttributeError(name)
-        return self.own[name] if name in self.own else getattr(self.config, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.config, name, value)
 
 
 def _same_input(inputs: Tensor, group: Communicator, sequence: object) -> Tensor:

@@ -18,7 +18,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut
-from .layers import communicator_of
+from .ranks import communicator_of
 
 __all__ = ["VocabParallelCausalLMLoss", "VocabParallelCrossEntropy", "vocab_parallel_cross_entropy"]
 

@@ -25,6 +25,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     Args:
         module: with the whole weight [vocabulary, width].
         mp_group: the ranks that share it.
+        weight: the parameter that this rank has already, shared with another layer (tied embeddings).
         cut: of the vocabulary into consecutive runs (``dim`` is 0). By default as even as can be.
         sequence: give each rank its shard of the sequence.
 
@@ -42,6 +43,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         mp_group: Communicator | ProcessGroup | None = None,
         *,
         cut: Cut | None = None,
+        weight: nn.Parameter | None = None,
         sequence: SequenceRegion | None = None,
         name: str | None = None,
     ) -> None:
@@ -64,7 +66,10 @@ class VocabParallelEmbedding(TensorParallelLayer):
         if self.padding_idx is not None:
             inside = self.first <= self.padding_idx < self.last
             self.padding_idx = self.padding_idx - self.first if inside else None
-        self._keep(module, {"weight": self.cut})
+        if weight is None:
+            self._keep(module, {"weight": self.cut})
+        else:
+            self.weight = weight
 
     def forward(self, input: Tensor) -> Tensor:
         if self.group.size == 1:

@@ -18,26 +18,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.checkpoint.placement import place
-from deepspeed.comm.collectives import Communicator, process_network
+from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.untraced import untraced
 
 from .cuts import Cut, replicated
+from .logits import LogitsInParts
 from .mappings import copy_to, gather_from, shared_weight, split_to, sum_own
 from .overlapped import column_product
+from .ranks import communicator_of
 from .sequence_regions import SequenceRegion
 
 __all__ = ["LinearAllreduce", "LinearLayer", "SharedInput", "TensorParallelLayer", "communicator_of"]
-
-
-def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
-    """Of a process group; None is one rank alone."""
-    if isinstance(group, Communicator):
-        return group
-    if group is None or group.size() == 1:
-        return Communicator(None)
-    return process_network.communicator(group).prepare()
 
 
 class InputRule(Protocol):
@@ -193,6 +186,8 @@ class LinearLayer(_ParallelLinear):
         skip_partition: ``module`` holds this rank's part already.
         gather_output: give the whole output on every rank.
         gather_in_evaluation: only in evaluation mode or without gradients: for a head whose loss takes logits in parts.
+        stand_in: the same, but in training the output stands for the whole one (``LogitsInParts``): for a model's own
+            loss.
         cut: of the outputs (``dim`` is not read). By default as even as can be. Elements that several ranks hold have
             their gradients summed.
         weight: the parameter that this rank has already, shared with another layer (tied embeddings).
@@ -216,6 +211,7 @@ class LinearLayer(_ParallelLinear):
         sequence: SequenceRegion | None = None,
         shared_input: InputRule | None = None,
         gather_in_evaluation: bool = False,
+        stand_in: bool = False,
         overlap_comm: bool = False,
         name: str | None = None,
     ) -> None:
@@ -224,6 +220,7 @@ class LinearLayer(_ParallelLinear):
         self.gather_output = gather_output
         self.overlap_comm = overlap_comm and shared_input is None
         self.gather_in_evaluation = gather_in_evaluation
+        self.stand_in = stand_in
         self.sequence = sequence
         self.shared_input: InputRule = shared_input or SharedInput()
         self._overlaps = bool(self.cut.shared())
@@ -244,9 +241,12 @@ class LinearLayer(_ParallelLinear):
             output = column_product(input, weight, bias, self.group, self.sequence)
         else:
             output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
-        if not (self.gather_output or (self.gather_in_evaluation and not self._is_training())):
-            return output
-        return gather_from(output, self.group, self.cut.along(-1))
+        in_parts = self.gather_in_evaluation or self.stand_in
+        if self.gather_output or (in_parts and not self._is_training()):
+            return gather_from(output, self.group, self.cut.along(-1))
+        if self.stand_in and self.group.size > 1:
+            return LogitsInParts.of(output, self.group, self.cut)
+        return output
 
     def _is_training(self) -> bool:
         return self.training and torch.is_grad_enabled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -31,18 +31,22 @@ class _Ratios:
 
 
 def changes(
-    module: nn.Module, regions: Sequence[Region], followed: Followed, soft: dict[Axis, Tensor]
+    module: nn.Module,
+    regions: Sequence[Region],
+    followed: Followed,
+    soft: dict[Axis, Tensor],
+    fixed: Container[str] = (),
 ) -> tuple[AttributeChange, ...]:
-    """What changes in the modules that own the layers of ``regions``.
-
-    PlanError: a number of heads does not fit the parts.
-    """
+    """What changes in the modules that own the layers of ``regions``, but for the paths in ``fixed``. (Numbers that fit
+    no part stay: such a part does not run on paper then.)"""
     found: dict[tuple[str, str, bool], AttributeChange] = {}
     for region in regions:
         ratios = _ratios(region, followed, soft)
         if len(region.groups) == ratios.width:  # every channel is on its own: no heads
             continue
-        for path in _owners(region):
+        for path in owners(region):
+            if path in fixed:
+                continue
             for change in _of_module(path, module.get_submodule(path), ratios):
                 known = found.setdefault((path, change.name, change.in_config), change)
                 if known.values != change.values:
@@ -50,7 +54,7 @@ def changes(
     return tuple(found.values())
 
 
-def _owners(region: Region) -> list[str]:
+def owners(region: Region) -> list[str]:
     """Modules around the layers, up to the one that has them all (an adapter may stand between)."""
     layers = [name.split(".")[:-1] for name, _ in [*region.columns, *region.rows]]
     common = len(os.path.commonprefix(layers))
@@ -62,7 +66,7 @@ def _ratios(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> _Ra
     row = region.cuts[region.rows[0]]
     heads = tuple(Fraction(extent, row.size) for extent in row.extents)
     columns = sum(region.cuts[axis].size for axis in region.columns)
-    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft]
+    masks = [(region.cuts[axis], soft[axis]) for axis in region.columns if axis in soft and soft[axis].any()]
     if masks:
         total = sum(int(mask.sum()) for _, mask in masks)
         own = [
@@ -79,19 +83,19 @@ def _of_module(path: str, module: nn.Module, ratios: _Ratios) -> Iterator[Attrib
     used = set(re.findall(r"self\.(\w+)", text))
     numbers = {name: value for name, value in vars(module).items() if _is_number(value)}
     for name, value in numbers.items():
-        values = _local(name, value, ratios, name in used, path)
+        values = _local(name, value, ratios, name in used)
         if values is not None:
             yield AttributeChange(path, name, values)
     config: Any = getattr(module, "config", None)
     for name in sorted(set(re.findall(r"(?:self\.)?config\.(\w+)", text))):
         value: Any = getattr(config, name, None)
         if _is_number(value):
-            values = _local(name, value, ratios, "head" in name, path)
+            values = _local(name, value, ratios, "head" in name)
             if values is not None:
                 yield AttributeChange(path, name, values, in_config=True)
 
 
-def _local(name: str, value: int, ratios: _Ratios, used: bool, path: str) -> tuple[int, ...] | None:
+def _local(name: str, value: int, ratios: _Ratios, used: bool) -> tuple[int, ...] | None:
     low = name.lower()
     shared = "kv" in low or "key_value" in low
     if "group" in low and shared or low == "n_rep":
@@ -104,8 +108,6 @@ def _local(name: str, value: int, ratios: _Ratios, used: bool, path: str) -> tup
         parts = [value * ratio for ratio in ratios.shared]
     else:
         return None
-    if "head" in low and any(Fraction(each).denominator != 1 for each in parts):
-        raise PlanError(f"{path}.{name} = {value} does not fit the parts {[str(part) for part in parts]}")
     if any(Fraction(each).denominator != 1 for each in parts):
         return None
     return tuple(int(each) for each in parts)
@@ -127,3 +129,31 @@ def _source(kind: type) -> str:
             except (OSError, TypeError):
                 continue
     return "\n".join(texts)
+
+
+def change_attribute(module: nn.Module, change: AttributeChange, rank: int) -> None:
+    """Give ``module`` the number of ``rank``."""
+    name, value = change.name, change.values[rank]
+    if not change.in_config:
+        setattr(module, name, value)
+        return
+    config: Any = module.config
+    if isinstance(config, LocalConfig):
+        config.own[name] = value
+    else:
+        vars(module)["config"] = LocalConfig(config, {name: value})
+
+
+class LocalConfig:
+    """A model's config as one module sees it: ``own`` in place of some of its values."""
+
+    def __init__(self, config: Any, own: dict[str, int]) -> None:
+        vars(self).update(config=config, own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("config", "own"):
+            raise AttributeError(name)
+        return self.own[name] if name in self.own else getattr(self.config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.config, name, value)

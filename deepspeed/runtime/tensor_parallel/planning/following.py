@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ from deepspeed.runtime.tensor_parallel.planning.trace import Trace
 
 Soft = Mapping[tuple[str, int], Tensor]
 PLAIN, FREE, SPLIT = "plain", "free", "split"
+_MOST = 1 << 22
+"""Elements of larger tensors are not told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Value:
     param: str | None = None
     axes: tuple[int, ...] = ()
     learned: bool = False
+    argument: str | None = None
+    """Of a module: where it comes from, moved about at most."""
 
     def dims(self) -> list[int]:
         """Those along which elements differ, counted from the end (-1, -2, ...)."""
@@ -69,6 +73,10 @@ class Followed:
     adopted: dict[Node, set[Node]] = field(default_factory=dict)
     """Node -> operands that are cut with the labels that they meet."""
     whole_uses: dict[str, str] = field(default_factory=dict)
+    met: list[tuple[Tensor, str]] = field(default_factory=list)
+    """Labels that were united because each met its own part of an argument."""
+    arguments: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Arguments that may be cut -> their shape; their labels are those of all elements, as axis 0."""
     copied: list[tuple[int, Tensor]] = field(default_factory=list)
     """Labels of which one operation made copies, and how much had been united before: heads that others share."""
 
@@ -80,9 +88,9 @@ _IDENTITY = frozenset(
 _MOVES = frozenset(
     "view reshape _unsafe_view transpose permute t unsqueeze squeeze expand slice select split split_with_sizes chunk "
     "unbind flatten unflatten movedim repeat repeat_interleave narrow flip expand_as swapaxes numpy_T roll "
-    "tensor_split unsafe_chunk unsafe_split view_as reshape_as".split()
+    "tensor_split unsafe_chunk unsafe_split view_as reshape_as broadcast_to".split()
 )
-_COPIES = frozenset("expand repeat repeat_interleave expand_as".split())
+_COPIES = frozenset("expand repeat repeat_interleave expand_as broadcast_to".split())
 _POINTWISE = frozenset(
     "masked_fill masked_fill_ where clamp_min add_ mul_ sub_ div_ gelu gelu_ silu silu_ relu relu_ tanh_ sigmoid_ "
     "leaky_relu hardtanh softplus threshold pow maximum minimum glu_ add sub mul div rsub softcap clamp copy_ copy "
@@ -92,19 +100,23 @@ _ALONG = {"softmax": 1, "_softmax": 1, "log_softmax": 1, "_log_softmax": 1, "sum
           "var": 1, "max": 1, "min": 1, "std": 1, "logsumexp": 1, "cumsum": 1, "norm": 2,
           "linalg_vector_norm": 2, "any": 1, "all": 1}  # fmt: skip
 _UNIFORM = frozenset(
-    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor".split()
+    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full scalar_tensor empty empty_like "
+    "new_empty empty_strided new_empty_strided".split()
 )
 _KEEPS_SHAPE = frozenset("softmax _softmax log_softmax _log_softmax cumsum".split())
 
 
-def follow(trace: Trace, whole: Iterable[str], soft: Soft | None = None) -> Followed:
+def follow(
+    trace: Trace, whole: Iterable[str], soft: Soft | None = None, arguments: Iterable[str] = ()
+) -> Followed:
     """Labels of all tensors of the graph, if the parameters in ``whole`` are not split. ``soft``: which channels of
-    which dim of a parameter several ranks may have (bool [size])."""
-    return _Follower(trace, frozenset(whole), soft or {}).run()
+    which dim of a parameter several ranks may have (bool [size]). ``arguments``: those of modules that may be cut."""
+    return _Follower(trace, frozenset(whole), soft or {}, frozenset(arguments)).run()
 
 
 class _Follower:
-    def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft) -> None:
+    def __init__(self, trace: Trace, whole: frozenset[str], soft: Soft, arguments: frozenset[str]) -> None:
+        self.arguments = arguments
         self.trace = trace
         self.soft = soft
         self.whole = whole
@@ -157,7 +169,7 @@ class _Follower:
     # ------------------------------------------------------------------------------------ operations
 
     def _call(self, node: Node) -> Any:
-        name = _name(node)
+        name = operation_name(node)
         if name == "getitem":
             several, number = cast("tuple[Node, int]", node.args)
             value = self.found.values[several]
@@ -175,6 +187,8 @@ class _Follower:
         return rule(node, name, operands)
 
     def _rule(self, node: Node, name: str) -> Callable[[Node, str, list[tuple[Node, Value]]], Any]:
+        if node.name in self.trace.arguments:
+            return self._argument
         if name in ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm"):
             return self._product
         if name == "embedding":
@@ -185,6 +199,8 @@ class _Follower:
             return self._move
         if name in ("cat", "concat", "stack"):
             return self._join_parts
+        if name == "slice_scatter":
+            return self._written
         if name in ("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm"):
             return self._norm
         if name in _ALONG:
@@ -221,6 +237,17 @@ class _Follower:
         value = operands[0][1]
         return [value] * 2 if _is_several(node) else value
 
+    def _argument(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
+        value, argument = operands[0][1], self.trace.arguments[node.name]
+        if value.kind != PLAIN or value.learned or value.param is not None:
+            return value
+        key = f"{argument.path}:{argument.name}"
+        if key not in self.arguments or not prod(value.shape):
+            return replace(value, argument=key)
+        if self.found.arguments.setdefault(key, value.shape) != value.shape:
+            return value
+        return Value(value.shape, FREE, self.axis(key, 0, prod(value.shape)).view(value.shape), key)
+
     def _move(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         value = operands[0][1]
         if value.axes:
@@ -232,8 +259,9 @@ class _Follower:
         ids = value.ids
         if ids is None:
             if name not in _COPIES:
-                return _plain(node, value.learned)
-            if value.shape and prod(value.shape) > 1 << 22:
+                made = _plain(node, value.learned)
+                return replace(made, argument=value.argument) if isinstance(made, Value) else made
+            if value.shape and prod(value.shape) > _MOST:
                 return _plain(node, value.learned)
             ids = torch.arange(1, prod(value.shape) + 1).view(value.shape)
         args = [ids if arg is node.args[0] else arg for arg in node.args]
@@ -250,7 +278,7 @@ class _Follower:
             self.found.copied.append((self.labels.united, torch.unique(ids)))
 
         def make(each: Tensor) -> Value:
-            return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned)
+            return Value(tuple(each.shape), value.kind, each, value.param, (), value.learned, value.argument)
 
         return [make(each) for each in moved] if isinstance(moved, (list, tuple)) else make(moved)
 
@@ -317,6 +345,22 @@ class _Follower:
         joined = torch.stack(ids, dim) if name == "stack" else torch.cat(ids, dim)
         return Value(tuple(joined.shape), SPLIT, joined, learned=True)
 
+    def _written(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
+        """A part of the first tensor is replaced by the second."""
+        base, part = operands[0][1], operands[-1][1]
+        if SPLIT not in (base.kind, part.kind):
+            return self._unknown(node, name, operands)
+        ids = []
+        for value, against in ((base, part), (part, base)):
+            if value.kind != SPLIT:
+                self._use_whole(value, node)
+                ids.append(torch.zeros(value.shape, dtype=torch.int64))
+                continue
+            dims = [] if against.kind == SPLIT else against.dims()
+            ids.append(self.labels.merged(value.ids, sorted(dims)).expand(value.shape))  # type: ignore[arg-type]
+        made = torch.slice_scatter(ids[0], ids[1], *node.args[2:], **node.kwargs)  # type: ignore[arg-type]
+        return Value(base.shape, SPLIT, made, learned=True)
+
     def _pointwise(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         shape = _shape(node)
         if shape is None:
@@ -341,6 +385,8 @@ class _Follower:
                 self.found.adopted.setdefault(node, set()).add(place)
                 continue
             self._use_whole(value, node)
+            if value.argument is not None and any(varies(base, d) for d in value.dims() if -d <= base.ndim):
+                self.found.met.append((torch.unique(base), value.argument))
             dims.update(value.dims())
         if dims:
             base = self.labels.merged(base, sorted(dims)).expand(shape)
@@ -359,8 +405,10 @@ class _Follower:
                     return Value(shape, FREE, ids, free[0].param, (), True)
         for _, value in operands:
             self._use_whole(value, node)
-        if len(operands) == 1 and operands[0][1].ids is not None and operands[0][1].kind == PLAIN:
-            return Value(shape, PLAIN, operands[0][1].ids.expand(shape), learned=learned)
+        if all(v.kind == PLAIN for _, v in operands):
+            return Value(
+                shape, PLAIN, _copies(shape, {d for _, v in operands for d in v.dims()}), learned=learned
+            )
         return Value(shape, learned=learned)
 
     def _adopts(self, base: Tensor, value: Value) -> bool:
@@ -516,6 +564,8 @@ class _Follower:
             self._give_up([left, right], "a product with a vector")
             return Value(shape, learned=True)
         parts = []
+        for value, other in ((left, right), (right, left)):
+            self._note_copies(value, other)
         for value, other, dim in ((left, right, -1), (right, left, -2)):
             if value.kind != SPLIT:
                 continue
@@ -529,6 +579,15 @@ class _Follower:
         if made.ndim < len(shape) or prod(made.shape) != prod(shape):
             made = made.expand(shape)
         return Value(shape, SPLIT, made, learned=True)
+
+    def _note_copies(self, value: Value, other: Value) -> None:
+        """A product uses one matrix for several of the other side (one head of keys for all queries)."""
+        if value.kind != SPLIT or other.kind != SPLIT or value.ids is None or other.ids is None:
+            return
+        sizes = (*(1,) * (len(other.shape) - len(value.shape)), *value.shape)
+        batch = range(-len(other.shape), -2)
+        if any(sizes[d] == 1 < other.shape[d] and varies(other.ids, d) for d in batch):
+            self.found.copied.append((self.labels.united, torch.unique(value.ids)))
 
     def _attention(self, node: Node, name: str, operands: list[tuple[Node, Value]]) -> Any:
         values = [self.found.values[arg] if isinstance(arg, Node) else None for arg in node.args[:4]]
@@ -567,12 +626,25 @@ class _Follower:
 
 def source(node: Node) -> Node:
     """Where the same values come from."""
-    while node.op == "call_function" and _name(node) in _IDENTITY and isinstance(node.args[0], Node):
+    while node.op == "call_function" and operation_name(node) in _IDENTITY and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
-def _name(node: Node) -> str:
+def is_move(node: Node) -> bool:
+    """Whether it computes nothing."""
+    return operation_name(node) in _MOVES | _IDENTITY or operation_name(node) == "getitem"
+
+
+def is_elementwise(node: Node, *, moves: bool = False) -> bool:
+    """Whether each element of the result comes from elements at its place. ``moves``: or from elsewhere, unchanged."""
+    name = operation_name(node)
+    pointwise = name in _POINTWISE or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or name in _IDENTITY or (moves and (name in _MOVES or name in ("getitem", "roll")))
+
+
+def operation_name(node: Node) -> str:
+    """Such as "linear"."""
     if node.target is operator.getitem:
         return "getitem"
     packet = getattr(node.target, "overloadpacket", None)
@@ -597,6 +669,14 @@ def _plain(node: Node, learned: bool = False) -> Any:
             for each in value
         ]
     return Value(_shape(node) or (), learned=learned)
+
+
+def _copies(shape: tuple[int, ...], dims: set[int]) -> Tensor | None:
+    """Which elements are copies of each other if they differ only along ``dims`` (counted from the end)."""
+    sizes = [size if dim - len(shape) in dims else 1 for dim, size in enumerate(shape)]
+    if prod(sizes) == prod(shape) or prod(shape) > _MOST:
+        return None
+    return torch.arange(1, prod(sizes) + 1).view(sizes).expand(shape)
 
 
 def _flat(value: Any) -> list[Value]:

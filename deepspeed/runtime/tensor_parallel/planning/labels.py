@@ -77,6 +77,10 @@ class Labels:
         self.unite(labels, one)
         return one
 
+    def any_soft(self, labels: Tensor) -> bool:
+        """Whether some of these are of what several ranks may have."""
+        return bool(self._soft[labels].any())
+
     def stick(self, labels: Tensor, reason: str) -> None:
         """These cannot be split."""
         some = torch.unique(labels[labels != NONE])

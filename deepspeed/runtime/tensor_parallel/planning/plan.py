@@ -39,6 +39,28 @@ class AttributeChange:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentChange:
+    """The argument ``name`` of the forward of ``module`` is cut: along ``cut.dim``, which is one or several times
+    ``cut.size`` wide, each rank's forward sees its part."""
+
+    module: str
+    name: str
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPlan:
+    """One weight [vocabulary, width] whose rows are spread. ``embeddings``, ``heads``: paths of the layers that have
+    it; ``bias``: name of the heads' one, None if they have none."""
+
+    weight: str
+    cut: Cut
+    embeddings: tuple[str, ...]
+    heads: tuple[str, ...]
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
     """The same on all ranks; computed without communication.
 
@@ -55,12 +77,16 @@ class TensorParallelPlan:
     outputs_summed: tuple[str, ...] = ()
     summed: tuple[str, ...] = ()
     attributes: tuple[AttributeChange, ...] = ()
+    arguments: tuple[ArgumentChange, ...] = ()
+    vocabulary: tuple[VocabularyPlan, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """For the report at the start."""
         kinds = Counter(each.kind for name, each in self.parameters.items() if not name.endswith("bias"))
         split = ", ".join(f"{kinds[kind]} {kind}" for kind in ("column", "row", "sliced") if kinds[kind])
+        if self.vocabulary:
+            split += f"{', ' if split else ''}vocabulary of {self.vocabulary[0].cut.size} tokens"
         text = f"{split or 'nothing split'} over {self.ranks} ranks, by {self.source}"
         if self.whole:
             reasons = Counter(self.whole.values())

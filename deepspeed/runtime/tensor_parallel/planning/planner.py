@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from deepspeed.runtime.tensor_parallel.planning.attributes import changes
+from deepspeed.runtime.tensor_parallel.planning.checking import Misfit, find_misfit
 from deepspeed.runtime.tensor_parallel.planning.gradients import find_sums
-from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
-from deepspeed.runtime.tensor_parallel.planning.solving import Solution, solve
+from deepspeed.runtime.tensor_parallel.planning.plan import (
+    ArgumentChange,
+    ParameterPlan,
+    PlanError,
+    TensorParallelPlan,
+    VocabularyPlan,
+)
+from deepspeed.runtime.tensor_parallel.planning.solving import Solution, kind_of, solve
 from deepspeed.runtime.tensor_parallel.planning.trace import (
     Trace,
     TraceError,
@@ -18,6 +26,10 @@ from deepspeed.runtime.tensor_parallel.planning.trace import (
     trace,
     twin_on_paper,
 )
+from deepspeed.runtime.tensor_parallel.planning.vocabulary import find_vocabulary
+
+_ATTEMPTS = 10
+_SAID = "you said so"
 
 
 def plan_module(
@@ -43,11 +55,44 @@ def plan_module(
         followed = trace(twin, inputs if inputs is not None else example_inputs(twin))
     except TraceError as error:
         raise PlanError(f"the forward of {type(module).__name__} could not be followed: {error}") from error
-    return plan_of(followed, solve(followed, ranks, whole=whole, grain=grain), ranks)
+    reasons = dict.fromkeys(whole, _SAID)
+    fixed: set[str] = set()
+    for _ in range(_ATTEMPTS):
+        solution = solve(followed, ranks, whole=reasons, grain=grain)
+        plan = plan_of(followed, solution, ranks, fixed)
+        misfit = find_misfit(followed, solution, plan)
+        if misfit is None:
+            named = {name for name, why in reasons.items() if why == _SAID}
+            vocabulary = find_vocabulary(followed, ranks, named)
+            return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
+        _give_up_part(misfit, plan, fixed, reasons)
+    raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
 
 
-def plan_of(run: Trace, solution: Solution, ranks: int) -> TensorParallelPlan:
-    """From what can be split to what is done."""
+def _without(whole: Mapping[str, str], vocabulary: Sequence[VocabularyPlan]) -> dict[str, str]:
+    split = {each.weight for each in vocabulary}
+    return {name: why for name, why in whole.items() if name not in split}
+
+
+def _give_up_part(misfit: Misfit, plan: TensorParallelPlan, fixed: set[str], reasons: dict[str, str]) -> None:
+    """Leave the numbers of the module where ``misfit`` was found, and of its like in other layers, as they are; and if
+    they are, leave its weights whole."""
+    like = kind_of(misfit.path)
+    paths = {name.rsplit(".", 2)[0] for name in plan.parameters if name.count(".") > 1}
+    paths = {path for path in paths if kind_of(path) == like}
+    changed = {change.module for change in plan.attributes} & paths
+    if not paths:
+        raise PlanError(f"a part of the model does not run: {misfit.text}")
+    if changed:
+        fixed |= changed
+        return
+    for name in plan.parameters:
+        if name.rsplit(".", 2)[0] in paths:
+            reasons[name] = "a part of it does not run"
+
+
+def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = ()) -> TensorParallelPlan:
+    """From what can be split to what is done. ``fixed``: paths of modules whose numbers stay."""
     sums = find_sums(run, solution.followed)
     parameters: dict[str, ParameterPlan] = {}
     inputs: dict[str, str | None] = {}
@@ -72,7 +117,12 @@ def plan_of(run: Trace, solution: Solution, ranks: int) -> TensorParallelPlan:
         inputs=inputs,
         outputs_summed=tuple(dict.fromkeys(weight.rpartition(".")[0] for weight in sums.outputs)),
         summed=tuple(dict.fromkeys(sums.params)),
-        attributes=changes(run.twin, solution.regions, solution.followed, solution.soft),
+        attributes=changes(run.twin, solution.regions, solution.followed, solution.soft, fixed),
+        arguments=tuple(
+            ArgumentChange(*name.split(":"), cut)
+            for region in solution.regions
+            for name, cut in region.arguments.items()
+        ),
         whole=solution.whole,
     )
 

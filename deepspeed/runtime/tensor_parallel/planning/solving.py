@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,9 +35,13 @@ class Region:
     rows: list[Axis] = field(default_factory=list)
     others: list[Axis] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    fewest: int = 0
+    """Groups of the row layer that has the fewest."""
     stuck: bool = False
     stray: bool = False
     cuts: dict[Axis, Cut] = field(default_factory=dict)
+    arguments: dict[str, Cut] = field(default_factory=dict)
+    """Of modules, cut along one dim; the size is the period with which parts repeat there (heads of each example)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,14 @@ class Solution:
     soft: dict[Axis, Tensor]
 
 
-def solve(trace: Trace, ranks: int, *, whole: Sequence[str] = (), grain: int = 1) -> Solution:
-    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole. ``grain``: channels that do not
-    depend on each other are dealt in multiples of this where that fits."""
-    reasons: dict[str, str] = dict.fromkeys(whole, "you said so")
+def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1) -> Solution:
+    """What ``ranks`` ranks can split. ``whole``: parameters that are to stay whole, and why. ``grain``: channels that
+    do not depend on each other are dealt in multiples of this where that fits."""
+    reasons = dict(whole)
     soft: dict[Axis, Tensor] = {}
+    arguments: set[str] = set()
     for _ in range(_ATTEMPTS):
-        followed = follow(trace, reasons, soft)
+        followed = follow(trace, reasons, soft, arguments)
         roots = followed.labels.components()
         regions = _regions(followed, roots, soft)
         again = False
@@ -67,7 +72,7 @@ def solve(trace: Trace, ranks: int, *, whole: Sequence[str] = (), grain: int = 1
                 problem = _deal(region, followed, roots, soft, ranks, grain)
             if problem is None:
                 continue
-            chosen = _retry(region, followed, soft)
+            chosen = _retry(region, followed, roots, soft, arguments)
             if chosen is not None:
                 again = True
                 if chosen:
@@ -96,6 +101,8 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
     table: dict[int, Region] = defaultdict(Region)
     for axis, labels in followed.axis_labels.items():
         own = roots[labels]
+        if axis[0] in followed.arguments:
+            continue
         region = table[int(at[own[0]])]
         region.stuck |= bool(torch.isin(own, stuck).any())
         if followed.columns.get(axis[0]) == axis[1]:
@@ -104,12 +111,19 @@ def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
             region.rows.append(axis)
         else:
             region.others.append(axis)
+    for name in followed.arguments:
+        for key in torch.unique(at[roots[followed.axis_labels[name, 0]]]).tolist():
+            if key in table:
+                table[key].others.append((name, 0))
     found = [region for region in table.values() if region.columns or region.rows]
     for region in found:
         order: dict[int, None] = {}
         for axis in region.rows:
             order.update(dict.fromkeys(roots[followed.axis_labels[axis]].tolist()))
         region.groups = list(order)
+        region.fewest = min(
+            (len(torch.unique(roots[followed.axis_labels[axis]])) for axis in region.rows), default=0
+        )
         known = torch.tensor(sorted(order))
         for axis in region.columns:
             own = roots[followed.axis_labels[axis]]
@@ -125,38 +139,44 @@ def _problem(region: Region, ranks: int) -> str | None:
         return "no later layer takes its channels"
     if region.stray:
         return "a part of its channels is used elsewhere"
-    if len(region.groups) < 2:
+    if region.fewest < 2:
         return "its channels depend on each other"
-    if len(region.groups) < ranks:
-        return f"it has {len(region.groups)} independent groups of channels for {ranks} ranks"
+    if region.fewest < ranks:
+        return f"it has {region.fewest} independent groups of channels for {ranks} ranks"
     return None
 
 
-def _retry(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> str | None:
-    """Change one thing, so that less is split: let ranks share channels (""), or give the weight that is to be whole:
-    the first of the region, or a narrower one beside it (a bottleneck, such as an adapter's). None: nothing is left."""
+def _retry(
+    region: Region, followed: Followed, roots: Tensor, soft: dict[Axis, Tensor], arguments: set[str]
+) -> str | None:
+    """Change one thing: let arguments be cut or ranks share channels (""), or give the weight that is to be whole:
+    the narrowest of the region (a bottleneck, such as an adapter's). None: nothing is left."""
     if not region.columns:
         return None
+    mine = roots[torch.cat([followed.axis_labels[axis] for axis in region.columns])]
+    met = {name for labels, name in followed.met if torch.isin(roots[labels], mine).any()}
+    if region.rows and met - arguments:
+        arguments |= met
+        return ""
     if region.rows and not any(axis in soft for axis in region.columns) and _soften(region, followed, soft):
         return ""
     for axis in region.columns:
         soft.pop(axis, None)
-    first = followed.inputs[region.columns[0][0]]
-    beside = [axis for axis in region.columns if followed.inputs[axis[0]] is first]
-    return min(beside, key=lambda axis: len(followed.axis_labels[axis]))[0]
+    return min(region.columns, key=lambda axis: len(followed.axis_labels[axis]))[0]
 
 
 def _extend(failing: Sequence[str], regions: Sequence[Region], ranks: int, reasons: dict[str, str]) -> None:
     """The same layers of other blocks that cannot be split either need no attempts of their own."""
-    kinds = {_kind(name): reasons[name] for name in failing}
+    kinds = {kind_of(name): reasons[name] for name in failing}
     for region in regions:
         if not region.cuts:
             for name, _ in [*region.columns, *region.rows]:
-                if _kind(name) in kinds:
-                    reasons.setdefault(name, kinds[_kind(name)])
+                if kind_of(name) in kinds:
+                    reasons.setdefault(name, kinds[kind_of(name)])
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
+    """The same for equal layers of all blocks."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -196,6 +216,14 @@ def _deal(
     for axis in [*region.columns, *region.rows, *region.others]:
         own_roots = roots[followed.axis_labels[axis]]
         held = holders[:, own_roots]
+        if axis[0] in followed.arguments:
+            shape = followed.arguments[axis[0]]
+            used = torch.isin(own_roots, torch.tensor(region.groups)).view(shape)
+            problem = _cut_argument(region, axis[0], held.view(ranks, *shape), used)
+            if problem is not None:
+                region.cuts.clear()
+                return problem
+            continue
         if not bool(held.any(0).all()):
             if axis in region.others:
                 continue
@@ -203,6 +231,21 @@ def _deal(
             return "a part of its channels is used elsewhere"
         region.cuts[axis] = Cut(axis[1], held.shape[1], tuple(_intervals(mask) for mask in held))
     return None
+
+
+def _cut_argument(region: Region, name: str, held: Tensor, used: Tensor) -> str | None:
+    """``held`` [ranks, *shape]: which elements each rank has, of those ``used`` [*shape]. Returns what is in the
+    way."""
+    for dim in range(used.ndim):
+        mine, some = held.movedim(dim + 1, 1).flatten(2), used.movedim(dim, 0).flatten(1)
+        own = (mine & some).any(2)
+        if not bool(((mine == own[..., None]) | ~some).all()) or not bool(some.any(1).all()):
+            continue
+        size = own.shape[1]
+        period = next(n for n in range(1, size + 1) if size % n == 0 and torch.equal(own[:, n:], own[:, :-n]))
+        region.arguments[name] = Cut(dim, period, tuple(_intervals(mask) for mask in own[:, :period]))
+        return None
+    return f"its part of the argument {name} is not along one dim"
 
 
 def _needs(region: Region, followed: Followed, roots: Tensor) -> dict[int, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.runtime.zero.params import full_shape
 
-LENGTH = 5
-"""Tokens of the small run."""
+BATCH, LENGTH = 2, 5
+"""Examples of the small run, and tokens of each."""
 
 
 class TraceError(RuntimeError):
@@ -25,15 +27,27 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Argument:
+    """``name``: in the signature of the forward of the module ``path``."""
+
+    path: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trace:
     """``graph`` of ATen operations. ``params``: placeholder's name -> the parameter's (first) name in the module.
     ``constants``: placeholder's name -> a tensor that the code of the forward contains. ``twin``: the module that was
-    run."""
+    run, with ``inputs``. ``arguments``: node's name -> the tensor argument of a module that it stands
+    for. ``input_nodes``: names of those of ``inputs``."""
 
     graph: torch.fx.Graph
     params: Mapping[str, str]
     constants: Mapping[str, Tensor]
     twin: nn.Module
+    inputs: Mapping[str, Tensor]
+    arguments: Mapping[str, Argument]
+    input_nodes: frozenset[str]
 
 
 class _Flat(nn.Module):
@@ -47,6 +61,37 @@ class _Flat(nn.Module):
         result = self.module(**inputs)
         leaves = tree_leaves(dict(result) if isinstance(result, Mapping) else result)
         return tuple(leaf for leaf in leaves if torch.is_tensor(leaf))
+
+
+class _ListsAsSlices(TorchFunctionMode):
+    """Indexes that are lists of numbers (``x[:, [-2]]``) become slices: tensors on paper would have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            lists = [i for i, each in enumerate(index) if _is_list_of_numbers(each)]
+            if len(lists) == 1:
+                place = lists[0]
+                parts = [
+                    args[0][(*index[:place], slice(n, n + 1 or None), *index[place + 1 :])]
+                    for n in index[place]
+                ]
+                dim = _dim_of(index, place, args[0].ndim)
+                return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
+    """Which dim of the result the entry ``place`` of ``index`` gives."""
+    taken = sum(each is not None and each is not Ellipsis for each in index)
+    dim = 0
+    for each in index[:place]:
+        dim += ndim - taken if each is Ellipsis else not isinstance(each, int)
+    return dim
 
 
 def twin_on_paper(module: nn.Module) -> nn.Module:
@@ -95,12 +140,12 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
         raise TraceError("only models of Transformers can be followed without example inputs")
     inputs: dict[str, Tensor] = {}
     with torch.device("meta"):
-        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         main = getattr(module, "main_input_name", "input_ids")
         if main == "pixel_values" or ("pixel_values" in accepted and "input_ids" not in accepted):
             vision = getattr(config, "vision_config", config)
             side = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-            inputs["pixel_values"] = torch.zeros(1, getattr(vision, "num_channels", 3), side, side)
+            inputs["pixel_values"] = torch.zeros(BATCH, getattr(vision, "num_channels", 3), side, side)
         elif "input_ids" in accepted or main == "input_ids":
             inputs["input_ids"] = tokens
         elif main in accepted:
@@ -112,14 +157,76 @@ def example_inputs(module: nn.Module) -> dict[str, Tensor]:
     return inputs
 
 
+def _writes_into_others(graph: torch.fx.Graph) -> bool:
+    """Whether something is written into a part of a tensor, or into one that is used besides."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node, number in order.items():
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        written = node.args[0]
+        if not _is_fresh(written) or any(order[user] > number for user in written.users):
+            return True
+    return False
+
+
+def _is_fresh(node: torch.fx.Node) -> bool:
+    """Whether the result has memory of its own, or is what was written before."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and (
+        schema.is_mutable or all(argument.alias_info is None for argument in schema.arguments)
+    )
+
+
+class _Marks:
+    """While it is entered, tensor arguments of modules leave marks in a graph: they are rolled by a distance that no
+    model uses. (On paper no values are moved.)"""
+
+    _FIRST = 1 << 40
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {path: each for path, each in module.named_modules() if path and any(each.children())}
+        self._arguments: list[Argument] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for path, module in self._paths.items():
+            hook = functools.partial(self._mark, path)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _mark(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = list(inspect.signature(module.forward).parameters)
+        marked = [self._rolled(path, name, value) for name, value in zip(names, args, strict=False)]
+        return (*marked, *args[len(names) :]), {k: self._rolled(path, k, v) for k, v in kwargs.items()}
+
+    def _rolled(self, path: str, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        self._arguments.append(Argument(path, name))
+        return torch.roll(value, self._FIRST + len(self._arguments) - 1, 0)
+
+    def found(self, graph: torch.fx.Graph) -> dict[str, Argument]:
+        """Node's name -> argument."""
+        return {
+            node.name: self._arguments[node.args[1][0] - self._FIRST]  # type: ignore[index,operator]
+            for node in graph.nodes
+            if node.op == "call_function"
+            and str(node.target) == "aten.roll.default"
+            and node.args[1][0] >= self._FIRST  # type: ignore[index,operator]
+        }
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [
-        logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx", "transformers")
-    ]
+    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [each.level for each in loggers]
     for each in loggers:
-        each.setLevel(logging.ERROR)
+        each.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
@@ -133,9 +240,12 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     TraceError: it does something that depends on values.
     """
     flat = _Flat(twin).eval()
+    marks = _Marks(twin)
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad(), _ListsAsSlices(), marks:
             exported = torch.export.export(flat, (dict(inputs),), strict=False)
+            if _writes_into_others(exported.graph):
+                exported = exported.run_decompositions({})  # values instead of memory, for twice the time
     except Exception as error:
         raise TraceError(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -153,4 +263,12 @@ def trace(twin: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
         constant = exported.constants.get(name)
         if isinstance(constant, Tensor) and constant.device.type == "cpu":
             constants[place] = constant
-    return Trace(exported.graph, params, constants, twin)
+    return Trace(
+        exported.graph,
+        params,
+        constants,
+        twin,
+        inputs,
+        marks.found(exported.graph),
+        frozenset(str(name) for name in signature.user_inputs),
+    )

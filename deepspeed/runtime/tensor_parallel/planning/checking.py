@@ -1,0 +1,196 @@
+"""Whether a rank's part of a model runs, on paper: every tensor of it has the shape that its labels say.
+
+The model with this rank's weights and numbers is followed as the whole one was. The two graphs must have the same
+operations, and each tensor must be as large as the channels that the rank holds of it. What does not fit (a number of
+heads that the code of a forward contains, one that was changed but should not be) is found before anything is split.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
+from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
+from deepspeed.runtime.tensor_parallel.planning.following import PLAIN, Followed, Value, is_move
+from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels, varies
+from deepspeed.runtime.tensor_parallel.planning.plan import TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.planning.solving import Solution
+from deepspeed.runtime.tensor_parallel.planning.trace import Trace, TraceError, trace
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """``path``: of the module in which it was found; empty: outside of all that have split layers."""
+
+    path: str
+    text: str
+
+
+def find_misfit(run: Trace, solution: Solution, plan: TensorParallelPlan) -> Misfit | None:
+    """The first one, on ranks whose parts have different shapes. None: all is well."""
+    if not plan.parameters:
+        return None
+    seen: set[tuple[int, ...]] = set()
+    for rank in range(plan.ranks):
+        extents = tuple(each.cut.extents[rank] for each in plan.parameters.values())
+        if extents not in seen:
+            seen.add(extents)
+            found = _of_rank(run, solution, plan, rank)
+            if found is not None:
+                return found
+    return None
+
+
+def _of_rank(run: Trace, solution: Solution, plan: TensorParallelPlan, rank: int) -> Misfit | None:
+    own = _part_on_paper(run.twin, plan, rank)
+    owners = sorted({name.rsplit(".", 2)[0] if name.count(".") > 1 else "" for name in plan.parameters})
+    place = _Place(own, [path for path in owners if path])
+    try:
+        part = trace(own, run.inputs)
+    except TraceError as error:
+        return Misfit(place.path, str(error))
+    held = _held(solution, rank)
+    for whole, local in zip(_steps(run), _steps(part), strict=False):
+        if whole.target != local.target:
+            return Misfit(
+                _owner(whole, owners), f"its operations depend on the number of ranks ({whole.name})"
+            )
+        for expected, actual in _shapes(whole, local, solution.followed, held):
+            if not _fits(expected, actual):
+                return Misfit(
+                    _owner(whole, owners), f"{whole.name} would have the shape {actual}, not {expected}"
+                )
+    return None
+
+
+class _Place:
+    """In which of the modules the forward is."""
+
+    def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
+        self._stack: list[str] = []
+        for path in paths:
+            each = module.get_submodule(path)
+            each.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path))
+            each.register_forward_hook(lambda *_: void(self._stack.pop()))
+
+    @property
+    def path(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+        return self
+
+
+def void(value: object) -> None:
+    """A hook must not return anything."""
+
+
+def _part_on_paper(twin: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.Module:
+    own = copy.deepcopy(twin)
+    params = dict(own.named_parameters())
+    made: dict[int, nn.Parameter] = {}
+    for name, each in plan.parameters.items():
+        shape = list(params[name].shape)
+        shape[each.cut.dim] = each.cut.extents[rank]
+        made[id(params[name])] = nn.Parameter(params[name].new_empty(shape), requires_grad=False)
+    for module in own.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None and id(param) in made:
+                new = module._parameters[name] = made[id(param)]
+                if name == "weight" and hasattr(module, "nf"):
+                    module.nf = new.shape[1]
+    for change in plan.attributes:
+        change_attribute(own.get_submodule(change.module), change, rank)
+    for argument in plan.arguments:
+        change_argument(own.get_submodule(argument.module), argument, rank)
+    return own
+
+
+def _held(solution: Solution, rank: int) -> Tensor:
+    """For each label whether the rank has it. bool [labels]"""
+    roots = solution.followed.labels.components()
+    known, own = torch.zeros(len(roots), dtype=torch.bool), torch.zeros(len(roots), dtype=torch.bool)
+    for region in solution.regions:
+        for axis, cut in region.cuts.items():
+            labels = roots[solution.followed.axis_labels[axis]]
+            known[labels] = True
+            for low, high in cut.parts[rank]:
+                own[labels[low:high]] = True
+    held = (own | ~known)[roots]
+    held[NONE] = True
+    return held
+
+
+def _steps(run: Trace) -> Iterator[Node]:
+    """What computes: a forward may move data differently where there is nothing to repeat (one query for each key)."""
+    return (
+        node
+        for node in run.graph.nodes
+        if node.op == "call_function"
+        and not is_move(node)
+        and not str(node.target).startswith("aten._assert")
+    )
+
+
+def _shapes(
+    whole: Node, local: Node, followed: Followed, held: Tensor
+) -> Iterator[tuple[tuple[int | None, ...], tuple[int, ...]]]:
+    """(expected, actual); None: any size"""
+    for value, before, after in zip(
+        _several(followed.values.get(whole)),
+        _several(whole.meta.get("val")),
+        _several(local.meta.get("val")),
+        strict=False,
+    ):
+        if not isinstance(value, Value) or not isinstance(after, Tensor) or value.axes:
+            continue
+        if value.shape == tuple(before.shape):
+            yield _own_shape(value, held, followed.labels), tuple(int(size) for size in after.shape)
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _fits(expected: tuple[int | None, ...], actual: tuple[int, ...]) -> bool:
+    return len(expected) == len(actual) and all(
+        size is None or size == found for size, found in zip(expected, actual, strict=True)
+    )
+
+
+def _own_shape(value: Value, held: Tensor, labels: Labels) -> tuple[int | None, ...]:
+    if value.ids is None:
+        return value.shape
+    if value.kind == PLAIN:  # copies of the same values may be more or fewer
+        return tuple(size if varies(value.ids, dim) else None for dim, size in enumerate(value.shape))
+    some = value.ids != NONE
+    if not some.any():
+        return (None,) * len(value.shape)
+    own = held[value.ids] & some
+    sizes = [_count(own, some, dim) for dim in range(own.ndim)]
+    if not labels.any_soft(value.ids):
+        return tuple(sizes)
+    # Of what ranks share, each makes as many copies as it has heads.
+    single = [torch.unique(value.ids, dim=dim).shape[dim] == size for dim, size in enumerate(value.shape)]
+    return tuple(size if one else None for size, one in zip(sizes, single, strict=True))
+
+
+def _count(own: Tensor, some: Tensor, dim: int) -> int:
+    """Positions along ``dim`` of which the rank has something, or nobody in particular."""
+    own, some = (each.movedim(dim, 0).reshape(each.shape[dim], -1).any(1) for each in (own, some))
+    return int((own | ~some).sum())
+
+
+def _owner(node: Node, owners: Sequence[str]) -> str:
+    """The innermost of ``owners`` in which a node is."""
+    for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        if path.removeprefix("module.") in owners:
+            return path.removeprefix("module.")
+    return ""

@@ -1,0 +1,18 @@
+"""The ranks that share a layer, however they are given."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.collectives import Communicator, process_network
+
+__all__ = ["communicator_of"]
+
+
+def communicator_of(group: Communicator | ProcessGroup | None) -> Communicator:
+    """Of a process group; None is one rank alone."""
+    if isinstance(group, Communicator):
+        return group
+    if group is None or group.size() == 1:
+        return Communicator(None)
+    return process_network.communicator(group).prepare()
