@@ -201,7 +201,7 @@ def _get_sequence_data_parallel_rank() -> int:
     return _rank("dp", "sp")
 
 
-# --- Expert parallel. A group's name, such as "ep_size_4", says over how many ranks the experts of a layer are spread. ----
+# --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
 
 
 def _expert_parallel_size(group_name: str) -> int:
