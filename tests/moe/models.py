@@ -33,9 +33,16 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """``pyramid``: experts of each layer. All experts of a layer differ."""
+    """``pyramid``: experts of each layer. All experts of a layer differ. ``apart``: ranks that share them are no
+    neighbours."""
 
-    def __init__(self, ep_size: int = 1, pyramid: Iterable[int] = (EXPERTS, EXPERTS), **settings: Any) -> None:
+    def __init__(
+        self,
+        ep_size: int = 1,
+        pyramid: Iterable[int] = (EXPERTS, EXPERTS),
+        apart: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         choice = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling": False, "use_rts": False, **settings}
@@ -45,7 +52,7 @@ class Model(nn.Module):
         with torch.no_grad():
             for number, block in enumerate(self.blocks):
                 block.moe.deepspeed_moe.gate.wg.weight.mul_(4.0)
-                place = dist.get_rank() % ep_size if ep_size > 1 else 0
+                place = dist.get_rank() * ep_size // dist.get_world_size() if apart else dist.get_rank() % ep_size
                 experts = block.moe.deepspeed_moe.experts
                 for index, expert in enumerate(experts.deepspeed_experts, place * experts.num_local_experts):
                     own = torch.Generator().manual_seed(100 * number + index)
