@@ -9,25 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.numbered import NumberedModules
 from deepspeed.checkpoint.placement import EXPERTS, Placement, place
 from deepspeed.runtime.zero.params import full_shape
-
-
-class ExpertList(nn.ModuleList):
-    """Experts ``first``, ``first + 1``, ... of a layer. Their names hold these numbers, so that a weight has the same
-    name whichever rank has it; ``self[0]`` is the first of them."""
-
-    first = 0
-
-    def _get_abs_string_index(self, idx: Any) -> str:
-        return str(int(super()._get_abs_string_index(idx)) + self.first)
-
-    def renumber(self, first: int) -> None:
-        experts = list(self)
-        self.first = first
-        self._modules.clear()
-        for number, expert in enumerate(experts, first):
-            self._modules[str(number)] = expert
 
 
 class Experts(nn.Module):
@@ -41,14 +25,15 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_local_experts = num_local_experts
-        self.deepspeed_experts = ExpertList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.deepspeed_experts = NumberedModules(copy.deepcopy(expert) for _ in range(num_local_experts))
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def take_place(self, number: int, count: int) -> None:
         """These are the experts of rank ``number`` of the ``count`` that share the layer's."""
-        self.deepspeed_experts.renumber(number * self.num_local_experts)
+        each = self.num_local_experts
+        self.deepspeed_experts.renumber(number * each, count * each)
         if count == 1:
             return
         for param in self.deepspeed_experts.parameters():

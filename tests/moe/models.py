@@ -45,14 +45,22 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        choice = {"k": 2, "drop_tokens": False, "top2_2nd_expert_sampling": False, "use_rts": False, **settings}
+        choice = {
+            "k": 2,
+            "drop_tokens": False,
+            "top2_2nd_expert_sampling": False,
+            "use_rts": False,
+            **settings,
+        }
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
         self.blocks = nn.ModuleList([Block(count, ep_size, **choice) for count in pyramid])
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         with torch.no_grad():
             for number, block in enumerate(self.blocks):
                 block.moe.deepspeed_moe.gate.wg.weight.mul_(4.0)
-                place = dist.get_rank() * ep_size // dist.get_world_size() if apart else dist.get_rank() % ep_size
+                place = (
+                    dist.get_rank() * ep_size // dist.get_world_size() if apart else dist.get_rank() % ep_size
+                )
                 experts = block.moe.deepspeed_moe.experts
                 for index, expert in enumerate(experts.deepspeed_experts, place * experts.num_local_experts):
                     own = torch.Generator().manual_seed(100 * number + index)
@@ -90,7 +98,13 @@ def start(settings: dict[str, Any], ep_size: int, **model: Any) -> Any:
 
 
 def assert_equals_alone(
-    settings: dict[str, Any], ep_size: int, *, steps: int = 3, rtol: float = 1e-5, atol: float = 1e-6, **model: Any
+    settings: dict[str, Any],
+    ep_size: int,
+    *,
+    steps: int = 3,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    **model: Any,
 ) -> None:
     """Loss, norm, every gradient and every weight of some steps are those of one process with all experts and the
     batches of all ranks."""
@@ -106,7 +120,9 @@ def assert_equals_alone(
     def compare(read: Any, wanted: Any, what: str) -> None:
         for name, param in engine.module.named_parameters():
             value = wanted(alone.get_parameter(name))
-            close(read(param), torch.zeros(()) if value is None else value, f"{what} of {name} in step {step}")
+            close(
+                read(param), torch.zeros(()) if value is None else value, f"{what} of {name} in step {step}"
+            )
 
     for step in range(steps):
         loss = engine(batch(step, rank))

@@ -142,7 +142,9 @@ class Scopes:
         if size == 1:  # every rank has all experts
             return Scope.whole(self.everyone, name)
         sharing = self._mesh.sharing_experts(size)
-        scope = Scope.whole(self._mesh.among(self._mesh.sharing_experts(size, same=True)), name, divisor=ranks)
+        scope = Scope.whole(
+            self._mesh.among(self._mesh.sharing_experts(size, same=True)), name, divisor=ranks
+        )
         return replace(scope, kind=sharing.index(self._mesh.global_rank), kinds=size)
 
 
