@@ -19,8 +19,8 @@ from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
-from deepspeed.checkpoint.originals import ORIGINALS, Exported, Expression, Weight
 from deepspeed.checkpoint.numbered import names_on_all
+from deepspeed.checkpoint.originals import ORIGINALS, Exported, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.plain_weights import find_plain, open_plain
 from deepspeed.checkpoint.ranks import Ranks
