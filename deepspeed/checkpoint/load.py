@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import buffers_file
-from deepspeed.checkpoint.numbered import names_elsewhere
+from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.save import module_state
@@ -275,9 +275,13 @@ class Restorer:
         assert self.state is not None
         own = self.state.param_groups
         names: list[set[str]] = [set() for _ in own]
+        siblings = names_of_siblings(self.module)
         for entry in self.entries:
-            if entry.group_index >= 0:
-                names[entry.group_index] |= {self._find(entry) or entry.name}
+            if entry.group_index >= 0:  # of shared lists, the groups may name other modules than this rank's
+                names[entry.group_index] |= {
+                    self._find(entry) or entry.name,
+                    *siblings.get(entry.name, ()),
+                }
         matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
@@ -414,6 +418,8 @@ def _rewrites_names(module: nn.Module) -> bool:
         if not all(getattr(hook, "keeps_names", False) for hook in child._load_state_dict_pre_hooks.values()):
             return True
         owner = type(child)._load_from_state_dict
+        if getattr(owner, "keeps_names", False):
+            continue
         if owner is not nn.Module._load_from_state_dict and not type(child).__module__.startswith(
             "torch.nn."
         ):

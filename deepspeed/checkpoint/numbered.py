@@ -57,6 +57,8 @@ class NumberedModules(nn.ModuleList):
         )
         unexpected_keys += [key for key in found if not self._has(key[len(prefix) :])]
 
+    _load_from_state_dict.keeps_names = True  # type: ignore[attr-defined]
+
     def _has(self, name: str) -> bool:
         """Whether some rank has a module of this name."""
         number = name.partition(".")[0]
@@ -85,3 +87,15 @@ def names_on_all(module: nn.Module) -> dict[str, list[str]]:
 def names_elsewhere(module: nn.Module) -> set[str]:
     """Names that only other ranks have."""
     return {name for own, names in names_on_all(module).items() for name in names if name != own}
+
+
+def names_of_siblings(module: nn.Module) -> dict[str, list[str]]:
+    """Name of each parameter in a list of numbered modules -> those of the same parameter in all modules of the list,
+    also in one that this rank has all of."""
+    found: dict[str, list[str]] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, NumberedModules):
+            for name, _ in each.named_parameters():
+                rest = name.partition(".")[2]
+                found[f"{path}.{name}"] = [f"{path}.{number}.{rest}" for number in range(each.total)]
+    return found

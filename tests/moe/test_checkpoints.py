@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed
 from deepspeed import comm as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.moe.models import Model, batch, config, start
 from tests.pool import distributed
@@ -82,3 +84,24 @@ def test_weights_of_one_process_load_into_shared_experts() -> None:
             {**weights, "blocks.0.moe.deepspeed_moe.experts.deepspeed_experts.4.0.weight": torch.zeros(1)}
         )
     engine.destroy()
+
+
+@distributed(world_size=4)
+def test_groups_of_experts_keep_their_hyperparameters(tmp_path: Path) -> None:
+    """Also on ranks whose experts the first file does not name."""
+
+    def begin(ep_size: int, lr: float) -> Any:
+        model = Model(ep_size)
+        groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters())})
+        groups[1]["lr"] = lr
+        return deepspeed.initialize(model=model, model_parameters=groups, config=config(1))[0]
+
+    first = begin(4, 0.5)
+    run(first, range(1))
+    first.save_checkpoint(tmp_path)
+    first.destroy()
+    for ep_size in (1, 2):
+        second = begin(ep_size, 0.1)
+        second.load_checkpoint(tmp_path)
+        assert second.get_lr() == [1e-2, 0.5]
+        second.destroy()
