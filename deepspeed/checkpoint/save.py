@@ -26,7 +26,7 @@ from deepspeed.checkpoint.own_format import (
     pack_groups,
     pack_section,
 )
-from deepspeed.checkpoint.placement import EXPERTS, placement_of
+from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Cut, ShardIndex
@@ -170,7 +170,11 @@ class _Files:
         self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.placements = {name: placement_of(param) for name, param in parameters.items()}
-        self.kinds = {name for name, placement in self.placements.items() if EXPERTS in placement.split}
+        self.kinds = {
+            name
+            for name, placement in self.placements.items()
+            if EXPERTS in placement.split or NUMBERED_EXPERTS in placement.split
+        }
         if self.kinds and training.state is None and not self.parts:
             raise CheckpointError(
                 f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
@@ -299,7 +303,8 @@ class _Files:
         first = {
             name
             for name in self.kinds
-            if not self.placements[name].boxes or self.place.dp_rank < self.placements[name].global_shape[0]
+            if NUMBERED_EXPERTS in self.placements[name].split
+            or self.place.dp_rank < self.placements[name].global_shape[0]
         }
         return {name: self.weights[name] for name in self.frozen if name in first & self.weights.keys()}
 

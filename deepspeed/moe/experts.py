@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.numbered import NumberedModules
-from deepspeed.checkpoint.placement import EXPERTS, Placement, place
-from deepspeed.runtime.zero.params import full_shape
+from deepspeed.checkpoint.placement import NUMBERED_EXPERTS, place, placement_of
 
 
 class Experts(nn.Module):
@@ -37,7 +37,9 @@ class Experts(nn.Module):
         if count == 1:
             return
         for param in self.deepspeed_experts.parameters():
-            place(param, Placement(global_shape=tuple(full_shape(param)), split=(EXPERTS,)))
+            known = placement_of(param)
+            if NUMBERED_EXPERTS not in known.split:
+                place(param, replace(known, split=(*known.split, NUMBERED_EXPERTS)))
 
     def forward(self, inputs: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Each expert's outputs, in the shape and order of the inputs.

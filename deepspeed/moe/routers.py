@@ -1,4 +1,4 @@
-"""Routers beside the documented gates: scores by sigmoid, choices among groups of experts, balance by a bias, z-loss."""
+"""Routers beside the documented gates: sigmoid scores, choices among groups of experts, balance by a bias, z-loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.moe.routes import Routes
+from deepspeed.utils.groups import get_mesh
 
 SCORES = ("softmax", "sigmoid")
 
@@ -78,8 +80,8 @@ def _in_best_groups(scores: Tensor, groups: int, used: int) -> Tensor:
 
 
 class BalancedGate(nn.Module):
-    """A gate for ``MOELayer`` whose experts are balanced without a loss: a bias on each expert's score rises by ``rate``
-    when it got fewer tokens than the mean, and falls when it got more.
+    """A gate for ``MOELayer`` whose experts are balanced without a loss: a bias on each expert's score rises by
+    ``rate`` when it got fewer tokens than the mean, and falls when it got more.
 
     L. Wang et al.: Auxiliary-loss-free load balancing strategy for mixture-of-experts, 2024, as in DeepSeek-V3.
     ``rebalance`` moves the bias; call it after each step. Other arguments as of ``scored_routes``.
@@ -140,7 +142,10 @@ class BalancedGate(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Move the bias by what was seen since the last call, on this rank; ``seen`` may be summed over ranks before."""
+        """Move the bias by what the ranks with the same gate have seen since the last call. Collective."""
+        mesh = get_mesh()
+        if isinstance(mesh, ProcessMesh):
+            mesh.communicator("dp", "sp").all_reduce(self.seen).wait()
         seen = self.seen.to(self.bias.dtype)
         self.bias += self.rate * torch.sign(seen.mean() - seen)
         self.seen.zero_()

@@ -49,8 +49,7 @@ def whole_tensor(
     own, those of the rank at this place among the ranks that share them."""
     param = tensor if of is None else of
     placement, axes = placement_of(param), scopes.split_axes(param)
-    numbered = EXPERTS in placement.split and not placement.boxes
-    spread = EXPERTS in placement.split if not numbered else share is not None
+    spread = EXPERTS in placement.split or share is not None
     if not axes and not spread:
         return tensor.detach()
     flat = tensor.detach().reshape(-1)
