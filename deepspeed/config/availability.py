@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.moe.config import AutoEPConfig
 
 Predicate = Callable[[TrainingConfig], object]
 
@@ -39,6 +40,12 @@ def _optimizer(*names: str) -> Predicate:
 
 def _compression(technique: str) -> Predicate:
     return lambda c: getattr(c.compression_training, technique).shared_parameters.enabled
+
+
+def _expert_parallel(key: str) -> Predicate:
+    """Whether the section is on and says something else than "as the model does"."""
+    default = AutoEPConfig.model_fields[key].default
+    return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
 
 
 _OTHER_OPTIMIZER = "choose another optimizer.type"
@@ -98,7 +105,19 @@ MISSING: tuple[Missing, ...] = (
         value="MuAdam, MuAdamW, MuSGD",
     ),
     # Parallelism
-    Missing("expert_parallel.enabled", lambda c: c.expert_parallel.enabled, _REMOVE),
+    *(
+        Missing(f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides")
+        for key in (
+            "score_func",
+            "score_apply",
+            "route_norm",
+            "route_scale",
+            "top_k",
+            "routed_scaling_factor",
+            "num_expert_groups",
+            "num_limited_groups",
+        )
+    ),
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
     # Compression and data efficiency

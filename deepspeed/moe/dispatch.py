@@ -31,8 +31,14 @@ class Order:
 
     @classmethod
     def of(cls, routes: Routes) -> Order:
-        count, k = len(routes.exp_counts), routes.experts.shape[1]
-        flat = torch.where(routes.kept, routes.experts, count).reshape(-1)
+        count = len(routes.exp_counts)
+        return cls.sort(torch.where(routes.kept, routes.experts, count), count)
+
+    @classmethod
+    def sort(cls, experts: Tensor, count: int) -> Order:
+        """``experts`` [S, k], int64: the choices; ``count`` for one that is not kept."""
+        k = experts.shape[1]
+        flat = experts.reshape(-1)
         counts = torch.bincount(flat, minlength=count + 1)
         slots = flat.argsort(stable=True)
         kept = len(flat) - int(counts[count])
@@ -79,13 +85,14 @@ class _Combine(torch.autograd.Function):
         outputs, weights = ctx.saved_tensors
         rows = grad.index_select(0, order.tokens)
         to_outputs = to_weights = None
+        wide = torch.promote_types(outputs.dtype, torch.float32)
         if ctx.needs_input_grad[1]:
             flat = weights.new_zeros(weights.numel())
-            flat[order.slots] = (rows.to(weights.dtype) * outputs.to(weights.dtype)).sum(1)
+            flat[order.slots] = (rows.to(wide) * outputs).sum(1).to(weights.dtype)
             to_weights = flat.view_as(weights)
         if ctx.needs_input_grad[0]:
             factors = weights.reshape(-1).index_select(0, order.slots)
-            to_outputs = (rows.to(weights.dtype) * factors[:, None]).to(outputs.dtype)
+            to_outputs = (rows.to(wide) * factors[:, None]).to(outputs.dtype)
         return to_outputs, to_weights, None
 
 

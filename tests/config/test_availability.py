@@ -45,7 +45,7 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
-    ("expert_parallel.enabled", {"expert_parallel": {"enabled": True}}),
+    ("expert_parallel.top_k", {"expert_parallel": {"enabled": True, "top_k": 1}}),
     ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
     (
         "elasticity.enabled",

@@ -29,7 +29,9 @@ def test_each_rank_takes_a_part(dim: int) -> None:
         (mine,) = torch.autograd.grad((joined * factor).sum(), whole)
         (theirs,) = torch.autograd.grad((wanted * factor).sum(), whole)
         assert torch.equal(mine, theirs)
-        with pytest.raises(AssertionError, match="3 tokens in dim 0 cannot be divided among 2 tensor-parallel"):
+        with pytest.raises(
+            AssertionError, match="3 tokens in dim 0 cannot be divided among 2 tensor-parallel"
+        ):
             drop_tokens(torch.zeros(3, 2))
     finally:
         groups.set_mesh(None)
