@@ -48,6 +48,15 @@ def _expert_parallel(key: str) -> Predicate:
     return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
 
 
+ROUTING = (
+    "score_func", "score_apply", "route_norm", "route_scale", "top_k", "routed_scaling_factor", "num_expert_groups",
+    "num_limited_groups",
+)  # fmt: skip
+NAMING = (
+    "preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2", "expert_w3",
+    "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern",
+)  # fmt: skip
+
 _OTHER_OPTIMIZER = "choose another optimizer.type"
 _REMOVE = "remove it or set it to false"
 
@@ -106,17 +115,10 @@ MISSING: tuple[Missing, ...] = (
     ),
     # Parallelism
     *(
-        Missing(f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides")
-        for key in (
-            "score_func",
-            "score_apply",
-            "route_norm",
-            "route_scale",
-            "top_k",
-            "routed_scaling_factor",
-            "num_expert_groups",
-            "num_limited_groups",
+        Missing(
+            f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides this"
         )
+        for key in ROUTING
     ),
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
@@ -169,6 +171,15 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numerics
+    *(
+        Missing(
+            f"expert_parallel.{key}",
+            _expert_parallel(key),
+            "experts are found by their stacked weights, and everything around them stays as it is",
+            False,
+        )
+        for key in NAMING
+    ),
     Missing(
         "tensor_parallel.partition_config",
         lambda c: c.tensor_parallel.partition_config is not None,

@@ -1,8 +1,8 @@
 """Expert parallelism for Transformers models from the config alone: section ``expert_parallel``.
 
-Since release 5 the experts of such a model are one module with stacked weights [experts, ..], called with the tokens and
-what the router chose. Router, shared experts and losses stay as they are: each rank keeps a run of the experts, and their
-forward sends the tokens there.
+Since release 5 the experts of such a model are one module with stacked weights [experts, ..], called with the tokens
+and what the router chose. Router, shared experts and losses stay as they are: each rank keeps a run of the experts, and
+their forward sends the tokens there.
 """
 
 from __future__ import annotations
