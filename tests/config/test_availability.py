@@ -46,7 +46,7 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     *(
-        (f"expert_parallel.{key}", {"expert_parallel": {"enabled": True, "num_expert_groups": 4, key: value}})
+        (f"expert_parallel.{key}", {"expert_parallel": {"enabled": True, key: value}})
         for key, value in {
             "score_func": "sigmoid",
             "score_apply": "pre",
@@ -55,7 +55,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             "top_k": 1,
             "routed_scaling_factor": 2.0,
             "num_expert_groups": 2,
-            "num_limited_groups": 1,
             "preset_model": "mixtral",
             "moe_layer_pattern": "x",
             "router_pattern": "x",
@@ -69,6 +68,10 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             "shared_experts_pattern": "x",
             "shared_experts_gate_pattern": "x",
         }.items()
+    ),
+    (
+        "expert_parallel.num_limited_groups",
+        {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 1}},
     ),
     ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
     (
