@@ -61,18 +61,18 @@ def test_what_comes_later_imports_has_a_signature_and_is_refused_by_name(module:
 
 
 def test_a_refusal_says_what_to_use_instead() -> None:
-    from deepspeed.moe.layer import MoE
+    from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 
-    assert str(inspect.signature(MoE)).startswith("(hidden_size, expert, num_experts=1, ")
-    with pytest.raises(NotImplementedError, match="experts can be ordinary submodules"):
-        MoE(8, None)
-    assert not isinstance(object(), MoE)
+    assert str(inspect.signature(LoRAOptimizedLinear)).startswith("(input_dim, output_dim, bias=False, ")
+    with pytest.raises(NotImplementedError, match="use peft for LoRA adapters"):
+        LoRAOptimizedLinear(8, 8)
+    assert not isinstance(object(), LoRAOptimizedLinear)
 
-    class Derived(MoE):
+    class Derived(LoRAOptimizedLinear):
         pass
 
-    with pytest.raises(NotImplementedError, match="deepspeed.moe.layer.MoE is"):
-        Derived(8, None)
+    with pytest.raises(NotImplementedError, match="deepspeed.linear.optimized_linear.LoRAOptimizedLinear is"):
+        Derived(8, 8)
 
 
 def test_every_hint_belongs_to_a_module_that_comes_later() -> None:

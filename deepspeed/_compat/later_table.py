@@ -12,7 +12,7 @@ INSTEAD = {
     "deepspeed.accelerator": "Until then run on the CPU or on a CUDA device: DS_ACCELERATOR=cpu or cuda.",
     "deepspeed.autotuning": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
-    "deepspeed.checkpoint.autoep": "Until then experts can be ordinary submodules, replicated on every rank.",
+    "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
     "deepspeed.compat": "On Python 3.10 and newer use inspect.get_annotations.",
     "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
@@ -26,7 +26,7 @@ INSTEAD = {
     "deepspeed.launcher": "Until then start one `deepspeed --node_rank N --no_ssh` per host, or use torchrun.",
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
-    "deepspeed.moe": "Until then experts can be ordinary submodules, replicated on every rank.",
+    "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
     "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
     "deepspeed.ops.deepspeed4science": "Until then use torch.nn.functional.scaled_dot_product_attention.",
@@ -200,36 +200,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "def revert_transformer_layer(orig_layer_impl, model, config, preln=False)",
     ),
     "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
-    "deepspeed.moe.experts": ("class Experts(expert, num_local_experts=1, expert_group_name=None): forward",),
-    "deepspeed.moe.layer": (
-        "class MoE(hidden_size, expert, num_experts=1, ep_size=1, k=1, capacity_factor=1.0, "
-        "eval_capacity_factor=1.0, min_capacity=4, use_residual=False, noisy_gate_policy=None, "
-        "drop_tokens=True, use_rts=True, use_tutel=False, enable_expert_tensor_parallelism=False, "
-        "top2_2nd_expert_sampling=True): set_deepspeed_parallelism forward",
-    ),
-    "deepspeed.moe.mappings": (
-        "def drop_tokens(input_, dim=0)",
-        "def gather_tokens(input_, dim=0)",
-    ),
-    "deepspeed.moe.sharded_moe": (
-        "class MOELayer(gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False): forward",
-        "class TopKGate(model_dim, num_experts, k=1, capacity_factor=1.0, eval_capacity_factor=1.0, "
-        "min_capacity=8, noisy_gate_policy=None, drop_tokens=True, use_rts=True, ep_group=None, "
-        "top2_2nd_expert_sampling=True): forward",
-        "def top1gating(logits, capacity_factor, min_capacity, used_token=None, "
-        "noisy_gate_policy=None, drop_tokens=True, use_rts=True, ep_group=None, sparse_routes=False, "
-        "use_tutel=False)",
-        "def top2gating(logits, capacity_factor, min_capacity, drop_tokens=True, ep_group=None, "
-        "top2_2nd_expert_sampling=True, sparse_routes=False)",
-        "def topkgating(logits, k, capacity_factor, min_capacity, drop_tokens=True, ep_group=None, "
-        "drop_policy='probs', sparse_routes=False)",
-    ),
-    "deepspeed.moe.utils": (
-        "def configure_moe_param_groups(model_parameters)",
-        "def has_moe_layers(m)",
-        "def is_moe_param(param)",
-        "def split_params_into_different_moe_groups_for_optimizer(param_groups, max_group_size=178956971)",
-    ),
     "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "

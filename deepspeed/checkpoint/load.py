@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.names import buffers_file
+from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
 from deepspeed.checkpoint.save import module_state
@@ -94,6 +95,7 @@ class Restorer:
         params = module.named_parameters(remove_duplicate=False)
         found = {name: placement_of(param) for name, param in params}
         self.placements = {name: placement for name, placement in found.items() if placement.boxes}
+        self.elsewhere = names_elsewhere(module)
 
     @property
     def rewrites_names(self) -> bool:
@@ -108,7 +110,11 @@ class Restorer:
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         missing = [name for name in own if name not in saved]
         unexpected = sorted(
-            saved - set(own) - set(self.catalog.aliases) - {entry.name for entry in self.entries}
+            saved
+            - set(own)
+            - set(self.catalog.aliases)
+            - {entry.name for entry in self.entries}
+            - self.elsewhere
         )
         if not missing and not unexpected:
             return
@@ -269,9 +275,13 @@ class Restorer:
         assert self.state is not None
         own = self.state.param_groups
         names: list[set[str]] = [set() for _ in own]
+        siblings = names_of_siblings(self.module)
         for entry in self.entries:
-            if entry.group_index >= 0:
-                names[entry.group_index] |= {self._find(entry) or entry.name}
+            if entry.group_index >= 0:  # of shared lists, the groups may name other modules than this rank's
+                names[entry.group_index] |= {
+                    self._find(entry) or entry.name,
+                    *siblings.get(entry.name, ()),
+                }
         matched = [_matching(number, members, self.catalog.groups) for number, members in enumerate(names)]
         for number, (group, saved) in enumerate(zip(own, matched, strict=True)):
             if saved is None:
@@ -340,7 +350,7 @@ class Restorer:
         own = module_state(self.module)
         tensors: dict[str, Any] = {}
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
-            if name in tensors or not only(name):
+            if name in tensors or name in self.elsewhere or not only(name):
                 continue
             sources = self._weights(name)
             if not sources and name not in own:
@@ -408,6 +418,8 @@ def _rewrites_names(module: nn.Module) -> bool:
         if not all(getattr(hook, "keeps_names", False) for hook in child._load_state_dict_pre_hooks.values()):
             return True
         owner = type(child)._load_from_state_dict
+        if getattr(owner, "keeps_names", False):
+            continue
         if owner is not nn.Module._load_from_state_dict and not type(child).__module__.startswith(
             "torch.nn."
         ):

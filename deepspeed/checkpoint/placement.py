@@ -20,7 +20,9 @@ ATTRIBUTE = "ds_placement"
 """A parameter carries its placement under this name; one without is whole on every rank."""
 
 EXPERTS = "ep"
-"""The axis over which ranks with the same part of the dense model hold different experts."""
+"""The axis over which ranks with the same part of the dense model hold different experts, stacked under one name."""
+NUMBERED_EXPERTS = "numbered experts"
+"""The same, where each expert has a name of its own (``checkpoint/numbered.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

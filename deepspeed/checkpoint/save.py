@@ -17,6 +17,7 @@ from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.archive import hash_tensor, naming, write_archive
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
+from deepspeed.checkpoint.numbered import names_elsewhere
 from deepspeed.checkpoint.own_format import (
     DIRECTORIES,
     OPTIMIZER_DIRECTORY,
@@ -25,7 +26,7 @@ from deepspeed.checkpoint.own_format import (
     pack_groups,
     pack_section,
 )
-from deepspeed.checkpoint.placement import EXPERTS, placement_of
+from deepspeed.checkpoint.placement import EXPERTS, NUMBERED_EXPERTS, placement_of
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Cut, ShardIndex
@@ -169,12 +170,17 @@ class _Files:
         self.parts = ShardedWeights(module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         self.placements = {name: placement_of(param) for name, param in parameters.items()}
-        self.kinds = {name for name, placement in self.placements.items() if EXPERTS in placement.split}
+        self.kinds = {
+            name
+            for name, placement in self.placements.items()
+            if EXPERTS in placement.split or NUMBERED_EXPERTS in placement.split
+        }
         if self.kinds and training.state is None and not self.parts:
             raise CheckpointError(
                 f"{len(self.kinds)} parameters differ from rank to rank (experts): they are saved with the optimizer's "
                 "state, but this engine has no optimizer"
             )
+        self.numbered = names_elsewhere(module)
         self.optimizer_files = training.state is not None and (training.zero_stage > 0 or bool(self.kinds))
         self.trained = [name for name, p in parameters.items() if p.requires_grad]
         self.frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
@@ -240,10 +246,24 @@ class _Files:
         if not self.optimizer_files and not self.parts:
             states = ranks.gather_at_writers((self.place.number, dict(self.training.rank_state)))
             self.rank_states = [state for _, state in sorted(states or (), key=lambda report: report[0])]
+        elif self.numbered:
+            self._names_of_all(ranks, held)
         elif not ranks.node_local:
             for key, contents in held.items():
                 self.directories[key] = directory.make(contents, ranks)
                 self.covered[key] = list(contents.names)
+
+    def _names_of_all(self, ranks: Ranks, held: Mapping[str, directory.Contents]) -> None:
+        """Where ranks hold parts of shared lists, the first file has the names of them all, and no directory: a loader
+        searches the files. Collective."""
+        own = {key: list(contents.names) for key, contents in held.items()}
+        reports = ranks.gather_at_writers((self.place.number, own, self.trained))
+        if reports is None:
+            return
+        ordered = [report[1:] for report in sorted(reports, key=lambda report: report[0])]
+        for key in own:
+            self.covered[key] = list(dict.fromkeys(name for names, _ in ordered for name in names[key]))
+        self.trained = list(dict.fromkeys(name for _, names in ordered for name in names))
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of this rank's files."""
@@ -280,7 +300,12 @@ class _Files:
         """Frozen weights that no model file holds: those of a kind (experts) of which this rank is the first holder."""
         if self.parts or self.place.writes_model:
             return {}
-        first = {n for n in self.kinds if self.place.dp_rank < self.placements[n].global_shape[0]}
+        first = {
+            name
+            for name in self.kinds
+            if NUMBERED_EXPERTS in self.placements[name].split
+            or self.place.dp_rank < self.placements[name].global_shape[0]
+        }
         return {name: self.weights[name] for name in self.frozen if name in first & self.weights.keys()}
 
     def _boxes(self, held: Iterable[str]) -> dict[str, Any]:

@@ -177,6 +177,8 @@ class ProcessMesh:
         self._groups: dict[tuple[int, ...], ProcessGroup] = dict(groups or {})
         self._timeout = timeout
         self._network = process_network
+        self.data_before_experts = False
+        """Whether ranks with the same experts are neighbours; otherwise those that share a layer's experts are."""
 
     def in_network(self, network: Network) -> ProcessMesh:
         """The same ranks and groups, with communicators of `network`."""
@@ -313,6 +315,31 @@ class ProcessMesh:
         if self.size(*axes) == 1:
             return Communicator(None)
         return self._network.communicator(self.group(*axes)).prepare()
+
+    def sharing_experts(self, size: int, *, same: bool = False) -> tuple[int, ...]:
+        """The ``size`` ranks among which the experts of a layer are spread, of those with the same dense weights;
+        ``same``: instead the ranks that hold the same experts as this one.
+
+        Raises:
+            ValueError: ``size`` does not divide these ranks.
+        """
+        ranks = self.ranks("dp", "sp")
+        if size < 1 or len(ranks) % size:
+            raise ValueError(
+                f"ep_size={size} does not divide the {len(ranks)} ranks with the same dense weights: use one of "
+                f"{_divisors(len(ranks))}"
+            )
+        if self.data_before_experts:
+            return split_ranks(ranks, self.global_rank, len(ranks) // size, inner=same)
+        return split_ranks(ranks, self.global_rank, size, inner=not same)
+
+    def among(self, ranks: tuple[int, ...]) -> Communicator:
+        """The communicator of ranks that include this one (created on first use: collective among them)."""
+        if len(ranks) == 1:
+            return Communicator(None)
+        if ranks not in self._groups:
+            self._groups[ranks] = new_group(ranks, timeout=self._timeout)
+        return self._network.communicator(self._groups[ranks]).prepare()
 
     def _compute_ranks(self, key: tuple[str, ...]) -> tuple[int, ...]:
         if self.layout is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.moe.config import AutoEPConfig
 
 Predicate = Callable[[TrainingConfig], object]
 
@@ -40,6 +41,21 @@ def _optimizer(*names: str) -> Predicate:
 def _compression(technique: str) -> Predicate:
     return lambda c: getattr(c.compression_training, technique).shared_parameters.enabled
 
+
+def _expert_parallel(key: str) -> Predicate:
+    """Whether the section is on and says something else than "as the model does"."""
+    default = AutoEPConfig.model_fields[key].default
+    return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
+
+
+ROUTING = (
+    "score_func", "score_apply", "route_norm", "route_scale", "top_k", "routed_scaling_factor", "num_expert_groups",
+    "num_limited_groups",
+)  # fmt: skip
+NAMING = (
+    "preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2", "expert_w3",
+    "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern",
+)  # fmt: skip
 
 _OTHER_OPTIMIZER = "choose another optimizer.type"
 _REMOVE = "remove it or set it to false"
@@ -98,7 +114,12 @@ MISSING: tuple[Missing, ...] = (
         value="MuAdam, MuAdamW, MuSGD",
     ),
     # Parallelism
-    Missing("expert_parallel.enabled", lambda c: c.expert_parallel.enabled, _REMOVE),
+    *(
+        Missing(
+            f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides this"
+        )
+        for key in ROUTING
+    ),
     Missing("hybrid_engine.enabled", lambda c: c.hybrid_engine.enabled, _REMOVE),
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
     # Compression and data efficiency
@@ -150,6 +171,15 @@ MISSING: tuple[Missing, ...] = (
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numerics
+    *(
+        Missing(
+            f"expert_parallel.{key}",
+            _expert_parallel(key),
+            "experts are found by their stacked weights, and everything around them stays as it is",
+            False,
+        )
+        for key in NAMING
+    ),
     Missing(
         "tensor_parallel.partition_config",
         lambda c: c.tensor_parallel.partition_config is not None,

@@ -16,6 +16,7 @@ from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.init import network_of
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
+from deepspeed.moe.placing import place_experts
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -119,6 +120,7 @@ class DeepSpeedEngine(EngineState):
         """Which rank this is, and among whom."""
         self._network = network_of(self._config)
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
+        self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
         groups.follow(self.mesh)
         self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network)
         self.accelerator = get_accelerator()
@@ -149,6 +151,8 @@ class DeepSpeedEngine(EngineState):
         cast_module(model, self.plan.precision)
         lay_out_contiguously(model)
         self.module = model
+        self.num_experts = place_experts(model, self.mesh)
+        self.has_moe_layers = bool(self.num_experts)
         checkpointing.keep_layers(self._checkpointing, model)
         self.scopes = Scopes(self.mesh, int(self._config.zero_config.mics_shard_size)).find(
             model.parameters()

@@ -48,6 +48,9 @@ class EngineBase(EngineAccessors, nn.Module):
     module: nn.Module
     module_transforms: Transforms
     param_names: dict[nn.Parameter, str]
+    num_experts: list[int]
+    """Of each mixture-of-experts layer, in the order of the module."""
+    has_moe_layers: bool
     basic_optimizer: Optimizer | None
     optimizer: Any
     lr_scheduler: Any
@@ -76,7 +79,6 @@ class EngineBase(EngineAccessors, nn.Module):
         self.warn_unscaled_loss = True
         self.enable_backward_allreduce = True
         self.pipeline_parallelism = False
-        self.has_moe_layers = False
 
     def __getattr__(self, name: str) -> Any:
         try:

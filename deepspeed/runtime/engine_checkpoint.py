@@ -19,6 +19,7 @@ from deepspeed.checkpoint.export import save_weights
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
+from deepspeed.checkpoint.numbered import names_on_all
 from deepspeed.checkpoint.originals import ORIGINALS, Exported, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.plain_weights import find_plain, open_plain
@@ -498,7 +499,7 @@ def whole(engine: EngineBase, param: Tensor, value: Tensor | None = None) -> Ten
 class _WholeWeights:
     """The tensors of an export, gathered one at a time and in the same order on all ranks: rank 0 requests each, and
     the others join the gathers until the block ends, even after an error on rank 0. Tensors that tensor-parallel ranks
-    split are joined, experts that ranks spread are stacked.
+    split are joined; of shared lists, such as experts, all is there.
 
     A tensor is whole only until the next one is requested. ``aliases``: other name -> name.
     """
@@ -507,7 +508,13 @@ class _WholeWeights:
         state = module_state_dict(engine, keep_vars=True, exclude_frozen_parameters=exclude_frozen)
         self.scopes = engine.scopes
         shared = shared_names(engine.module)
-        self.weights = {n: v for n, v in state.items() if isinstance(v, Tensor) and n not in shared}
+        on_all = names_on_all(engine.module)
+        self.weights: dict[str, Tensor] = {}
+        self.share: dict[str, int] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name not in shared:
+                self.share.update({each: share for share, each in enumerate(on_all.get(name, ()))})
+                self.weights.update(dict.fromkeys(on_all.get(name, (name,)), value))
         aliases = {alias: name for alias, name in shared.items() if name in self.weights}
         originals = engine.module_transforms.originals
         if originals is None:
@@ -543,7 +550,10 @@ class _WholeWeights:
 
     def _joined(self, made: Expression) -> dict[str, Tensor]:
         """The whole tensors that it is made of. Collective where ranks hold parts of them."""
-        return {name: whole_tensor(self.weights[name], self.scopes) for name in made.names()}
+        return {
+            name: whole_tensor(self.weights[name], self.scopes, share=self.share.get(name))
+            for name in made.names()
+        }
 
     def _gathered(self, made: Expression) -> GatheredParameters:
         return GatheredParameters([self.weights[name] for name in made.names()])

@@ -22,6 +22,15 @@ class Mesh(Protocol):
     def rank(self, *axes: str) -> int: ...
     def ranks(self, *axes: str) -> tuple[int, ...]: ...
     def group(self, *axes: str) -> ProcessGroup: ...
+    def sharing_experts(self, size: int, *, same: bool = False) -> tuple[int, ...]: ...
+    def among(self, ranks: tuple[int, ...]) -> Communicator: ...
+
+
+class Communicator(Protocol):
+    """The part of ``deepspeed.comm.collectives.Communicator`` used here."""
+
+    @property
+    def group(self) -> ProcessGroup | None: ...
 
 
 @dataclass
@@ -192,28 +201,65 @@ def _get_sequence_data_parallel_rank() -> int:
     return _rank("dp", "sp")
 
 
-# --- Expert parallel. One size per job, so the group's name ("ep_size_4") says nothing new. -------
+# --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
+
+
+def _expert_parallel_size(group_name: str) -> int:
+    digits = group_name.rpartition("_")[2]
+    if not digits.isdigit():
+        raise ValueError(f"no group of experts is called {group_name!r}: expected a name such as 'ep_size_4'")
+    return int(digits)
+
+
+def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
+    size, mesh = _expert_parallel_size(group_name), get_mesh()
+    if mesh is not None:
+        return list(mesh.sharing_experts(size, same=same))
+    everyone = _ranks("dp")
+    place = everyone.index(_rank("dp"))
+    return everyone[place % size :: size] if same else everyone[place - place % size :][:size]
+
+
+def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
+    mesh = get_mesh()
+    if not _initialized() or mesh is None:
+        return None
+    return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same)).group
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
-    return _group("ep")
+    """None for one rank, or without an engine."""
+    return _expert_group(group_name, same=False)
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _size("ep")
+    return len(_sharing_experts(group_name, same=False))
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    return _rank("ep")
+    return _sharing_experts(group_name, same=False).index(_global_rank())
 
 
 def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
-    return _group("expert_dp")
+    """None for one rank, or without an engine."""
+    return _expert_group(group_name, same=True)
 
 
 def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _size("expert_dp")
+    return len(_sharing_experts(group_name, same=True))
 
 
 def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _rank("expert_dp")
+    return _sharing_experts(group_name, same=True).index(_global_rank())
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return _sharing_experts(group_name, same=False)
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return _sharing_experts(group_name, same=True)
+
+
+def _global_rank() -> int:
+    return torch.distributed.get_rank() if _initialized() else 0

@@ -53,6 +53,11 @@ NAMES: dict[str, tuple[Any, str]] = {
     "deepspeed.accelerator.get_accelerator": (CALLABLE, ""),
     "deepspeed.add_config_arguments": (CALLABLE, "parser"),
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": (CALLABLE, "item device"),
+    "deepspeed.moe.layer.MoE": (
+        CLASS,
+        "hidden_size expert num_experts ep_size use_residual k min_capacity noisy_gate_policy",
+    ),
+    "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": (CALLABLE, "param_groups"),
     "deepspeed.compression.helper.recursive_getattr": (CALLABLE, "model module_name"),
     "deepspeed.compression.helper.recursive_setattr": (CALLABLE, "model module_name module"),
     "deepspeed.checkpointing.configure": (
@@ -241,7 +246,7 @@ def test_accelerator(name: str) -> None:
 
 # ------------------------------------------------------------------------- features that come later
 
-MOE, PIPE, RLTD = "deepspeed.moe", "deepspeed.runtime.pipe", "deepspeed.runtime.data_pipeline"
+PIPE, RLTD = "deepspeed.runtime.pipe", "deepspeed.runtime.data_pipeline"
 ENGINE_V2 = "deepspeed.inference.v2.engine_v2.InferenceEngineV2"
 
 # documented name -> the name that the refusal tells (where aliases lead elsewhere)
@@ -259,8 +264,6 @@ REFUSED: dict[str, str] = {
     f"{ENGINE_V2}.put": "",
     f"{ENGINE_V2}.query": "",
     "deepspeed.init_inference": "deepspeed.inference.entry.init_inference",
-    f"{MOE}.layer.MoE": "",
-    f"{MOE}.utils.split_params_into_different_moe_groups_for_optimizer": "",
     "deepspeed.pipe.PipelineModule": f"{PIPE}.module.PipelineModule",
     f"{PIPE}.engine.PipelineEngine.reset_activation_shape": "",
     f"{PIPE}.engine.PipelineEngine.train_batch": "",

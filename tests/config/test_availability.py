@@ -45,7 +45,34 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
-    ("expert_parallel.enabled", {"expert_parallel": {"enabled": True}}),
+    *(
+        (f"expert_parallel.{key}", {"expert_parallel": {"enabled": True, key: value}})
+        for key, value in {
+            "score_func": "sigmoid",
+            "score_apply": "pre",
+            "route_norm": True,
+            "route_scale": 2.0,
+            "top_k": 1,
+            "routed_scaling_factor": 2.0,
+            "num_expert_groups": 2,
+            "preset_model": "mixtral",
+            "moe_layer_pattern": "x",
+            "router_pattern": "x",
+            "expert_pattern": "x",
+            "expert_w1": "x",
+            "expert_w2": "x",
+            "expert_w3": "x",
+            "num_experts_attr": "x",
+            "top_k_attr": "x",
+            "has_shared_experts": True,
+            "shared_experts_pattern": "x",
+            "shared_experts_gate_pattern": "x",
+        }.items()
+    ),
+    (
+        "expert_parallel.num_limited_groups",
+        {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 1}},
+    ),
     ("hybrid_engine.enabled", {"hybrid_engine": {"enabled": True}}),
     (
         "elasticity.enabled",

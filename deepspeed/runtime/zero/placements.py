@@ -40,18 +40,22 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
             place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
 
 
-def whole_tensor(tensor: Tensor, scopes: Scopes, *, of: Tensor | None = None) -> Tensor:
+def whole_tensor(
+    tensor: Tensor, scopes: Scopes, *, of: Tensor | None = None, share: int | None = None
+) -> Tensor:
     """The global tensor that ``tensor`` [the rank's shape] is a part of, in its dtype, without gradient. Collective
     over the ranks of a split. Experts are stacked along a new first dim, in which all ranks take part.
-    ``of``: the parameter whose place ``tensor`` has, if that is not itself."""
+    ``of``: the parameter whose place ``tensor`` has, if that is not itself. ``share``: of experts with names of their
+    own, those of the rank at this place among the ranks that share them."""
     param = tensor if of is None else of
     placement, axes = placement_of(param), scopes.split_axes(param)
-    spread = EXPERTS in placement.split
+    spread = EXPERTS in placement.split or share is not None
     if not axes and not spread:
         return tensor.detach()
     flat = tensor.detach().reshape(-1)
     whole = tensor.new_zeros(placement.global_shape)
-    if not spread or scopes.of(param).everyone.rank == 0:
+    scope = scopes.of(param)
+    if not spread or (scope.everyone.rank == 0 and share in (None, scope.kind)):
         for region in _regions(placement, 0, flat.numel()):
             whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
     sums = [scopes.across[axis] for axis in axes] + ([scopes.everyone] if spread else [])

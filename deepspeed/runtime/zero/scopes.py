@@ -104,6 +104,7 @@ class Scopes:
         self.everyone = mesh.communicator("dp", "sp")
         self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
         self.mics_shard_size = mics_shard_size
+        self._mesh = mesh
         self._known = {DENSE: self._sharded(Scope.whole(self.everyone))}
 
     @cached_property
@@ -134,13 +135,17 @@ class Scopes:
         return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
 
     def _experts(self, name: str) -> Scope:
-        """Experts spread over runs of neighbours: the ranks with the same place in their run hold the same ones. Each
-        sees tokens of a whole run, so that the mean is over all ranks."""
-        ranks = self.everyone.ranks
-        size = expert_parallel_size(name, len(ranks))
-        same = split_ranks(ranks, ranks[self.everyone.rank], size, inner=False)
-        scope = Scope.whole(_communicator(same, self.everyone), name, divisor=len(ranks))
-        return replace(scope, kind=self.everyone.rank % size, kinds=size)
+        """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
+        of all that share, so that the mean is over all ranks."""
+        ranks = len(self.everyone.ranks)
+        size = expert_parallel_size(name, ranks)
+        if size == 1:  # every rank has all experts
+            return Scope.whole(self.everyone, name)
+        sharing = self._mesh.sharing_experts(size)
+        scope = Scope.whole(
+            self._mesh.among(self._mesh.sharing_experts(size, same=True)), name, divisor=ranks
+        )
+        return replace(scope, kind=sharing.index(self._mesh.global_rank), kinds=size)
 
 
 def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:

@@ -1,0 +1,198 @@
+"""Which token goes to which expert: the documented ways of choosing, as lists of choices instead of one-hot products.
+
+top-1: W. Fedus et al.: Switch Transformers, 2021. top-2: D. Lepikhin et al.: GShard, 2020. top-k with capacity, random
+token selection and residual experts: S. Rajbhandari et al.: DeepSpeed-MoE, ICML 2022.
+
+Pure functions of the router's logits: they do not communicate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+DROP_POLICIES = ("probs", "position")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+    """What a router decided about ``S`` tokens with ``k`` choices each, among ``E`` experts.
+
+    ``experts`` [S, k], int64; ``weights`` [S, k], the factor on the expert's output, with gradient, 0 where ``kept``
+    [S, k] is False (no room, or not a token). ``exp_counts`` [E], int64: how many tokens chose each expert, before any
+    were dropped. ``l_aux``: the balancing loss, a scalar. ``capacity``: tokens that an expert takes; None: all.
+    ``by_choice``: first choices have the first places of an expert, then second ones.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    kept: Tensor
+    exp_counts: Tensor
+    l_aux: Tensor
+    capacity: int | None
+    by_choice: bool = False
+
+    def positions(self) -> Tensor:
+        """[S, k], int64: the place of each kept choice among those of its expert, in the order of tokens."""
+        experts = torch.where(self.kept, self.experts, len(self.exp_counts))
+        if self.by_choice:
+            return _places(experts.T.reshape(-1)).view(experts.shape[1], -1).T
+        return _places(experts.reshape(-1)).view_as(experts)
+
+    def dense(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """``combine_weights`` and ``dispatch_mask`` [S, E, capacity], as documented."""
+        shape = (len(self.experts), len(self.exp_counts), capacity)
+        positions = self.positions()
+        rows = torch.arange(shape[0], device=self.experts.device)[:, None].expand_as(self.experts)
+        where = (rows[self.kept], self.experts[self.kept], positions[self.kept])
+        combine = self.weights.new_zeros(shape).index_put(where, self.weights[self.kept])
+        mask = torch.zeros(shape, dtype=torch.bool, device=combine.device)
+        mask[where] = True
+        return combine, mask
+
+
+def capacity_of(tokens: int, experts: int, factor: float, minimum: int) -> int:
+    """``ceil(tokens / experts x factor)``, at least ``minimum``."""
+    return max(math.ceil(tokens / experts * factor), int(minimum))
+
+
+def top1_routes(
+    logits: Tensor,
+    capacity: int | None,
+    *,
+    used_token: Tensor | None = None,
+    rsample: bool = False,
+    random_selection: bool = True,
+) -> Routes:
+    """Each token goes to the expert of its largest logit [S, E], with the softmax as weight.
+
+    ``rsample``: choose by logits with Gumbel noise. ``random_selection``: where an expert is full, which tokens it
+    takes is drawn; otherwise the first. ``used_token`` [S]: 0 for what is no token.
+    """
+    gates = torch.softmax(logits, dim=1)
+    judged = logits + gumbel_noise(logits) if rsample else gates
+    experts = judged.argmax(dim=1, keepdim=True)
+    used = _used(experts, used_token)
+    counts = _counts(experts, used, gates.shape[1])
+    l_aux = (gates.mean(0) * _shares(counts, gates)).sum() * gates.shape[1]
+    kept = used
+    if capacity is not None:
+        priority = torch.rand(len(experts), device=gates.device) if random_selection else None
+        kept = used & _fits(experts, used, gates.shape[1], capacity, priority)
+    return _routes(gates, experts, kept, counts, l_aux, capacity)
+
+
+def top2_routes(
+    logits: Tensor,
+    capacity: int | None,
+    *,
+    used_token: Tensor | None = None,
+    sample_second: bool = True,
+) -> Routes:
+    """Each token goes to the expert of its largest logit and to a second one: by logits with Gumbel noise
+    (``sample_second``), or the next largest. All first choices find room before any second. Weights are the softmax,
+    scaled so that those of the choices that found room sum to 1."""
+    gates = torch.softmax(logits, dim=1)
+    first = gates.argmax(dim=1, keepdim=True)
+    judged = logits + gumbel_noise(logits) if sample_second else logits
+    second = judged.detach().scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
+    experts = torch.cat([first, second], dim=1)
+    used = _used(experts, used_token)
+    counts = _counts(experts, used, gates.shape[1])
+    first_counts = _counts(first, used[:, :1], gates.shape[1])
+    l_aux = (gates.mean(0) * _shares(first_counts, gates)).mean() * gates.shape[1] ** 2
+    kept = used
+    if capacity is not None:
+        fits = _fits(experts.T.reshape(-1, 1), used.T.reshape(-1, 1), gates.shape[1], capacity, None)
+        kept = used & fits.view(2, -1).T
+    return _normalized(replace(_routes(gates, experts, kept, counts, l_aux, capacity), by_choice=True))
+
+
+def topk_routes(
+    logits: Tensor,
+    k: int,
+    capacity: int | None,
+    *,
+    used_token: Tensor | None = None,
+    drop_policy: str = "probs",
+) -> Routes:
+    """Each token goes to the experts of its ``k`` largest logits. A full expert takes the tokens of the largest softmax
+    (``drop_policy`` "probs") or the first ("position"). Weights are the softmax, scaled so that those of the choices
+    that found room sum to 1."""
+    if drop_policy not in DROP_POLICIES:
+        raise ValueError(f"drop_policy={drop_policy!r}: expected one of {', '.join(DROP_POLICIES)}")
+    gates = torch.softmax(logits, dim=1)
+    experts = logits.topk(k, dim=1).indices
+    used = _used(experts, used_token)
+    counts = _counts(experts, used, gates.shape[1])
+    l_aux = (gates.mean(0) * _shares(counts, gates)).mean() * gates.shape[1] ** 2 / k
+    kept = used
+    if capacity is not None:
+        priority = gates.detach().gather(1, experts).reshape(-1) if drop_policy == "probs" else None
+        kept = used & _fits(experts, used, gates.shape[1], capacity, priority)
+    return _normalized(_routes(gates, experts, kept, counts, l_aux, capacity))
+
+
+def gumbel_noise(like: Tensor) -> Tensor:
+    """Samples of the standard Gumbel distribution, of the shape of ``like``."""
+    uniform = torch.rand_like(like).clamp_(min=torch.finfo(like.dtype).tiny)
+    return -torch.log(-torch.log(uniform).clamp_(max=-torch.finfo(like.dtype).tiny))
+
+
+def _routes(
+    gates: Tensor, experts: Tensor, kept: Tensor, counts: Tensor, l_aux: Tensor, capacity: int | None
+) -> Routes:
+    weights = gates.gather(1, experts).masked_fill(~kept, 0.0)
+    return Routes(experts, weights, kept, counts, l_aux, capacity)
+
+
+def _normalized(routes: Routes) -> Routes:
+    total = routes.weights.sum(1, keepdim=True)
+    return replace(routes, weights=routes.weights / total.clamp(min=torch.finfo(total.dtype).eps))
+
+
+def _used(experts: Tensor, used_token: Tensor | None) -> Tensor:
+    if used_token is None:
+        return torch.ones_like(experts, dtype=torch.bool)
+    if used_token.numel() != len(experts):
+        raise ValueError(f"used_token has {used_token.numel()} entries for {len(experts)} tokens")
+    return (used_token.reshape(-1, 1) != 0).expand_as(experts)
+
+
+def _counts(experts: Tensor, used: Tensor, count: int) -> Tensor:
+    return torch.bincount(experts[used], minlength=count)
+
+
+def _shares(counts: Tensor, gates: Tensor) -> Tensor:
+    """The share of the tokens that chose each expert."""
+    return counts.to(gates.dtype) / len(gates)
+
+
+def _fits(experts: Tensor, used: Tensor, count: int, capacity: int, priority: Tensor | None) -> Tensor:
+    """Which choices [n, k] find room, if each expert takes ``capacity`` of them: the first, or those of the highest
+    ``priority`` [n * k]."""
+    flat = torch.where(used, experts, count).reshape(-1)
+    if priority is None:
+        return (_places(flat) < capacity).view_as(experts)
+    order = priority.argsort(descending=True, stable=True)
+    fits = torch.empty_like(flat, dtype=torch.bool)
+    fits[order] = _places(flat[order]) < capacity
+    return fits.view_as(experts)
+
+
+def _places(experts: Tensor) -> Tensor:
+    """[n]: how many earlier entries are equal to each one."""
+    order = experts.argsort(stable=True)
+    ordered = experts[order]
+    numbers = torch.arange(len(experts), device=experts.device)
+    starts = torch.zeros_like(numbers)
+    if len(experts):
+        new = torch.ones_like(experts, dtype=torch.bool)
+        new[1:] = ordered[1:] != ordered[:-1]
+        starts = torch.where(new, numbers, 0).cummax(0).values
+    places = torch.empty_like(numbers)
+    places[order] = numbers - starts
+    return places

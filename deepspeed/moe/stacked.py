@@ -1,0 +1,159 @@
+"""Expert parallelism for Transformers models from the config alone: section ``expert_parallel``.
+
+Since release 5 the experts of such a model are one module with stacked weights [experts, ..], called with the tokens
+and what the router chose. Router, shared experts and losses stay as they are: each rank keeps a run of the experts, and
+their forward sends the tokens there.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.checkpoint.placement import EXPERTS, interval, place
+from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.moe.config import AutoEPConfig
+from deepspeed.moe.dispatch import Order, Trip, combine, permute
+from deepspeed.runtime.zero.params import full_shape
+from deepspeed.utils.untraced import untraced
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+KEY = "expert_parallel.autoep_size"
+_FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
+"""What the experts of Transformers say about their weights."""
+
+
+class Context(Protocol):
+    """The part of a ``TransformContext`` used here."""
+
+    mesh: ProcessMesh
+
+    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]: ...
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """The ranks that share the ``total`` experts of a layer, and the name of its kind of weights."""
+
+    ranks: Communicator
+    total: int
+    group_name: str
+
+
+def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model that hold stacked experts, by path."""
+    for path, each in module.named_modules():
+        if all(hasattr(each, flag) for flag in _FLAGS) and "down_proj" in each._parameters:
+            yield path, each
+
+
+class ExpertParallelism:
+    """Spreads the experts of every layer over ``autoep_size`` ranks."""
+
+    name = "expert_parallel"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def __init__(self, config: AutoEPConfig) -> None:
+        self.config = config
+
+    def apply(self, module: nn.Module, context: Context) -> None:
+        """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
+        layers = list(stacked_experts(module))
+        if not layers:
+            raise DeepSpeedConfigError(
+                f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as Transformers "
+                "5 has them; remove the section, or build its layers with deepspeed.moe.layer.MoE"
+            )
+        size, mesh = int(self.config.autoep_size), context.mesh
+        try:
+            sharing = mesh.sharing_experts(size)
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"{KEY}: {error}") from error
+        ranks, number = mesh.among(sharing), sharing.index(mesh.global_rank)
+        for path, experts in layers:
+            total = int(experts.num_experts)  # type: ignore[arg-type]
+            if total % size:
+                fitting = [n for n in range(1, total + 1) if total % n == 0]
+                raise DeepSpeedConfigError(
+                    f"{KEY}={size} does not divide the {total} experts of {path}: use one of {fitting}"
+                )
+            _keep_own(experts, size, number, context)
+            _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}"))
+        context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
+
+
+def expert_parallelism(plan: Plan, config: DeepSpeedConfig) -> ExpertParallelism | None:
+    """What the section ``expert_parallel`` asks for."""
+    section: AutoEPConfig = config.expert_parallel_config
+    return ExpertParallelism(section) if section.enabled else None
+
+
+def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:
+    """Of every stacked weight the rows of this rank's experts."""
+    total = int(experts.num_experts)  # type: ignore[arg-type]
+    local = total // size
+    for name, old in list(experts.named_parameters(recurse=False)):
+        if full_shape(old)[0] != total:
+            continue
+        with context.whole(old), torch.no_grad():
+            own = old[number * local : (number + 1) * local].detach().clone()
+        new = nn.Parameter(own, requires_grad=old.requires_grad)
+        new.allreduce = False  # type: ignore[attr-defined]
+        new.group_name = f"ep_size_{size}"  # type: ignore[attr-defined]
+        if size > 1:
+            place(new, interval(own.shape, 0, [local] * size, number, axis=EXPERTS))
+        setattr(experts, name, new)
+        context.became(old, new)
+    experts.num_experts = local  # type: ignore[assignment]
+
+
+def _send_tokens(experts: nn.Module, spread: Spread) -> None:
+    experts._ds_spread = spread  # type: ignore[assignment]
+    experts.forward = types.MethodType(_forward, experts)
+
+
+@untraced
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The sum [tokens, hidden] of the chosen experts' outputs times ``top_k_weights`` [tokens, k]. A choice of
+    ``num_experts`` or more is none."""
+    spread: Spread = self._ds_spread
+    order = Order.sort(top_k_index.clamp(max=spread.total), spread.total)
+    trip = Trip.plan(order.counts, spread.ranks)
+    rows = trip.there(permute(hidden_states, order))
+    outputs = _compute(self, rows, trip.per_expert)
+    return combine(trip.back(outputs), top_k_weights, order)
+
+
+def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
+    """Each local expert's run of ``rows``. The weights are taken apart once: ``weight[e]`` in a loop would allocate the
+    gradient of all experts for each."""
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+    maps = zip(_maps(experts, first), _maps(experts, "down_proj"), rows.split(counts), strict=True)
+    outputs = torch.cat([down(activate(up(run))) for up, down, run in maps])
+    return experts.post_expert_norm(outputs) if getattr(experts, "has_post_expert_norm", False) else outputs
+
+
+def _maps(experts: Any, name: str) -> list[Callable[[Tensor], Tensor]]:
+    """The linear map of each expert."""
+    weights = getattr(experts, name).unbind(0)
+    if not experts.is_transposed:
+        weights = [weight.t() for weight in weights]
+    if not experts.has_bias:
+        return [lambda rows, w=weight: rows @ w for weight in weights]
+    biases = getattr(experts, f"{name}_bias").unbind(0)
+    return [lambda rows, w=w, b=b: torch.addmm(b, rows, w) for w, b in zip(weights, biases, strict=True)]
