@@ -18,7 +18,7 @@ from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.pipe.errors import PipelineError as PipelineError
+from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.partition import partition, stage_of
 from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -118,6 +118,8 @@ class PipelineModule(nn.Module):
                 self._owners[index] = str(index)
                 self.add_module(str(index), module)
             self.forward_funcs.append(module)
+        ties = sorted(self.tied_modules.items())  # stages sum the gradients of their ties in one order
+        self.tied_modules = nn.ModuleDict(dict(ties))
 
     def _tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
         """Later layers of a tie on this stage are the first one."""

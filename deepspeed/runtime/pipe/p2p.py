@@ -1,7 +1,7 @@
 """Messages between two stages, in one direction and in order.
 
-A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. Receives of frames are posted ahead, as many as
-``depth``: one that is waited for only when it is needed costs gloo milliseconds. The frame holds the description of the
+A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receive of the next frame is posted ahead:
+posted only when it is needed, it costs gloo milliseconds. The frame holds the description of the
 message (``messages.py``) only where that has changed, and else its number of bytes; a description that is too long
 follows by itself. The receiver thus knows the size of what comes before it allocates: gloo ends the process where a
 buffer is too small.
