@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.pipe.orders import Action, Kind
-from deepspeed.runtime.pipe.p2p import Receiver, Sender
+from deepspeed.runtime.pipe.channel import Receiver, Sender
 
 
 class StageWork(Protocol):

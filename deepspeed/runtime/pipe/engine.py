@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.p2p import Receiver, Sender
+from deepspeed.runtime.pipe.channel import Receiver, Sender
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
 from deepspeed.runtime.precision import autocast_context
 from deepspeed.utils.logging import log_dist
