@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -309,6 +310,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def reset_activation_shape(self) -> None:
         """Kept for old scripts: a shape that has changed is noticed."""
+
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
+        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt")."""
+        return lambda folder: self.module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
 
     # What a pipeline does not do ------------------------------------------------------------------------------
 
