@@ -115,8 +115,10 @@ class Restorer:
         saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         missing = [name for name in own if name not in saved]
-        unexpected = [] if self.is_stage else sorted(
-            saved - set(own) - set(self.catalog.aliases) - {entry.name for entry in self.entries}
+        unexpected = (
+            []
+            if self.is_stage
+            else sorted(saved - set(own) - set(self.catalog.aliases) - {entry.name for entry in self.entries})
         )
         if not missing and not unexpected:
             return

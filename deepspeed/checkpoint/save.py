@@ -96,7 +96,8 @@ class Training:
     own_state: Mapping[str, Any] | None = None
     """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
     write_layers: Callable[[Path], None] | None = None
-    """Writes the documented files of single layers into a folder (pipelines). May communicate among replicas."""
+    """Writes the documented files of single layers into a folder (pipelines). It gathers weights, which no rank leaves
+    early, whatever fails."""
 
 
 def save(
@@ -132,8 +133,8 @@ def save(
         with ranks.together("writing the checkpoint"):
             written = files.write(folder.staging, pending, ranks.rank)
         if training.write_layers is not None:
-            training.write_layers(folder.staging)
-            ranks.any(False)  # all of them are written before the folder takes its name
+            with ranks.together("writing the files of layers"):
+                training.write_layers(folder.staging)
         with ranks.together("committing the checkpoint"):
             if ranks.keeps_folder:
                 folder.commit()

@@ -78,7 +78,9 @@ class Plain:
                 self.functions.append((module, None))
             else:
                 self.functions.append((spec, None))
-        self.params = {f"{key}.{name}": p for key, m in self.modules.items() for name, p in m.named_parameters()}
+        self.params = {
+            f"{key}.{name}": p for key, m in self.modules.items() for name, p in m.named_parameters()
+        }
         for name, param in self.params.items():
             holder = nn.Module()
             holder.register_parameter("p", param)
@@ -128,10 +130,14 @@ def make_engine(module: PipelineModule, stage: int = 0, clip: float = 0.0, **mor
 def compare(engine: PipelineEngine, plain: Plain, *, rtol: float = 1e-5) -> None:
     for name, param in engine.module.named_parameters():
         own = safe_get_full_fp32_param(param)
-        torch.testing.assert_close(own, plain.params[name].detach(), rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            own, plain.params[name].detach(), rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
-def train_both(module: PipelineModule, specs: list[Any], *, stage: int, clip: float, steps: int = 3) -> PipelineEngine:
+def train_both(
+    module: PipelineModule, specs: list[Any], *, stage: int, clip: float, steps: int = 3
+) -> PipelineEngine:
     engine, plain = make_engine(module, stage, clip), Plain(specs, lr=0.01, clip=clip)
     replicas = engine.dp_world_size
     own, everyone = batches(engine.grid.get_data_parallel_id()), [batches(r) for r in range(replicas)]

@@ -65,8 +65,18 @@ def test_bubbles_at_four_stages() -> None:
 
 def test_a_circle_is_found() -> None:
     order = one_forward_one_backward(2, 2)
-    first = (Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0), *order.actions[0][1:2], Action(Kind.BACKWARD, 1))
-    last = (Action(Kind.FORWARD, 0), Action(Kind.FORWARD, 1), Action(Kind.BACKWARD, 0), Action(Kind.BACKWARD, 1))
+    first = (
+        Action(Kind.FORWARD, 0),
+        Action(Kind.BACKWARD, 0),
+        *order.actions[0][1:2],
+        Action(Kind.BACKWARD, 1),
+    )
+    last = (
+        Action(Kind.FORWARD, 0),
+        Action(Kind.FORWARD, 1),
+        Action(Kind.BACKWARD, 0),
+        Action(Kind.BACKWARD, 1),
+    )
     with pytest.raises(DeadlockError, match="stage 0 at B0, stage 1 at F1"):
         simulate(replace(order, actions=(first, last)))
     with pytest.raises(ValueError, match="stage 1 lacks or misplaces"):

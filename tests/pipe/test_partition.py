@@ -25,7 +25,11 @@ def test_methods() -> None:
     assert partition(LAYERS, 2, "parameters") == [0, 1, 9]  # 800 against 400
     assert partition(LAYERS, 3, "TYPE:linear") == partition(LAYERS, 3, "type:Linear")
     bounds = partition(LAYERS, 3, "type:linear")
-    assert [sum(1 <= i <= 6 for i in range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)] == [2, 2, 2]
+    assert [sum(1 <= i <= 6 for i in range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)] == [
+        2,
+        2,
+        2,
+    ]
     assert partition(LAYERS, 2, "profile", [1, 1, 1, 1, 1, 1, 1, 1, 8]) == [0, 8, 9]
     assert [stage_of([0, 2, 5], layer) for layer in range(5)] == [0, 0, 1, 1, 1]
 
@@ -33,7 +37,9 @@ def test_methods() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="9 layers cannot be spread over 10 stages"):
         partition(LAYERS, 10, "uniform")
-    with pytest.raises(ValueError, match=r"matches no layer; their types are Embedding, LayerNorm, Linear, tanh"):
+    with pytest.raises(
+        ValueError, match=r"matches no layer; their types are Embedding, LayerNorm, Linear, tanh"
+    ):
         partition(LAYERS, 2, "type:conv")
     with pytest.raises(ValueError, match="must be 'uniform'"):
         partition(LAYERS, 2, "best")

@@ -90,8 +90,8 @@ class Receiver:
             self._frames.append((dist.irecv(frame, self.peer, group=self.group, tag=self.tag), frame))
 
     def receive(self, left: int = 0) -> Any:
-        """The next message; its floating-point tensors require gradients as they did where they were sent. ``left``: how
-        many more will follow. PipelineError: a message was lost."""
+        """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
+        will follow. PipelineError: a message was lost."""
         self.expect(1)
         work, frame = self._frames.popleft()
         work.wait()

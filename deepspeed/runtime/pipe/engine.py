@@ -16,9 +16,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
+from deepspeed.runtime.pipe.channel import Receiver, Sender
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.channel import Receiver, Sender
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
 from deepspeed.runtime.precision import autocast_context
 from deepspeed.utils.logging import log_dist
@@ -36,8 +36,8 @@ class PipelineEngine(DeepSpeedEngine):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
 
     A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
-    time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed over
-    replicas once, at the end of the batch.
+    time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed
+    over replicas once, at the end of the batch.
     """
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
@@ -47,7 +47,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(module).__name__}")
         if not self.clock.managed:
             raise DeepSpeedConfigError(
-                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it true"
+                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
+                "true"
             )
         self.pipeline_parallelism = True
         self.grid = module.mpu()
@@ -63,7 +64,10 @@ class PipelineEngine(DeepSpeedEngine):
         section = self._config.pipeline
         if section["activation_checkpoint_interval"] > 0:
             module.set_checkpoint_interval(section["activation_checkpoint_interval"])
-        if not section.get("use_reentrant", True) and module.activation_checkpoint_func is checkpointing.checkpoint:
+        if (
+            not section.get("use_reentrant", True)
+            and module.activation_checkpoint_func is checkpointing.checkpoint
+        ):
             module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
         module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
         if self.training_dataloader is not None:
@@ -107,7 +111,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         count = self.clock.steps
         order = orders.one_forward_one_backward(self.num_stages, count)
-        core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet at the end of the batch
+        core.reducer.sync_enabled = (
+            False  # replicas, and stages with common weights, meet at the end of the batch
+        )
         try:
             run = StageRun(self, self._links, training=True, on_backward=self._count_micro_batch)
             losses = run.run(order.actions[self.stage_id])
@@ -249,7 +255,11 @@ class PipelineEngine(DeepSpeedEngine):
         values = self._from_last_stage(self._mean_over_replicas(torch.stack(values)))
         if int(values[1]):
             names = self._names_from_last_stage(list(parts))
-            own = [parts[name].to(self.device) for name in names] if parts else [values[0].new_zeros(())] * len(names)
+            own = (
+                [parts[name].to(self.device) for name in names]
+                if parts
+                else [values[0].new_zeros(())] * len(names)
+            )
             means = self._from_last_stage(self._mean_over_replicas(torch.stack(own))).tolist()
             self._reports = dict(zip(names, means, strict=True))
         return values[0]
@@ -269,7 +279,9 @@ class PipelineEngine(DeepSpeedEngine):
     def _names_from_last_stage(self, names: list[str]) -> list[str]:
         if self.num_stages > 1:
             message = [names]
-            dist.broadcast_object_list(message, self.grid.pp_group[-1], group=self.grid.get_pipe_parallel_group())
+            dist.broadcast_object_list(
+                message, self.grid.pp_group[-1], group=self.grid.get_pipe_parallel_group()
+            )
             names = message[0]
         return names
 

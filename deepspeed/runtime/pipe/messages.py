@@ -1,8 +1,8 @@
 """What stages send each other, as numbers and bytes: any nest of tuples, lists and dicts of tensors, None, bool, int,
 float and str.
 
-A message is *described* by a list of int64: the nest, what is no tensor, and of each tensor dtype, shape and whether its
-gradient comes back. Two messages with equal descriptions differ only in the bytes of their tensors.
+A message is *described* by a list of int64: the nest, what is no tensor, and of each tensor dtype, shape and whether
+its gradient comes back. Two messages with equal descriptions differ only in the bytes of their tensors.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _describe(value: Any, words: list[int], tensors: list[Tensor]) -> None:
             _describe(item, words, tensors)
     else:
         raise PipelineError(
-            f"a layer returned {type(value).__name__}, which stages cannot send each other: return tensors, None, bool, "
-            "int, float or str, alone or in tuples, lists and dicts with str keys"
+            f"a layer returned {type(value).__name__}, which stages cannot send each other: return tensors, None, "
+            "bool, int, float or str, alone or in tuples, lists and dicts with str keys"
         )
 
 

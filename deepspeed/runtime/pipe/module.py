@@ -267,7 +267,9 @@ class PipelineModule(nn.Module):
         """The file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
         place = self._topo.get_rank_repr(rank=self._grid.global_rank)
         middle = f"-{place}" if place else ""
-        return os.path.join(ckpt_dir, f"layer_{local_layer_idx + self._local_start:02d}{middle}-model_states.pt")
+        return os.path.join(
+            ckpt_dir, f"layer_{local_layer_idx + self._local_start:02d}{middle}-model_states.pt"
+        )
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The files of a layer, of all parts into which tensor parallelism splits it."""
@@ -286,20 +288,28 @@ class PipelineModule(nn.Module):
     def save_state_dict(
         self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:
-        """Write the file of every layer of this stage, each by one replica. Collective over replicas."""
+        """Write the file of every layer of this stage, each by one replica. Collective over replicas; an error is
+        raised when all layers have been passed."""
         replica = self._grid.get_data_parallel_id()
         replicas = self._grid.get_data_parallel_world_size() if self.checkpoint_parallel_write_pipeline else 1
+        failed: Exception | None = None
         for turn, (number, layer) in enumerate(self._stored().items()):
             frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
+            excluded = frozen if exclude_frozen_params else set()
             with GatheredParameters(list(layer.parameters())):
-                if replica != turn % replicas:
+                if replica != turn % replicas or failed is not None:
                     continue
                 state = {
                     name: value.detach().clone() if isinstance(value, Tensor) else value
                     for name, value in layer.state_dict().items()
-                    if not (exclude_frozen_params and name in frozen)
+                    if name not in excluded
                 }
-                checkpoint_engine.save(state, self.ckpt_layer_path(str(save_dir), number))
+                try:
+                    checkpoint_engine.save(state, self.ckpt_layer_path(str(save_dir), number))
+                except Exception as error:  # the other replicas wait for the next layer
+                    failed = error
+        if failed is not None:
+            raise failed
 
     def load_state_dir(
         self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True

@@ -1,13 +1,13 @@
 """In which order each stage of a pipeline computes: pure data, made, simulated and drawn without processes.
 
 An *order* is a tuple of actions per stage. What is communicated follows from it: a forward waits for the outputs of the
-chunk before, a backward for the gradients of the chunk after, and both send what they make at once. A *chunk* is a run of
-layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on the way
-of a micro-batch through the model.
+chunk before, a backward for the gradients of the chunk after, and both send what they make at once. A *chunk* is a run
+of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on the
+way of a micro-batch through the model.
 
-1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021; backward split into gradients of inputs (B) and of
-weights (W), and the V-shaped way: Qi et al.: Zero bubble pipeline parallelism, ICLR 2024, and Pipeline parallelism with
-controllable memory, NeurIPS 2024.
+1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021; backward split into gradients of inputs (B)
+and of weights (W), and the V-shaped way: Qi et al.: Zero bubble pipeline parallelism, ICLR 2024, and Pipeline
+parallelism with controllable memory, NeurIPS 2024.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ class DeadlockError(ValueError):
     """Stages wait for each other in a circle."""
 
 
-def _needs(action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order) -> float | None:
+def _needs(
+    action: Action, stage: int, ends: dict[tuple[Kind, int, int], float], order: Order
+) -> float | None:
     """When what an action needs from other chunks has arrived, without the time to send it; None: not yet."""
     number = order.chain(action.chunk, stage)
     if action.kind is Kind.FORWARD:
@@ -293,10 +295,10 @@ def _run_greedily(
     done: list[list[Action]] = [[] for _ in range(stages)]
     free = [0.0] * stages
     held = [0] * stages
-    left = [{Action(k, m, c) for k in (Kind.FORWARD, Kind.BACKWARD) for m in range(micro_batches) for c in range(chunks)}
-            for _ in range(stages)]  # fmt: skip
+    both = (Kind.FORWARD, Kind.BACKWARD)
+    every = {Action(k, m, c) for k in both for m in range(micro_batches) for c in range(chunks)}
+    left = [set(every) for _ in range(stages)]
     weights: list[list[Action]] = [[] for _ in range(stages)]
-    # Room that must stay free on a stage for later chunks of micro-batches that are on their way.
     while any(left) or any(weights):
         best: tuple[float, int, int, tuple[int, ...], Action] | None = None
         for stage in range(stages):

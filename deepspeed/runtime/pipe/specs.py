@@ -83,5 +83,10 @@ def shape_of(spec: LayerSpec) -> nn.Module:
         try:
             with torch.device("meta"):
                 return spec.build()
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):  # it reads values, or names a device
+        except (
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # it reads values, or names a device
             return spec.build()

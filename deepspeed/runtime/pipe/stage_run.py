@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.pipe.orders import Action, Kind
 from deepspeed.runtime.pipe.channel import Receiver, Sender
+from deepspeed.runtime.pipe.orders import Action, Kind
 
 
 class StageWork(Protocol):

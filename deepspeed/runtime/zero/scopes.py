@@ -29,7 +29,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 DENSE = "dense"
 """The weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
-"""Attribute of a parameter that stages of a pipeline share: the name of its scope, and the global ranks that hold it."""
+"""Attribute of a parameter that pipeline stages share: the name of its scope, and the global ranks that hold it."""
 _EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
 
 
@@ -143,8 +143,8 @@ class Scopes:
         return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
 
     def _shared(self, name: str, ranks: Sequence[int]) -> Scope:
-        """A weight on several stages: the gradients of all stages add up, and their mean is over the replicas. Its states
-        are sharded over the ranks of all these stages."""
+        """A weight on several stages: the gradients of all stages add up, and their mean is over the replicas. Its
+        states are sharded over the ranks of all these stages."""
         return Scope.whole(_communicator(tuple(ranks), self.everyone), name, divisor=self.everyone.size)
 
     def _experts(self, name: str) -> Scope:
