@@ -197,6 +197,23 @@ def test_the_same_bits_as_one_rank() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_split_backwards_give_the_same_bits(stage: int) -> None:
+    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+    twin = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+    first = make_engine(module, stage, clip=0.1)
+    second = make_engine(twin, stage, clip=0.1, pipeline={"schedule": "zero-bubble"})
+    assert len(second._split) >= 4 and second._order(COUNT).split
+    own, same = batches(0), batches(0)
+    for _ in range(3):
+        assert torch.equal(first.train_batch(own), second.train_batch(same))
+    for (name, one), two in zip(module.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(safe_get_full_fp32_param(one), safe_get_full_fp32_param(two)), name
+    first.destroy()
+    second.destroy()
+
+
 class First(nn.Module):
     def __init__(self) -> None:
         super().__init__()

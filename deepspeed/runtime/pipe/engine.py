@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -19,6 +19,8 @@ from deepspeed.runtime.pipe import orders
 from deepspeed.runtime.pipe.channel import Receiver, Sender
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.orders import Order
+from deepspeed.runtime.pipe.split_backward import WeightQueue, join_linears, split_linears
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
 from deepspeed.runtime.precision import autocast_context
 from deepspeed.utils.logging import log_dist
@@ -26,6 +28,11 @@ from deepspeed.utils.logging import log_dist
 __all__ = ["PipelineEngine"]
 
 _ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages
+MAKERS: Mapping[str, Callable[[int, int], Order]] = {
+    "1f1b": orders.one_forward_one_backward,
+    "zero-bubble": orders.zero_bubble,
+}
+"""Orders by the value of ``pipeline.schedule``."""
 
 
 def is_even(number: int) -> bool:
@@ -73,6 +80,13 @@ class PipelineEngine(DeepSpeedEngine):
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
         self._links = self._connect()
+        self._schedule = str(section["schedule"])
+        self._known_order: Order | None = None
+        self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
+        self._split: list[nn.Linear] = []
+        if self.core is not None and self._order(self.clock.steps).split:
+            numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
+            self._split = split_linears(module, numbers, self._weights)
 
     def _connect(self) -> Links:
         group = self.grid.get_pipe_parallel_group()
@@ -110,19 +124,30 @@ class PipelineEngine(DeepSpeedEngine):
         self._additional = {}
         self.train()
         count = self.clock.steps
-        order = orders.one_forward_one_backward(self.num_stages, count)
+        order = self._order(count)
         core.reducer.sync_enabled = (
             False  # replicas, and stages with common weights, meet at the end of the batch
         )
         try:
-            run = StageRun(self, self._links, training=True, on_backward=self._count_micro_batch)
+            self._weights.active = order.split
+            run = StageRun(
+                self, self._links, training=True, split=order.split, on_backward=self._count_micro_batch
+            )
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
         finally:
+            self._weights.active = False
+            self._weights.clear()
             core.reducer.sync_enabled = True
         loss = self._agree_on_losses(losses, count)
         super().step()
         return loss
+
+    def _order(self, micro_batches: int) -> Order:
+        """Of a batch, as the key ``pipeline.schedule`` says."""
+        if self._known_order is None or self._known_order.micro_batches != micro_batches:
+            self._known_order = MAKERS[self._schedule](self.num_stages, micro_batches)
+        return self._known_order
 
     def _count_micro_batch(self, micro_batch: int) -> None:
         if not self.clock.at_boundary:  # the last one counts with the update
@@ -220,8 +245,14 @@ class PipelineEngine(DeepSpeedEngine):
             self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
         return loss
 
-    def backward_stage(self, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+    def weights_stage(self, micro_batch: int) -> None:
+        """The gradients of weights that a split backward has left."""
+        with torch.no_grad():
+            self._weights.compute(micro_batch)
+
+    def backward_stage(self, micro_batch: int, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """One micro-batch; its gradients stay on this rank until the end of the batch."""
+        self._weights.micro_batch = micro_batch
         if self.is_last_stage():
             super().backward(outputs)
             return
@@ -338,6 +369,10 @@ class PipelineEngine(DeepSpeedEngine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError("a stage alone has no step(): call train_batch()")
 
+    def destroy(self) -> None:
+        join_linears(self._split)
+        super().destroy()
+
     # Reports --------------------------------------------------------------------------------------------------
 
     def log_for_device(self, *msg: Any) -> None:
@@ -349,6 +384,10 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print() or math.inf
         if self.global_rank == 0 and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _nowhere(number: int, grad: Tensor) -> None:
+    """An engine without an optimizer only evaluates."""
 
 
 def _mean(results: list[Any]) -> Any:

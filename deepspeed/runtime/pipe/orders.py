@@ -295,14 +295,16 @@ def _run_greedily(
     done: list[list[Action]] = [[] for _ in range(stages)]
     free = [0.0] * stages
     held = [0] * stages
-    both = (Kind.FORWARD, Kind.BACKWARD)
-    every = {Action(k, m, c) for k in both for m in range(micro_batches) for c in range(chunks)}
-    left = [set(every) for _ in range(stages)]
+    left = [
+        {(kind, chunk): 0 for kind in (Kind.FORWARD, Kind.BACKWARD) for chunk in range(chunks)}
+        for _ in range(stages)
+    ]  # the next micro-batch of each kind: they keep their order
     weights: list[list[Action]] = [[] for _ in range(stages)]
     while any(left) or any(weights):
         best: tuple[float, int, int, tuple[int, ...], Action] | None = None
         for stage in range(stages):
-            for action in left[stage]:
+            for (kind, chunk), micro_batch in left[stage].items():
+                action = Action(kind, micro_batch, chunk)
                 ready = _needs(action, stage, ends, plan)
                 if action.kind is Kind.BACKWARD:
                     own = ends.get((Kind.FORWARD, action.micro_batch, plan.chain(action.chunk, stage)))
@@ -331,7 +333,9 @@ def _run_greedily(
             weights[stage].pop(0)
             held[stage] -= 1
             continue
-        left[stage].remove(action)
+        left[stage][action.kind, action.chunk] += 1
+        if action.micro_batch + 1 == micro_batches:
+            del left[stage][action.kind, action.chunk]
         ends[action.kind, action.micro_batch, plan.chain(action.chunk, stage)] = end
         if action.kind is Kind.FORWARD:
             held[stage] += 1

@@ -24,8 +24,12 @@ class StageWork(Protocol):
         """The outputs; on the last stage the loss."""
         ...
 
-    def backward_stage(self, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+    def backward_stage(self, micro_batch: int, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """``gradients``: of the output tensors that require one; on the last stage none is given."""
+        ...
+
+    def weights_stage(self, micro_batch: int) -> None:
+        """The gradients that a split backward has left."""
         ...
 
 
@@ -53,12 +57,14 @@ class _Held:
 
 @dataclass(slots=True)
 class StageRun:
-    """``on_backward(micro_batch)`` is called after each backward. ``held`` are the micro-batches between their forward
+    """``on_backward(micro_batch)`` is called after all of a backward; ``split``: its actions of kind WEIGHTS come later.
+    ``held`` are the micro-batches between their forward
     and their backward; ``most_held`` counts them."""
 
     work: StageWork
     links: Links
     training: bool
+    split: bool = False
     on_backward: Callable[[int], None] = lambda _: None
     results: list[Any] = field(default_factory=list)
     """On the last stage: what ``forward_stage`` returned, by micro-batch."""
@@ -78,6 +84,8 @@ class StageRun:
                 if action.kind is Kind.FORWARD:
                     forwards -= 1
                     self._forward(action.micro_batch, forwards)
+                elif action.kind is Kind.WEIGHTS:
+                    self._weights(action.micro_batch)
                 else:
                     backwards -= 1
                     self._backward(action.micro_batch, backwards)
@@ -105,9 +113,14 @@ class StageRun:
     def _backward(self, micro_batch: int, left: int) -> None:
         links, held = self.links, self.held.pop(micro_batch)
         gradients = links.output_gradients.receive(left) if links.output_gradients is not None else ()
-        self.work.backward_stage(held.outputs, gradients)
+        self.work.backward_stage(micro_batch, held.outputs, gradients)
         if links.input_gradients is not None:
             links.input_gradients.send(tuple(t.grad for t in tensors_in(held.inputs) if t.requires_grad))
+        if not self.split:
+            self.on_backward(micro_batch)
+
+    def _weights(self, micro_batch: int) -> None:
+        self.work.weights_stage(micro_batch)
         self.on_backward(micro_batch)
 
 
