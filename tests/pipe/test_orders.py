@@ -59,7 +59,7 @@ def test_split_backwards_hold_what_1f1b_holds(make: object, stages: int, micro_b
 def test_bubbles_at_four_stages() -> None:
     """p = 4, m = 8. Waiting for the first micro-batch to arrive at the last stage remains: 3 of 51 units."""
     assert simulate(one_forward_one_backward(4, 8)).bubble == pytest.approx(3 / 11)
-    assert simulate(zero_bubble(4, 8, held=7)).bubble == pytest.approx(1 / 9)
+    assert simulate(zero_bubble(4, 8)).makespan == 3 * 8 + 3  # (p - 1) x (F + B - W), as the paper's ZB-H1
     assert simulate(zero_bubble_v(4, 8)).bubble == pytest.approx(3 / 51)
 
 

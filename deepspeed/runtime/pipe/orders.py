@@ -2,8 +2,8 @@
 
 An *order* is a tuple of actions per stage. What is communicated follows from it: a forward waits for the outputs of the
 chunk before, a backward for the gradients of the chunk after, and both send what they make at once. A *chunk* is a run
-of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on the
-way of a micro-batch through the model.
+of layers that a stage holds; most orders have one per stage. Chunk ``c`` of stage ``s`` is number ``chain(c, s)`` on
+the way of a micro-batch through the model.
 
 1F1B: Narayanan et al., SOSP 2019; interleaved: Narayanan et al., SC 2021; backward split into gradients of inputs (B)
 and of weights (W), and the V-shaped way: Qi et al.: Zero bubble pipeline parallelism, ICLR 2024, and Pipeline
@@ -243,7 +243,27 @@ def zero_bubble(
     With ``2 stages - 1`` no bubble is left between the first B and the last.
     """
     limit = stages if held is None else held
-    return _greedy("zero-bubble", stages, micro_batches, 1, False, durations, limit)
+    found = [_greedy("zero-bubble", stages, micro_batches, 1, False, durations, limit)]
+    if limit >= stages:
+        found.append(_with_lag(stages, micro_batches))
+    return min(found, key=lambda order: simulate(order, durations).makespan)
+
+
+def _with_lag(stages: int, micro_batches: int) -> Order:
+    """1F1B whose W follows its B by as many micro-batches as the number of the stage (ZB-H1 of the paper)."""
+    actions = []
+    for stage in range(stages):
+        ahead, lag = min(stages - stage, micro_batches), stage
+        own = [Action(Kind.FORWARD, number) for number in range(ahead)]
+        for number in range(micro_batches):
+            own.append(Action(Kind.BACKWARD, number))
+            if number >= lag:
+                own.append(Action(Kind.WEIGHTS, number - lag))
+            if number + ahead < micro_batches:
+                own.append(Action(Kind.FORWARD, number + ahead))
+        own += [Action(Kind.WEIGHTS, number) for number in range(max(0, micro_batches - lag), micro_batches)]
+        actions.append(tuple(own))
+    return Order("zero-bubble", micro_batches, tuple(actions), split=True).check()
 
 
 def zero_bubble_v(

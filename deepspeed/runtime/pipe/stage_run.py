@@ -57,9 +57,8 @@ class _Held:
 
 @dataclass(slots=True)
 class StageRun:
-    """``on_backward(micro_batch)`` is called after all of a backward; ``split``: its actions of kind WEIGHTS come later.
-    ``held`` are the micro-batches between their forward
-    and their backward; ``most_held`` counts them."""
+    """``on_backward(micro_batch)`` is called after all of a backward; ``split``: its actions of kind WEIGHTS come
+    later. ``held`` are the micro-batches between their forward and their backward; ``most_held`` counts them."""
 
     work: StageWork
     links: Links
