@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
-from deepspeed.runtime.zero.scopes import SHARED_BY
+from deepspeed.runtime.zero.scopes import SHARED, SHARED_BY
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
@@ -141,7 +141,11 @@ class PipelineModule(nn.Module):
             if len(members) < 2 or self.stage_id not in members:
                 continue
             for name, param in self._tied_parameters(key):
-                setattr(param, SHARED_BY, (f"tie:{key}.{name}", self._ranks_of(members)))
+                ranks = (
+                    self._ranks_of(members),
+                    self._ranks_of(members, data=self._grid.get_data_parallel_id()),
+                )
+                setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
                 setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
         return found
 
@@ -159,10 +163,11 @@ class PipelineModule(nn.Module):
             raise ValueError(f"the tie {key!r} names {missing[0]!r}, which is no parameter of its layer")
         return [(name, params[name]) for name in names]
 
-    def _ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of these stages that hold the same part of a layer as this one, in all replicas."""
-        model = getattr(self._grid.coord, "model", None)
-        rest = {} if model is None else {"model": model}
+    def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
+        """The ranks of these stages that hold the same part of a layer as this one, at the places ``rest``."""
+        if "model" in self._topo.axes:
+            rest["model"] = self._grid.coord.model
+        rest = {axis: place for axis, place in rest.items() if axis in self._topo.axes}
         return tuple(sorted(r for stage in stages for r in self._topo.filter_match(pipe=stage, **rest)))
 
     def _seed(self, seed: int) -> None:

@@ -29,13 +29,15 @@ from deepspeed.config.problems import DeepSpeedConfigError
 DENSE = "dense"
 """The weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
-"""Attribute of a parameter that pipeline stages share: the name of its scope, and the global ranks that hold it."""
+"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them that
+hold the same slice as this rank). The name begins with SHARED."""
+SHARED = "shared by stages: "
 _EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
     """Over how many neighbouring ranks the weights of a scope are spread. ValueError: the name does not fit."""
-    if name == DENSE:
+    if name == DENSE or name.startswith(SHARED):
         return 1
     match = _EXPERT_GROUP.fullmatch(name)
     size = int(match.group(1)) if match else 0
@@ -121,7 +123,7 @@ class Scopes:
         for name in sorted(one_of.keys() - self._known.keys()):
             shared = getattr(one_of[name], SHARED_BY, None)
             self._known[name] = (
-                self._sharded(self._experts(name)) if shared is None else self._shared(name, shared[1])
+                self._sharded(self._experts(name)) if shared is None else self._shared(*shared)
             )
         return self
 
@@ -142,10 +144,11 @@ class Scopes:
     def _sharded(self, scope: Scope) -> Scope:
         return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
 
-    def _shared(self, name: str, ranks: Sequence[int]) -> Scope:
-        """A weight on several stages: the gradients of all stages add up, and their mean is over the replicas. Its
-        states are sharded over the ranks of all these stages."""
-        return Scope.whole(_communicator(tuple(ranks), self.everyone), name, divisor=self.everyone.size)
+    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> Scope:
+        """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
+        shards a copy of its own, so that it gathers without the others."""
+        scope = Scope.whole(_communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size)
+        return replace(scope, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
 
     def _experts(self, name: str) -> Scope:
         """Experts spread over runs of neighbours: the ranks with the same place in their run hold the same ones. Each
