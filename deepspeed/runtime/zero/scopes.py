@@ -29,8 +29,8 @@ from deepspeed.config.problems import DeepSpeedConfigError
 DENSE = "dense"
 """The weights that all ranks hold."""
 SHARED_BY = "ds_shared_by"
-"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them that
-hold the same slice as this rank). The name begins with SHARED."""
+"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them
+that hold the same slice as this rank). The name begins with SHARED."""
 SHARED = "shared by stages: "
 _EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
 
