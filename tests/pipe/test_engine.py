@@ -82,8 +82,6 @@ class Plain:
             f"{key}.{name}": p for key, m in self.modules.items() for name, p in m.named_parameters()
         }
         for name, param in self.params.items():
-            holder = nn.Module()
-            holder.register_parameter("p", param)
             source = torch.Generator().manual_seed(sum(map(ord, name)) + 7 * len(name))
             param.data.copy_(torch.randn(param.shape, generator=source) * 0.3)
         self.optimizer = torch.optim.Adam(self.params.values(), lr=lr)
