@@ -131,7 +131,12 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             self._weights.active = order.split
             run = StageRun(
-                self, self._links, training=True, split=order.split, on_backward=self._count_micro_batch
+                self,
+                self._links,
+                self.stage_id,
+                training=True,
+                split=order.split,
+                on_backward=self._count_micro_batch,
             )
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
@@ -180,7 +185,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.eval()
         try:
             with torch.no_grad():
-                run = StageRun(self, self._links, training=False)
+                run = StageRun(self, self._links, self.stage_id, training=False)
                 results = run.run(orders.forward_only(self.num_stages, count).actions[self.stage_id])
         finally:
             self.train(mode)

@@ -20,11 +20,12 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.partition import partition, stage_of
-from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.scopes import SHARED, SHARED_BY
+from deepspeed.utils.logging import logger
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
@@ -199,7 +200,12 @@ class PipelineModule(nn.Module):
         for number in range(start, stop):
             if self.seed_layers:
                 self._seed(self.base_seed * self.micro_offset + self._local_start + number)
-            inputs = self.forward_funcs[number](inputs)
+            try:
+                inputs = self.forward_funcs[number](inputs)
+            except Exception:
+                layer = self._local_start + number
+                logger.error(f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed")
+                raise
         return inputs
 
     def _is_checkpointable(self, functions: Sequence[Callable[..., Any]]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deepspeed.runtime.pipe.channel import Receiver, Sender
 from deepspeed.runtime.pipe.orders import Action, Kind
+from deepspeed.utils.logging import logger
 
 
 class StageWork(Protocol):
@@ -62,6 +63,7 @@ class StageRun:
 
     work: StageWork
     links: Links
+    stage: int
     training: bool
     split: bool = False
     on_backward: Callable[[int], None] = lambda _: None
@@ -71,7 +73,7 @@ class StageRun:
     most_held: int = 0
 
     def run(self, actions: Sequence[Action]) -> list[Any]:
-        """Do all of ``actions``. An exception says in which one it was raised."""
+        """Do all of ``actions``. The log says at which one an exception was raised."""
         forwards = sum(action.kind is Kind.FORWARD for action in actions)
         backwards = sum(action.kind is Kind.BACKWARD for action in actions)
         if self.links.inputs is not None:
@@ -89,7 +91,9 @@ class StageRun:
                     backwards -= 1
                     self._backward(action.micro_batch, backwards)
             except Exception as error:
-                error.add_note(f"in action {action} (micro-batch {action.micro_batch}) of a pipeline stage")
+                logger.error(
+                    f"stage {self.stage} failed at micro-batch {action.micro_batch} ({action}): {error!r}"
+                )
                 raise
         self.links.flush()
         return self.results
