@@ -302,14 +302,14 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _mean_over_replicas(self, values: Tensor) -> Tensor:
         if self.mesh.size("dp") > 1:
-            self.mesh.communicator("dp").all_reduce(values.view(-1)).wait()
+            self.scopes.everyone.all_reduce(values.view(-1)).wait()
             values = values / self.mesh.size("dp")
         return values
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         if self.num_stages > 1:
             values = values.contiguous()
-            self.mesh.communicator("pp").broadcast(values.view(-1), src=self.num_stages - 1).wait()
+            self.scopes.across["pp"].broadcast(values.view(-1), src=self.num_stages - 1).wait()
         return values
 
     def _names_from_last_stage(self, names: list[str]) -> list[str]:
