@@ -116,7 +116,7 @@ def make_engine(module: PipelineModule, stage: int = 0, clip: float = 0.0, **mor
             "train_micro_batch_size_per_gpu": MICRO,
             "gradient_accumulation_steps": COUNT,
             "gradient_clipping": clip,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.0}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             **more,
         },
