@@ -117,5 +117,5 @@ class Receiver:
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         data = torch.empty(numel, dtype=dtype, device=self.device)
-        dist.irecv(data, self.peer, group=self.group, tag=self.tag).wait()
+        dist.recv(data, self.peer, group=self.group, tag=self.tag)
         return data

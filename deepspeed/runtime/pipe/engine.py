@@ -102,6 +102,13 @@ class PipelineEngine(DeepSpeedEngine):
             links.output_gradients = Receiver(after, group, self.device, _GRADIENTS)
         return links
 
+    @property
+    def stage_module(self) -> PipelineModule:
+        """The wrapped module."""
+        module = self.module
+        assert isinstance(module, PipelineModule)
+        return module
+
     # A batch --------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -236,7 +243,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not self.is_last_stage():
             return outputs
         self._outputs = outputs if not torch.is_grad_enabled() else None
-        loss_fn = self.module.loss_fn
+        loss_fn = self.stage_module.loss_fn
         if loss_fn is None or not self._compute_loss:
             return outputs
         precision = self.plan.precision
@@ -245,7 +252,7 @@ class PipelineEngine(DeepSpeedEngine):
         else:
             with autocast_context(precision, self.device.type):
                 loss = loss_fn(outputs, labels)
-        for name, part in (self.module.get_additional_losses() or {}).items():
+        for name, part in (self.stage_module.get_additional_losses() or {}).items():
             value = part.detach().float() if isinstance(part, Tensor) else torch.tensor(float(part))
             self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
         return loss
@@ -361,7 +368,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
         """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt")."""
-        return lambda folder: self.module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
+        return lambda folder: self.stage_module.save_state_dict(
+            folder, self.checkpoint_engine, exclude_frozen
+        )
 
     # What a pipeline does not do ------------------------------------------------------------------------------
 
