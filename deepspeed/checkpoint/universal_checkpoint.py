@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,4 +80,4 @@ def _scalar(value: Any) -> Tensor:
 def enable_universal_checkpoint(param_list: Iterable[nn.Parameter]) -> None:
     """Give each parameter the method ``load_hp_checkpoint_state(folder, tp_rank, tp_world_size)``."""
     for param in param_list:
-        param.load_hp_checkpoint_state = types.MethodType(load_hp_checkpoint_state, param)  # type: ignore[attr-defined]
+        vars(param)[load_hp_checkpoint_state.__name__] = functools.partial(load_hp_checkpoint_state, param)

@@ -10,6 +10,7 @@ import pytest
 
 from deepspeed.checkpoint import writers
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
+from deepspeed.checkpoint.flush import wait_for_flushes
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import StagedFolder, find_folder, replace_file, write_latest
 from tests import forked
@@ -212,6 +213,7 @@ def test_missing_folders_say_what_there_is(tmp_path):
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_errors_of_the_file_system_leave_the_previous_checkpoint(tmp_path, monkeypatch, code):
     save(tmp_path, "a", "one")
+    wait_for_flushes()  # what it left to the background must not meet the failing disk
 
     def fail(*_args: object, **_options: object) -> None:
         raise OSError(code, os.strerror(code))

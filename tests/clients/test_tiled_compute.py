@@ -13,6 +13,8 @@ from deepspeed.runtime.transforms import TransformError
 from tests.clients.kit import VOCAB, llama, lora
 from tests.pool import distributed
 
+pytest.importorskip("transformers")
+
 TILED = {"enabled": True, "mlp_shards": 3, "loss_shards": 4}
 
 

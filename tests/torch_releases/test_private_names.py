@@ -50,9 +50,12 @@ NAMES: dict[str, str | None] = {
     "torch.cuda._lazy_call": "callable",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "group_name",
     "torch.distributed.distributed_c10d._get_default_store": "",
+    "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
     "torch.utils._python_dispatch.TorchDispatchMode": None,
+    "torch.utils._pytree.keystr": "kp",
     "torch.utils._pytree.tree_flatten": "tree",
+    "torch.utils._pytree.tree_flatten_with_path": "tree",
     "torch.utils._pytree.tree_leaves": "tree",
     "torch.utils._pytree.tree_map": "func tree",
     "torch.utils._pytree.tree_unflatten": None,  # its arguments changed places in 2.2, and keep the old order
