@@ -66,6 +66,7 @@ LAYER_OF = {
     "deepspeed.runtime.hybrid_engine": "assemblies",
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.initialize": "assemblies",
+    "deepspeed.runtime.pipe.engine": "assemblies",
     "deepspeed.runtime.observers*": "assemblies",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",

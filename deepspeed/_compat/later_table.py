@@ -378,46 +378,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "unfuse_lora_weight_non_pinned retake_inference_cache generate create_inference_module eval "
         "train step",
     ),
-    "deepspeed.runtime.pipe.engine": (
-        "class PipelineEngine(has_bool_tensors=False, *super_args, **super_kwargs): "
-        "set_has_attention_mask reset_activation_shape train_batch eval_batch set_train_batch_size "
-        "is_first_stage is_last_stage get_pipeline_parallel_rank set_dataloader set_dataiterator "
-        "set_batch_fn is_gradient_accumulation_boundary log_for_device tput_log forward backward step"
-        " module_state_dict load_module_state_dict get_additional_losses",
-    ),
-    "deepspeed.runtime.pipe.module": (
-        "class LayerSpec(typename, *module_args, **module_kwargs): build",
-        "class PipelineModule(layers, num_stages=None, topology=None, loss_fn=None, seed_layers=False, "
-        "seed_fn=None, base_seed=1234, partition_method='parameters', activation_checkpoint_interval=0, "
-        "activation_checkpoint_func=checkpointing.checkpoint, checkpointable_layers=None, "
-        "dynamic_shape=False): forward allreduce_tied_weight_gradients get_tied_weights_and_groups "
-        "partitions stage_owner set_checkpoint_interval topology mpu num_pipeline_stages ckpt_prefix "
-        "ckpt_layer_path ckpt_layer_path_list save_state_dict load_state_dir get_additional_losses "
-        "compile",
-        "class TiedLayerSpec(key, typename, *module_args, forward_fn=None, tied_weight_attr=['weight'], "
-        "**module_kwargs): build",
-    ),
-    "deepspeed.runtime.pipe.schedule": (
-        "class BackwardPass(buffer_id, **kwargs)",
-        "class DataParallelSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage "
-        "num_stages num_micro_batches is_first_stage is_last_stage",
-        "class ForwardPass(buffer_id, **kwargs)",
-        "class InferenceSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage "
-        "num_stages num_micro_batches is_first_stage is_last_stage",
-        "class LoadMicroBatch(buffer_id, **kwargs)",
-        "class OptimizerStep(**kwargs)",
-        "class PipeInstruction(**kwargs)",
-        "class PipeSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages "
-        "num_micro_batches is_first_stage is_last_stage",
-        "class RecvActivation(buffer_id, **kwargs)",
-        "class RecvGrad(buffer_id, **kwargs)",
-        "class ReduceGrads(**kwargs)",
-        "class ReduceTiedGrads(**kwargs)",
-        "class SendActivation(buffer_id, **kwargs)",
-        "class SendGrad(buffer_id, **kwargs)",
-        "class TrainSchedule(micro_batches, stages, stage_id): steps num_pipe_buffers stage num_stages "
-        "num_micro_batches is_first_stage is_last_stage",
-    ),
     "deepspeed.runtime.progressive_layer_drop": (
         "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
     ),

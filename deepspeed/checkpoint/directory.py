@@ -126,11 +126,30 @@ def make(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
     computed = _compute(contents, ranks)
     if computed is not None:
         return computed
-    reports = ranks.gather_at_writers((contents.file, contents.held.packed()))
+    alike = ranks.agree((list(contents.names), [tuple(shape) for shape in contents.shapes]))
+    described = None if alike else (list(contents.names), [tuple(shape) for shape in contents.shapes])
+    reports = ranks.gather_at_writers((contents.file, contents.held.packed(), described))
     if reports is None:
         return None
-    by_file = [report for _, report in sorted(reports, key=lambda report: report[0])]
-    return pack(contents.names, contents.shapes, by_file)
+    reports = sorted(reports, key=lambda report: report[0])
+    if alike:
+        return pack(contents.names, contents.shapes, [report for _, report, _ in reports])
+    return _pack_differing([(report, *described) for _, report, described in reports])
+
+
+def _pack_differing(reports: Sequence[tuple[Any, list[str], list[tuple[int, ...]]]]) -> dict[str, Any] | None:
+    """Where ranks have other parameters (stages of a pipeline): over the names of all of them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for _, names, own in reports:
+        shapes.update(zip(names, own, strict=True))
+    number = {name: place for place, name in enumerate(shapes)}
+    renumbered = []
+    for (rows, distinct, places, has_boxes), names, _ in reports:
+        table = torch.tensor([number[name] for name in names], dtype=torch.int64)
+        rows = rows.clone()
+        rows[:, NAME] = table[rows[:, NAME]]
+        renumbered.append((rows, distinct, places, has_boxes))
+    return pack(list(shapes), list(shapes.values()), renumbered)
 
 
 def _compute(contents: Contents, ranks: Ranks) -> dict[str, Any] | None:

@@ -82,8 +82,16 @@ class Restorer:
     order."""
 
     def __init__(
-        self, catalog: Catalog, module: nn.Module, state: TrainingState | None, *, strict: bool
+        self,
+        catalog: Catalog,
+        module: nn.Module,
+        state: TrainingState | None,
+        *,
+        strict: bool,
+        is_stage: bool = False,
     ) -> None:
+        """``is_stage``: other ranks have other parts of the model (pipelines), whose names are no mistake here."""
+        self.is_stage = is_stage
         self.catalog = catalog
         self.module = module
         self.state = state
@@ -109,13 +117,8 @@ class Restorer:
         saved |= self.catalog.module_dtypes.keys()  # for some, other nodes hold all parts
         saved |= {alias for alias, name in self.catalog.aliases.items() if name in saved}
         missing = [name for name in own if name not in saved]
-        unexpected = sorted(
-            saved
-            - set(own)
-            - set(self.catalog.aliases)
-            - {entry.name for entry in self.entries}
-            - self.elsewhere
-        )
+        here = {*own, *self.catalog.aliases, *(entry.name for entry in self.entries), *self.elsewhere}
+        unexpected = [] if self.is_stage else sorted(saved - here)
         if not missing and not unexpected:
             return
         text = "; ".join(
@@ -350,7 +353,7 @@ class Restorer:
         own = module_state(self.module)
         tensors: dict[str, Any] = {}
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
-            if name in tensors or name in self.elsewhere or not only(name):
+            if name in tensors or name in self.elsewhere or not only(name) or (self.is_stage and name not in own):
                 continue
             sources = self._weights(name)
             if not sources and name not in own:

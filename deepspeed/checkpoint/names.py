@@ -49,7 +49,10 @@ RESERVED_KEYS = frozenset((*DOCUMENTED_KEYS, "checkpoint_parallel_dimensions", I
 """Keys that a client state must not contain, and that are left out when it is returned. What a model says of its
 parameters' splits comes from the client where the model does not say it itself."""
 
-_OURS = re.compile(r".*_(model|optim)_states\.pt|(pending_gradients|buffers|own_state)_rank_\d+\.pt")
+_OURS = re.compile(
+    r".*_(model|optim)_states\.pt|(pending_gradients|buffers|own_state)_rank_\d+\.pt"
+    r"|layer_\d+(-\w+)*-model_states\.pt"
+)
 _OPTIM_FILE = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ZERO_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -68,8 +69,15 @@ class OwnReader:
         return (
             [names.optim_file(dp, mp, bf16=bf16) for dp, mp in ranks] if optim == "optimizer files" else [],
             [names.zero_model_file(dp, mp) for dp, mp in ranks] if parts is not None else [],
-            [names.model_file(mp) for mp in range(mp_size)] if parts is None else [self.head.path.name],
+            self._model_file_names(mp_size, sharded=parts is not None),
         )
+
+    def _model_file_names(self, mp_size: int, *, sharded: bool) -> list[str]:
+        if not sharded:
+            return [names.model_file(mp) for mp in range(mp_size)]
+        if self.index.get("stages", 1) > 1:  # each has buffers, and names, that the first file does not have
+            return [names.zero_model_file(0, mp) for mp in range(mp_size)]
+        return [self.head.path.name]
 
     def _catalog(self) -> Catalog:
         first = self.head.content
@@ -113,7 +121,8 @@ class OwnReader:
         """Open the files that hold ``shards``; all files for None. Where no directory says which these are, files are
         opened in order of nearness to number ``prefer`` until everything is found."""
         if len(self.model_files) > 1:
-            for name in self._search(self._near(self.model_files, prefer), shards, self._held_as_weights):
+            wanted = shards if self.index.get("stages", 1) == 1 else None
+            for name in self._search(self._near(self.model_files, prefer), wanted, self._held_as_weights):
                 self._add_model_file(name)
         if self.sharded_weights:
             for name in self._needed(PARTS_DIRECTORY, self.part_files, shards, prefer):
@@ -235,6 +244,11 @@ class OwnReader:
         if not self.catalog.groups:
             self.catalog.groups = unpack_groups(section)
             self.catalog.scalars = dict(section["scalars"])
+        elif self.index.get("stages", 1) > 1:  # each names its own parameters
+            self.catalog.groups = [
+                replace(group, names=tuple(dict.fromkeys(group.names + more.names)))
+                for group, more in zip(self.catalog.groups, unpack_groups(section), strict=True)
+            ]
         unpack_section(section, archive, self.catalog)
 
     def _add_parts(self, archive: Archive) -> None:

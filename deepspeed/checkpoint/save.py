@@ -51,6 +51,9 @@ class Place:
     mp_size: int
     writes_model: bool
     writes_replicas: bool = False
+    stage: int = 0
+    stages: int = 1
+    """Of a pipeline: they have other parameters."""
 
     @classmethod
     def on(cls, mesh: ProcessMesh, ranks: Ranks) -> Place:
@@ -64,6 +67,8 @@ class Place:
             mp_size=mp_size,
             writes_model=dp_rank == 0 or (ranks.keeps_folder and mp_size == 1),
             writes_replicas=ranks.node_local,
+            stage=mesh.rank("pp"),
+            stages=mesh.size("pp"),
         )
 
     @property
@@ -91,6 +96,9 @@ class Training:
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     own_state: Mapping[str, Any] | None = None
     """What this rank's optimizer does not share with others, in a file of its own; None on all ranks or on none."""
+    write_layers: Callable[[Path], None] | None = None
+    """Writes the documented files of single layers into a folder (pipelines). It gathers weights, which no rank leaves
+    early, whatever fails."""
 
 
 def save(
@@ -110,7 +118,7 @@ def save(
     """
     check_client_state(training.client_state)
     wait_for_flushes()
-    tag = _agree(tag, training, ranks, on_tag_mismatch)
+    tag = _agree(tag, training, place, ranks, on_tag_mismatch)
     pending = training.state.pending_gradients() if training.state is not None else None
     some_pending = ranks.any(pending is not None)
     folder = StagedFolder(save_dir, tag)
@@ -125,6 +133,9 @@ def save(
         files.whole_job(ranks, held, hashes)
         with ranks.together("writing the checkpoint"):
             written = files.write(folder.staging, pending, ranks.rank)
+        if training.write_layers is not None:
+            with ranks.together("writing the files of layers"):
+                training.write_layers(folder.staging)
         with ranks.together("committing the checkpoint"):
             if ranks.keeps_folder:
                 folder.commit()
@@ -144,13 +155,14 @@ def save(
         raise
 
 
-def _agree(tag: str, training: Training, ranks: Ranks, on_tag_mismatch: str) -> str:
-    """The tag all ranks use; their tags are exchanged only if they differ."""
-    own = (tag, signature(training.state))
+def _agree(tag: str, training: Training, place: Place, ranks: Ranks, on_tag_mismatch: str) -> str:
+    """The tag all ranks use; their tags are exchanged only if they differ, or if stages have other parameters."""
+    own = (tag, place.stage, signature(training.state))
     if not ranks.agree(own):
         reports = ranks.gather(own)
         tag = agreed_tag([report[0] for report in reports], on_tag_mismatch)
-        check_signatures([report[1] for report in reports])
+        for stage in range(place.stages):
+            check_signatures([report[2] for report in reports if report[1] == stage])
     return tag
 
 
@@ -165,6 +177,7 @@ class _Files:
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
         self.covered: dict[str, list[str]] = {}
         self.differing: list[str] = []
+        self.of_all_stages: dict[str, Any] = {}
         self.buffers_differ = False
         module = training.module
         self.parts = ShardedWeights(module)
@@ -237,7 +250,9 @@ class _Files:
 
         What grows with the number of ranks is what rank 0 receives where ranks have no files of their own (stage 0):
         their random states."""
-        if ranks.agree(list(self._buffers())):
+        if self.place.stages > 1:
+            self._meet_stages(ranks, buffer_hashes)
+        elif ranks.agree(list(self._buffers())):
             alike = ranks.agree_each(buffer_hashes)
             self.differing = [name for name, same in zip(self._buffers(), alike, strict=True) if not same]
         else:
@@ -264,6 +279,19 @@ class _Files:
         for key in own:
             self.covered[key] = list(dict.fromkeys(name for names, _ in ordered for name in names[key]))
         self.trained = list(dict.fromkeys(name for _, names in ordered for name in names))
+
+    def _meet_stages(self, ranks: Ranks, buffer_hashes: list[int]) -> None:
+        """Which buffers differ among the ranks of one stage, and the names that the first file lists for all stages."""
+        own = dict(zip(self._buffers(), buffer_hashes, strict=True))
+        facts = {"trained": self.trained, "aliases": self.aliases, "excluded": self.excluded, "cut": self.cut}
+        reports = ranks.gather((self.place.stage, own, facts if self.place.dp_rank == 0 else None))
+        alike = [other for stage, other, _ in reports if stage == self.place.stage]
+        self.differing = [name for name in own if any(other.get(name) != own[name] for other in alike)]
+        every = [found for _, _, found in sorted(reports, key=lambda report: report[0]) if found is not None]
+        for key in ("trained", "excluded"):
+            self.of_all_stages[key] = list(dict.fromkeys(name for found in every for name in found[key]))
+        self.of_all_stages["aliases"] = {a: n for found in every for a, n in found["aliases"].items()}
+        self.of_all_stages["stages"] = self.place.stages
 
     def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
         """Returns the names of this rank's files."""
@@ -400,6 +428,7 @@ class _Files:
             "pending": self.pending,
             "own_state": training.own_state is not None,
             "buffers_differ": self.buffers_differ,
+            **self.of_all_stages,
             **training.positions,
             **self.directories,
             "covered": {key: names for key, names in self.covered.items() if self.directories[key] is None},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,6 +107,10 @@ class EngineBase(EngineAccessors, nn.Module):
     @micro_steps.setter
     def micro_steps(self, value: int) -> None:
         self.clock.micro_steps = value
+
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
+        """What also writes the files of single layers into the folder of a checkpoint, if this engine has any."""
+        return None
 
     # Facts --------------------------------------------------------------------------------------------------
 

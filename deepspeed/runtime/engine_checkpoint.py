@@ -74,7 +74,7 @@ def save_checkpoint(
     engine.checkpoint_engine.create(info)
     with all_ranks_come("save_checkpoint", f"tag={tag!r}"):
         save(
-            _training(engine, client_state),
+            _training(engine, client_state, exclude_frozen=exclude_frozen_parameters),
             Path(save_dir),
             tag,
             Place.on(engine.mesh, ranks),
@@ -86,7 +86,7 @@ def save_checkpoint(
     return engine.checkpoint_engine.commit(info)
 
 
-def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
+def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
     originals = engine.module_transforms.originals
     return Training(
         module=engine.module,
@@ -115,6 +115,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any]) -> Training:
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
+        write_layers=engine.layer_writer(exclude_frozen),
     )
 
 
@@ -177,7 +178,13 @@ def load_checkpoint(
     if what.optimizer and engine.core is not None:  # it may have been saved after a parameter was unfrozen
         engine.core.late_params.admit_saved(catalog.trained_names())
     with ranks.together("reading the checkpoint"):
-        restorer = Restorer(catalog, engine.module, engine.state_access, strict=load_module_strict)
+        restorer = Restorer(
+            catalog,
+            engine.module,
+            engine.state_access,
+            strict=load_module_strict,
+            is_stage=engine.mesh.size("pp") > 1,
+        )
         masters = what.masters and bool(catalog.fragments)
         everything = custom_load_fn is not None or restorer.rewrites_names
         needed = needed_shards(

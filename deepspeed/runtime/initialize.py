@@ -13,6 +13,8 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.optim.registry import check_optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.tensor_parallel.init_utils import with_recorded_size
 from deepspeed.runtime.transforms.distributed_tensors import take_distributed
 from deepspeed.runtime.zero.gathering.init_context import suspended_init_context
@@ -37,7 +39,8 @@ def initialize(
 
     Args:
         args: namespace that may hold ``deepspeed_config`` (a path) and ``local_rank``.
-        model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks.
+        model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks. Of a
+            ``PipelineModule`` the engine is a ``PipelineEngine``.
         optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
             config's ``optimizer`` section is used.
         model_parameters: parameters or group dicts for an optimizer created here; default: all of the module's.
@@ -57,6 +60,11 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
+    pipelined = isinstance(model, PipelineModule)
+    if pipelined:
+        if mpu is not None:
+            raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
+        mpu = model.mpu()
     split_over = take_distributed(model) if isinstance(model, nn.Module) else None
     given = with_recorded_size(given, model)
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
@@ -68,7 +76,7 @@ def initialize(
         suspended_init_context()
     ):  # what the engine builds must not be partitioned by a surrounding zero.Init
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        engine = DeepSpeedEngine(
+        engine = (PipelineEngine if pipelined else DeepSpeedEngine)(
             args=args,
             model=model,
             optimizer=optimizer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -19,6 +19,11 @@ class PipelineConfig(LenientConfigModel):
     )
     partition: str = Field(
         default="best", description="Kept for old files; the pipeline module knows its partition."
+    )
+    schedule: Literal["1f1b", "zero-bubble"] = Field(
+        default="1f1b",
+        description="In which order stages work: one forward, one backward; or with backwards split in two, so that "
+        "gradients of weights fill the waits.",
     )
     seed_layers: bool = Field(default=False, description="Seed the random state per layer.")
     activation_checkpoint_interval: Int = Field(

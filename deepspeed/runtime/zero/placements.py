@@ -16,7 +16,7 @@ from deepspeed.checkpoint.placement import ATTRIBUTE, EXPERTS, Placement, interv
 from deepspeed.checkpoint.shards import Region, regions, without
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.zero.params import full_shape
-from deepspeed.runtime.zero.scopes import Scopes
+from deepspeed.runtime.zero.scopes import SHARED_BY, Scopes
 
 _FOUND = "_ds_placement_was_found"
 """Marks a parameter whose placement, if any, was found here and not written by who split it."""
@@ -92,8 +92,8 @@ def _read_marks(params: Sequence[Tensor], mesh: ProcessMesh) -> None:
     for param, sizes in zip(marked, extents, strict=True):
         place(param, _split(param, sizes, mesh.rank("tp")))
     first = mesh.rank("tp") == 0
-    for param in params:
-        tied = bool(getattr(param, "ds_pipe_replicated", False))  # another stage counts it
+    for param in params:  # a tied weight without a scope of its own is counted by another stage
+        tied = bool(getattr(param, "ds_pipe_replicated", False)) and not hasattr(param, SHARED_BY)
         if tied or not (first or _is_split(param)):
             place(param, replace(placement_of(param), counts=False))
 

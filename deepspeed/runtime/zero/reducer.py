@@ -184,6 +184,12 @@ class GradReducer:
                 if self._sync and (self.overlap or not self.buckets[b].keep_local):
                     self._launch_full()
 
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add a gradient that was computed outside of a backward, while sums wait (``sync_enabled`` is False)."""
+        b, position = self._place[index]
+        self.used[index] = True
+        self.buckets[b].accept(position, grad, lasting=True)
+
     def _added_in_place(self, bucket: GradBucket, position: int, grad: Tensor) -> bool:
         """A backward that did not go through the engine may find exposed gradients still in ``param.grad``."""
         if bucket.accumulated_in_place(position, grad):

@@ -13,7 +13,7 @@ parameters are gathered within a run (one node, a fast link), and every run hold
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -28,12 +28,16 @@ from deepspeed.config.problems import DeepSpeedConfigError
 
 DENSE = "dense"
 """The weights that all ranks hold."""
+SHARED_BY = "ds_shared_by"
+"""Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them
+that hold the same slice as this rank). The name begins with SHARED."""
+SHARED = "shared by stages: "
 _EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
     """Over how many neighbouring ranks the weights of a scope are spread. ValueError: the name does not fit."""
-    if name == DENSE:
+    if name == DENSE or name.startswith(SHARED):
         return 1
     match = _EXPERT_GROUP.fullmatch(name)
     size = int(match.group(1)) if match else 0
@@ -47,7 +51,10 @@ def expert_parallel_size(name: str, ranks: int) -> int:
 
 def scope_name(param: torch.Tensor) -> str:
     """The kind of a parameter: DENSE, or the documented ``group_name`` of one with ``allreduce = False``, such as
-    "ep_size_4": experts that are spread over runs of 4 neighbouring ranks."""
+    "ep_size_4": experts that are spread over runs of 4 neighbouring ranks. A weight that stages share has its own."""
+    shared = getattr(param, SHARED_BY, None)
+    if shared is not None:
+        return str(shared[0])
     if getattr(param, "allreduce", True):
         return DENSE
     return str(getattr(param, "group_name", "ep_size_1"))
@@ -113,8 +120,12 @@ class Scopes:
 
     def find(self, params: Iterable[torch.Tensor]) -> Scopes:
         """Make the scopes of all ``params``. Collective; the same kinds must occur, in any order, on every rank."""
-        for name in sorted({scope_name(param) for param in params} - self._known.keys()):
-            self._known[name] = self._sharded(self._experts(name))
+        one_of = {scope_name(param): param for param in params}
+        for name in sorted(one_of.keys() - self._known.keys()):
+            shared = getattr(one_of[name], SHARED_BY, None)
+            self._known[name] = (
+                self._sharded(self._experts(name)) if shared is None else self._shared(*shared)
+            )
         return self
 
     def __getitem__(self, name: str) -> Scope:
@@ -133,6 +144,12 @@ class Scopes:
 
     def _sharded(self, scope: Scope) -> Scope:
         return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
+
+    def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> Scope:
+        """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
+        shards a copy of its own, so that it gathers without the others."""
+        scope = Scope.whole(_communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size)
+        return replace(scope, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
 
     def _experts(self, name: str) -> Scope:
         """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens

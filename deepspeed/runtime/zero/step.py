@@ -195,7 +195,9 @@ class StepExecutor:
     def _ask_holders(self, mine: Sequence[bool], used: list[bool]) -> None:
         """Correct ``used`` where other ranks hold other weights under the same number (experts): only those that hold
         the same ones count."""
-        for scope, indices in self.members.items():
+        for scope, indices in sorted(
+            self.members.items(), key=lambda entry: entry[0].name
+        ):  # stages order alike
             if scope is self.scopes.dense:
                 continue
             counts = [float(mine[i]) for i in indices]

@@ -1,0 +1,121 @@
+"""Messages between two stages, in one direction and in order.
+
+A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receive of the next frame is posted ahead:
+posted only when it is needed, it costs gloo milliseconds. The frame holds the description of the
+message (``messages.py``) only where that has changed, and else its number of bytes; a description that is too long
+follows by itself. The receiver thus knows the size of what comes before it allocates: gloo ends the process where a
+buffer is too small.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.messages import TensorSpec, describe, pack, rebuild, specs, total_bytes, unpack
+
+FRAME = 64
+_NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # what a frame begins with
+_SAME = -1
+"""Number of words of a description that is that of the message before."""
+
+
+class Sender:
+    """Sends to the rank ``peer`` without waiting for it. ``tag``: one per direction of a pair of ranks."""
+
+    def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
+        self.peer, self.group, self.device, self.tag = peer, group, device, tag
+        self.sent = 0
+        self.described = 0
+        self._words: list[int] | None = None
+        self._specs: list[TensorSpec] = []
+        self._pending: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, value: Any) -> None:
+        """``value``: as ``messages.describe`` takes it. Its tensors must not change before ``flush``."""
+        words, tensors = describe(value)
+        frame = [self.sent, 0, _SAME]
+        rest: list[int] = []
+        if words != self._words:
+            self._words, self._specs = words, specs(words)
+            self.described += 1
+            frame[_WORDS] = len(words)
+            if len(words) <= FRAME - _INLINE:
+                frame += words
+            else:
+                rest = words
+        frame[_BYTES] = total_bytes(self._specs)
+        self._post(torch.tensor(frame + [0] * (FRAME - len(frame)), dtype=torch.int64))
+        if rest:
+            self._post(torch.tensor(rest, dtype=torch.int64))
+        if frame[_BYTES]:
+            self._post(pack(tensors, self._specs))
+        self.sent += 1
+        self._forget_done()
+
+    def _post(self, data: Tensor) -> None:
+        data = data.to(self.device)
+        self._pending.append((dist.isend(data, self.peer, group=self.group, tag=self.tag), data))
+
+    def _forget_done(self) -> None:
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()[0].wait()
+
+    def flush(self) -> None:
+        """Wait until everything has been received."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+
+
+class Receiver:
+    """Receives what the ``Sender`` at rank ``peer`` with the same ``tag`` sends."""
+
+    def __init__(self, peer: int, group: Any, device: torch.device, tag: int) -> None:
+        self.peer, self.group, self.device, self.tag = peer, group, device, tag
+        self.received = 0
+        self._words: Sequence[int] | None = None
+        self._specs: list[TensorSpec] = []
+        self._frames: deque[tuple[Any, Tensor]] = deque()
+
+    def expect(self, messages: int) -> None:
+        """Post the receive of the next frame ahead, if ``messages`` are still to come."""
+        if messages > 0 and not self._frames:
+            frame = torch.empty(FRAME, dtype=torch.int64, device=self.device)
+            self._frames.append((dist.irecv(frame, self.peer, group=self.group, tag=self.tag), frame))
+
+    def receive(self, left: int = 0) -> Any:
+        """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
+        will follow. PipelineError: a message was lost."""
+        self.expect(1)
+        work, frame = self._frames.popleft()
+        work.wait()
+        head = frame.tolist()
+        if head[_NUMBER] != self.received:
+            raise PipelineError(
+                f"rank {self.peer} sent message {head[_NUMBER]}, but {self.received} was expected: the stages do not "
+                "run the same order of micro-batches"
+            )
+        self.received += 1
+        count = head[_WORDS]
+        if count != _SAME:
+            fits = count <= FRAME - _INLINE
+            self._words = head[_INLINE : _INLINE + count] if fits else self._take(count, torch.int64).tolist()
+            self._specs = specs(self._words)
+        if self._words is None or head[_BYTES] != total_bytes(self._specs):
+            raise PipelineError(
+                f"rank {self.peer} announced {head[_BYTES]} bytes, but described {total_bytes(self._specs)}"
+            )
+        data = self._take(head[_BYTES], torch.uint8) if head[_BYTES] else torch.empty(0, dtype=torch.uint8)
+        self.expect(left)
+        return rebuild(self._words, unpack(data, self._specs))
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        dist.recv(data, self.peer, group=self.group, tag=self.tag)
+        return data

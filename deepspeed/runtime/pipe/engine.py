@@ -1,0 +1,418 @@
+"""The engine of a ``PipelineModule``: whole batches through all stages, with the core of every other engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import orders
+from deepspeed.runtime.pipe.channel import Receiver, Sender
+from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.orders import Order
+from deepspeed.runtime.pipe.split_backward import WeightQueue, join_linears, split_linears
+from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
+from deepspeed.runtime.precision import autocast_context
+from deepspeed.utils.logging import log_dist
+
+__all__ = ["PipelineEngine"]
+
+_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages
+MAKERS: Mapping[str, Callable[[int, int], Order]] = {
+    "1f1b": orders.one_forward_one_backward,
+    "zero-bubble": orders.zero_bubble,
+}
+"""Orders by the value of ``pipeline.schedule``."""
+
+
+def is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
+
+    A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
+    time. Each micro-batch is a pair (inputs, labels), read by the first and by the last stage. Gradients are summed
+    over replicas once, at the end of the batch.
+    """
+
+    def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+        super().__init__(*super_args, **super_kwargs)
+        module = self.module
+        if not isinstance(module, PipelineModule):
+            raise TypeError(f"PipelineEngine takes a PipelineModule, not {type(module).__name__}")
+        if not self.clock.managed:
+            raise DeepSpeedConfigError(
+                "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
+                "true"
+            )
+        self.pipeline_parallelism = True
+        self.grid = module.mpu()
+        self.stage_id = self.grid.get_stage_id()
+        self.num_stages = self.grid.get_pipe_parallel_world_size()
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self.data_iterator: Iterator[Any] | None = None
+        self.has_attention_mask = False
+        self._reports: dict[str, float] = {}
+        self._additional: dict[str, Tensor] = {}
+        self._compute_loss = True
+        self._outputs: Any = None
+        section = self._config.pipeline
+        if section["activation_checkpoint_interval"] > 0:
+            module.set_checkpoint_interval(section["activation_checkpoint_interval"])
+        if (
+            not section.get("use_reentrant", True)
+            and module.activation_checkpoint_func is checkpointing.checkpoint
+        ):
+            module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
+        module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
+        if self.training_dataloader is not None:
+            self.set_dataloader(self.training_dataloader)
+        self._links = self._connect()
+        self._schedule = str(section["schedule"])
+        self._known_order: Order | None = None
+        self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
+        self._split: list[nn.Linear] = []
+        if self.core is not None and self._order(self.clock.steps).split:
+            numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
+            self._split = split_linears(module, numbers, self._weights)
+
+    def _connect(self) -> Links:
+        group = self.grid.get_pipe_parallel_group()
+        ranks = self.grid.pp_group
+        before = ranks[self.stage_id - 1] if self.stage_id > 0 else None
+        after = ranks[self.stage_id + 1] if self.stage_id + 1 < self.num_stages else None
+        links = Links()
+        if before is not None:
+            links.inputs = Receiver(before, group, self.device, _ACTIVATIONS)
+            links.input_gradients = Sender(before, group, self.device, _GRADIENTS)
+        if after is not None:
+            links.outputs = Sender(after, group, self.device, _ACTIVATIONS)
+            links.output_gradients = Receiver(after, group, self.device, _GRADIENTS)
+        return links
+
+    @property
+    def stage_module(self) -> PipelineModule:
+        """The wrapped module."""
+        module = self.module
+        assert isinstance(module, PipelineModule)
+        return module
+
+    # A batch --------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one batch: as many micro-batches from ``data_iter`` as there are accumulation steps, and an update.
+
+        ``data_iter`` gives (inputs, labels); only the first and the last stage read it. Without it the engine's own
+        loader is read, over and over. Returns the mean of the loss over micro-batches and replicas, fp32 [], on every
+        rank. RuntimeError: gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients, which are disabled here: use eval_batch()")
+        core = self._require_core("train_batch")
+        if self.clock.position:
+            raise PipelineError(
+                f"{self.clock.position} micro-batches of an unfinished batch were accumulated: call zero_grad() first"
+            )
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._compute_loss = True
+        self._additional = {}
+        self.train()
+        count = self.clock.steps
+        order = self._order(count)
+        core.reducer.sync_enabled = (
+            False  # replicas, and stages with common weights, meet at the end of the batch
+        )
+        try:
+            self._weights.active = order.split
+            run = StageRun(
+                self,
+                self._links,
+                self.stage_id,
+                training=True,
+                split=order.split,
+                on_backward=self._count_micro_batch,
+            )
+            losses = run.run(order.actions[self.stage_id])
+            self._most_held = run.most_held
+        finally:
+            self._weights.active = False
+            self._weights.clear()
+            core.reducer.sync_enabled = True
+        loss = self._agree_on_losses(losses, count)
+        super().step()
+        return loss
+
+    def _order(self, micro_batches: int) -> Order:
+        """Of a batch, as the key ``pipeline.schedule`` says."""
+        if self._known_order is None or self._known_order.micro_batches != micro_batches:
+            self._known_order = MAKERS[self._schedule](self.num_stages, micro_batches)
+        return self._known_order
+
+    def _count_micro_batch(self, micro_batch: int) -> None:
+        if not self.clock.at_boundary:  # the last one counts with the update
+            super().step()
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate micro-batches from ``data_iter``, by default as many as there are accumulation steps.
+
+        Args:
+            return_logits: return (result, outputs of the last stage for the last micro-batch).
+            compute_loss: False: results are the outputs of the model, not of ``loss_fn``.
+            reduce_output: "avg": the mean over micro-batches, and of the loss over replicas; None: a list.
+            bcast_loss: every rank gets the loss; otherwise only the last stage, and the others None.
+            num_micro_batches: how many.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
+        count = num_micro_batches or self.clock.steps
+        mode, iterator = self.module.training, self.data_iterator
+        self.set_dataiterator(data_iter)
+        self._compute_loss = compute_loss
+        self.eval()
+        try:
+            with torch.no_grad():
+                run = StageRun(self, self._links, self.stage_id, training=False)
+                results = run.run(orders.forward_only(self.num_stages, count).actions[self.stage_id])
+        finally:
+            self.train(mode)
+            self.data_iterator, self._compute_loss = iterator, True
+        outputs, self._outputs = self._outputs, None
+        result = self._reduced(results, count, compute_loss, reduce_output, bcast_loss)
+        return (result, outputs) if return_logits else result
+
+    def _reduced(
+        self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
+    ) -> Any:
+        if not compute_loss:
+            if not self.is_last_stage():
+                return None
+            return _mean(results) if reduce_output == "avg" else results
+        if reduce_output is None:
+            losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
+            if bcast_loss:
+                losses = self._from_last_stage(losses.to(self.device))
+            return list(losses) if bcast_loss or self.is_last_stage() else None
+        loss = self._mean_over_replicas(self._mean_loss(results))
+        if bcast_loss:
+            return self._from_last_stage(loss)
+        return loss if self.is_last_stage() else None
+
+    # The work of this stage -----------------------------------------------------------------------------------
+
+    def load(self) -> tuple[Any, Any]:
+        """Inputs and labels of the next micro-batch, on the device."""
+        if self.data_iterator is None:
+            raise PipelineError(
+                "there is no data: give train_batch(data_iter=...), set_dataloader() or training_data= of initialize"
+            )
+        batch = next(self.data_iterator)
+        if self.batch_fn is not None:
+            batch = self.batch_fn(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise PipelineError(
+                f"a micro-batch of a pipeline is a pair (inputs, labels), not {type(batch).__name__}: "
+                "set_batch_fn() can make one"
+            )
+        inputs, labels = (_to_device(part, self.device) for part in batch)
+        return inputs, labels
+
+    def forward_stage(self, inputs: Any, labels: Any) -> Any:
+        """Outputs of this stage; on the last one the loss."""
+        outputs = super().forward(inputs)
+        if not self.is_last_stage():
+            return outputs
+        self._outputs = outputs if not torch.is_grad_enabled() else None
+        loss_fn = self.stage_module.loss_fn
+        if loss_fn is None or not self._compute_loss:
+            return outputs
+        precision = self.plan.precision
+        if precision.autocast is None:
+            loss = loss_fn(outputs, labels)
+        else:
+            with autocast_context(precision, self.device.type):
+                loss = loss_fn(outputs, labels)
+        for name, part in (self.stage_module.get_additional_losses() or {}).items():
+            value = part.detach().float() if isinstance(part, Tensor) else torch.tensor(float(part))
+            self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
+        return loss
+
+    def weights_stage(self, micro_batch: int) -> None:
+        """The gradients of weights that a split backward has left."""
+        with torch.no_grad():
+            self._weights.compute(micro_batch)
+
+    def backward_stage(self, micro_batch: int, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+        """One micro-batch; its gradients stay on this rank until the end of the batch."""
+        self._weights.micro_batch = micro_batch
+        if self.is_last_stage():
+            super().backward(outputs)
+            return
+        core, plain = self._require_core("train_batch"), self._plain_backward
+        self.events.emit("before_backward", loss=None)
+        plain.paused = True
+        try:
+            core.reducer.before_backward()
+            backward_from(outputs, gradients)
+            self._end_backward()
+        except BaseException as error:
+            self._abandon_batch(error)
+            raise
+        finally:
+            plain.paused = False
+        self.events.emit("after_backward", loss=None, share=None)
+
+    # Losses ---------------------------------------------------------------------------------------------------
+
+    def _mean_loss(self, losses: list[Any]) -> Tensor:
+        if not self.is_last_stage():
+            return torch.zeros((), device=self.device)
+        if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
+            raise PipelineError("the last stage returned no scalar loss: give PipelineModule a loss_fn")
+        return torch.stack([loss.float().view(()) for loss in losses]).mean()
+
+    def _agree_on_losses(self, losses: list[Any], count: int) -> Tensor:
+        """The mean over micro-batches and replicas, and those of its parts, on every rank."""
+        parts = {name: value / count for name, value in sorted(self._additional.items())}
+        values = [self._mean_loss(losses), torch.tensor(float(len(parts)), device=self.device)]
+        values = self._from_last_stage(self._mean_over_replicas(torch.stack(values)))
+        if int(values[1]):
+            names = self._names_from_last_stage(list(parts))
+            own = (
+                [parts[name].to(self.device) for name in names]
+                if parts
+                else [values[0].new_zeros(())] * len(names)
+            )
+            means = self._from_last_stage(self._mean_over_replicas(torch.stack(own))).tolist()
+            self._reports = dict(zip(names, means, strict=True))
+        return values[0]
+
+    def _mean_over_replicas(self, values: Tensor) -> Tensor:
+        if self.mesh.size("dp") > 1:
+            self.scopes.everyone.all_reduce(values.view(-1)).wait()
+            values = values / self.mesh.size("dp")
+        return values
+
+    def _from_last_stage(self, values: Tensor) -> Tensor:
+        if self.num_stages > 1:
+            values = values.contiguous()
+            self.scopes.across["pp"].broadcast(values.view(-1), src=self.num_stages - 1).wait()
+        return values
+
+    def _names_from_last_stage(self, names: list[str]) -> list[str]:
+        if self.num_stages > 1:
+            message = [names]
+            dist.broadcast_object_list(
+                message, self.grid.pp_group[-1], group=self.grid.get_pipe_parallel_group()
+            )
+            names = message[0]
+        return names
+
+    def get_additional_losses(self) -> dict[str, float] | None:
+        """What ``PipelineModule.get_additional_losses`` reported in the last batch: means over micro-batches and
+        replicas, by name."""
+        return dict(self._reports) or None
+
+    # Data -----------------------------------------------------------------------------------------------------
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read ``loader`` from now on, over and over."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader = loader
+            self.data_iterator = iter(RepeatingLoader(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read ``iterator`` from now on."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Pass every batch through ``fn``, which returns (inputs, labels)."""
+        self.batch_fn = fn
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Kept for old scripts: masks are sent as any other tensor."""
+        self.has_attention_mask = bool(value)
+
+    def reset_activation_shape(self) -> None:
+        """Kept for old scripts: a shape that has changed is noticed."""
+
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
+        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt")."""
+        return lambda folder: self.stage_module.save_state_dict(
+            folder, self.checkpoint_engine, exclude_frozen
+        )
+
+    # What a pipeline does not do ------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no forward(): call train_batch() or eval_batch()")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no backward(): call train_batch()")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError("a stage alone has no step(): call train_batch()")
+
+    def destroy(self) -> None:
+        join_linears(self._split)
+        super().destroy()
+
+    # Reports --------------------------------------------------------------------------------------------------
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log ``msg`` on this rank."""
+        log_dist(" ".join(map(str, msg)), ranks=[self.global_rank])
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log ``msg`` on rank 0 every ``steps_per_print`` steps."""
+        every = self.steps_per_print() or math.inf
+        if self.global_rank == 0 and self.global_steps % every == 0:
+            log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _nowhere(number: int, grad: Tensor) -> None:
+    """An engine without an optimizer only evaluates."""
+
+
+def _mean(results: list[Any]) -> Any:
+    if isinstance(results[0], Tensor):
+        return torch.stack(results).mean(dim=0)
+    return type(results[0])(_mean([result[i] for result in results]) for i in range(len(results[0])))
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    return type(value)(_to_device(item, device) for item in value) if type(value) in (tuple, list) else value

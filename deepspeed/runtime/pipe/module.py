@@ -1,0 +1,405 @@
+"""A model as a sequence of layers, of which this rank holds those of its stage."""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed.comm import init_distributed
+from deepspeed.comm.groups import new_group
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.partition import partition, stage_of
+from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.utils import set_random_seed
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.runtime.zero.scopes import SHARED, SHARED_BY
+from deepspeed.utils.logging import logger
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+
+class PipelineModule(nn.Module):
+    """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
+
+    Args:
+        layers: modules, functions of one argument, and specs, in the order in which a batch passes them. Each takes
+            what the one before returns, as one argument.
+        num_stages: stages; the other ranks are replicas. Not needed with ``topology``.
+        topology: axes "pipe" and "data", and maybe "model".
+        loss_fn: ``loss_fn(outputs, labels)``, called on the last stage. None: the outputs are the loss.
+        seed_layers: seed random numbers before a layer is built and before it runs, so that they do not depend on
+            which stage it is on. ``seed_fn(seed)`` does so, if given; seeds count from ``base_seed``.
+        partition_method: "uniform", "parameters", "type:regex" or "profile" (``runtime/pipe/partition.py``).
+        activation_checkpoint_interval: layers per checkpointed region; 0: none.
+        activation_checkpoint_func: ``func(function, *inputs)``.
+        checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.
+        dynamic_shape: kept for old scripts: shapes may always change.
+        profile_input: for "profile": what the first layer gets.
+
+    RuntimeError: the ranks do not fit the stages. Collective over all ranks. Parameters are named by the number of
+    their layer in the whole model ("3.weight"), or by their tie ("tied_modules.embed.weight").
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        profile_input: Any = None,
+    ) -> None:
+        super().__init__()
+        if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
+            raise TypeError(
+                f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
+            )
+        self.loss_fn = loss_fn
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn
+        self.base_seed = base_seed
+        self.micro_offset = 0
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self.dynamic_shape = dynamic_shape
+        self.checkpoint_parallel_write_pipeline = False
+        init_distributed()
+        self._grid = PipelineParallelGrid(_topology(num_stages, topology))
+        self._topo = self._grid.topology()
+        self.num_stages = self._grid.get_pipe_parallel_world_size()
+        self.stage_id = self._grid.get_stage_id()
+        self.global_rank = dist.get_rank()
+        self._layer_specs: list[Layer] = list(layers)
+        self._num_layers = len(self._layer_specs)
+        durations = None
+        if partition_method.strip().lower() == "profile" and profile_input is not None:
+            durations = _agreed(measure(self._layer_specs, profile_input))
+        self.parts = partition(self._layer_specs, self.num_stages, partition_method, durations)
+        self._local_start, self._local_stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]
+        self.forward_funcs: list[Callable[[Any], Any]] = []
+        self.tied_modules = nn.ModuleDict()
+        self._owners: dict[int, str] = {}
+        """Local layer -> under which name its module is registered."""
+        self._build()
+        self.tied_stages = self._find_ties()
+
+    # Building -------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        for index in range(self._local_start, self._local_stop):
+            layer = self._layer_specs[index]
+            if self.seed_layers:
+                self._seed(self.base_seed + index)
+            if isinstance(layer, TiedLayerSpec):
+                self.forward_funcs.append(self._tied(index, layer))
+                continue
+            module = layer.build() if isinstance(layer, LayerSpec) else layer
+            if isinstance(module, nn.Module):
+                self._owners[index] = str(index)
+                self.add_module(str(index), module)
+            self.forward_funcs.append(module)
+        ties = sorted(self.tied_modules.items())  # stages sum the gradients of their ties in one order
+        self.tied_modules = nn.ModuleDict(dict(ties))
+
+    def _tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+        """Later layers of a tie on this stage are the first one."""
+        if spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = spec.build()
+            self._owners[index] = f"tied_modules.{spec.key}"
+        module = self.tied_modules[spec.key]
+        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+
+    def _find_ties(self) -> dict[str, list[int]]:
+        """Tie -> its stages, and marks on the parameters of those that several stages share: the first of them counts
+        and stores them."""
+        stages: dict[str, set[int]] = {}
+        for index, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                stages.setdefault(layer.key, set()).add(self.stage_owner(index))
+        found = {key: sorted(members) for key, members in stages.items()}
+        for key, members in found.items():
+            if len(members) < 2 or self.stage_id not in members:
+                continue
+            for name, param in self._tied_parameters(key):
+                ranks = (
+                    self._ranks_of(members),
+                    self._ranks_of(members, data=self._grid.get_data_parallel_id()),
+                )
+                setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
+                setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
+        return found
+
+    def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
+        """The tied weights of a tie that has a module on this stage."""
+        names = dict.fromkeys(
+            name
+            for layer in self._layer_specs
+            if isinstance(layer, TiedLayerSpec) and layer.key == key
+            for name in layer.tied_weight_attr
+        )
+        params = dict(self.tied_modules[key].named_parameters())
+        missing = [name for name in names if name not in params]
+        if missing:
+            raise ValueError(f"the tie {key!r} names {missing[0]!r}, which is no parameter of its layer")
+        return [(name, params[name]) for name in names]
+
+    def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
+        """The ranks of these stages that hold the same part of a layer as this one, at the places ``rest``."""
+        if "model" in self._topo.axes:
+            rest["model"] = self._grid.coord.model
+        rest = {axis: place for axis, place in rest.items() if axis in self._topo.axes}
+        return tuple(sorted(r for stage in stages for r in self._topo.filter_match(pipe=stage, **rest)))
+
+    def _seed(self, seed: int) -> None:
+        (self.seed_fn or set_random_seed)(seed)
+
+    # Running --------------------------------------------------------------------------------------------------
+
+    def forward(self, forward_input: Any) -> Any:
+        """Pass ``forward_input`` through the layers of this stage."""
+        self.micro_offset += 1
+        interval = self.activation_checkpoint_interval
+        if interval < 1 or not torch.is_grad_enabled():
+            return self._run(0, len(self.forward_funcs), forward_input)
+        inputs = forward_input
+        for start in range(0, len(self.forward_funcs), interval):
+            stop = min(start + interval, len(self.forward_funcs))
+            run = partial(self._run_arguments, start, stop)
+            if self._is_checkpointable(self.forward_funcs[start:stop]):
+                arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+                inputs = self.activation_checkpoint_func(run, *arguments)
+            else:
+                inputs = self._run(start, stop, inputs)
+        return inputs
+
+    def _run_arguments(self, start: int, stop: int, *inputs: Any) -> Any:
+        return self._run(start, stop, inputs[0] if len(inputs) == 1 else inputs)
+
+    def _run(self, start: int, stop: int, inputs: Any) -> Any:
+        for number in range(start, stop):
+            if self.seed_layers:
+                self._seed(self.base_seed * self.micro_offset + self._local_start + number)
+            try:
+                inputs = self.forward_funcs[number](inputs)
+            except Exception:
+                layer = self._local_start + number
+                logger.error(f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed")
+                raise
+        return inputs
+
+    def _is_checkpointable(self, functions: Sequence[Callable[..., Any]]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(type(function).__name__ in self.checkpointable_layers for function in functions)
+        modules = [function for function in functions if isinstance(function, nn.Module)]
+        return any(True for module in modules for _ in module.parameters())
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        if interval < 0:
+            raise ValueError(f"activation_checkpoint_interval={interval}: at least 0, which is off")
+        self.activation_checkpoint_interval = interval
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """``torch.compile`` every layer of this stage in place."""
+        for layer in self.forward_funcs:
+            if isinstance(layer, nn.Module):
+                layer.compile(*args, **kwargs)
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """Override to report parts of the loss of the last micro-batch by name, on the last stage."""
+        return None
+
+    # Where things are -----------------------------------------------------------------------------------------
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The grid of process groups, as a model-parallel unit."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    def partitions(self) -> list[int]:
+        """Bounds of the stages: stage ``s`` holds the layers from number ``s`` on up to number ``s + 1``."""
+        return list(self.parts)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage of a layer. IndexError: there is no such layer."""
+        return stage_of(self.parts, layer_idx)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The weights of this stage that other stages share, each with the process group of their ranks. Collective
+        over these."""
+        return [
+            (param, new_group(getattr(param, SHARED_BY)[1]))
+            for key in self.tied_modules
+            for _, param in self._tied_parameters(key)
+            if hasattr(param, SHARED_BY)
+        ]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum ``param.grad`` of tied weights over their stages and replicas, for loops without an engine; the engine
+        does so itself. Collective over these ranks."""
+        for param, group in self.get_tied_weights_and_groups():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            dist.all_reduce(param.grad, group=group)
+
+    # Checkpoint files of layers -------------------------------------------------------------------------------
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Where this rank's part of the model belongs: the folder of the tag, and the place but for the replica."""
+        place = self._topo.get_rank_repr(rank=self._grid.global_rank, omit_axes=("data",))
+        return os.path.join(checkpoints_path, str(tag), place)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
+        place = self._topo.get_rank_repr(rank=self._grid.global_rank)
+        middle = f"-{place}" if place else ""
+        return os.path.join(
+            ckpt_dir, f"layer_{local_layer_idx + self._local_start:02d}{middle}-model_states.pt"
+        )
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer, of all parts into which tensor parallelism splits it."""
+        number = local_layer_idx + self._local_start
+        return sorted(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
+
+    def _stored(self) -> dict[int, nn.Module]:
+        """Local number of a layer -> module with a file. A tie is stored by the first stage that has it."""
+        found = {}
+        for index, name in self._owners.items():
+            key = name.removeprefix("tied_modules.")
+            if key == name or self.tied_stages[key][0] == self.stage_id:
+                found[index - self._local_start] = self.get_submodule(name)
+        return found
+
+    def save_state_dict(
+        self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the file of every layer of this stage, each by one replica. Collective over replicas; an error is
+        raised when all layers have been passed."""
+        replica = self._grid.get_data_parallel_id()
+        replicas = self._grid.get_data_parallel_world_size() if self.checkpoint_parallel_write_pipeline else 1
+        failed: Exception | None = None
+        for turn, (number, layer) in enumerate(self._stored().items()):
+            frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
+            excluded = frozen if exclude_frozen_params else set()
+            with GatheredParameters(list(layer.parameters())):
+                if replica != turn % replicas or failed is not None:
+                    continue
+                state = {
+                    name: value.detach().clone() if isinstance(value, Tensor) else value
+                    for name, value in layer.state_dict().items()
+                    if name not in excluded
+                }
+                try:
+                    checkpoint_engine.save(state, self.ckpt_layer_path(str(save_dir), number))
+                except Exception as error:  # the other replicas wait for the next layer
+                    failed = error
+        if failed is not None:
+            raise failed
+
+    def load_state_dir(
+        self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True
+    ) -> None:
+        """Read the file of every layer of this stage. FileNotFoundError: there is none. Collective over replicas."""
+        for index, name in self._owners.items():
+            layer, number = self.get_submodule(name), index - self._local_start
+            key = name.removeprefix("tied_modules.")
+            if key != name:
+                number = self._first_of_tie(key) - self._local_start
+            path = Path(self.ckpt_layer_path(str(load_dir), number))
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: the file of layer {index} is missing")
+            with GatheredParameters(list(layer.parameters()), modifier_rank=0):
+                layer.load_state_dict(checkpoint_engine.load(str(path), map_location="cpu"), strict=strict)
+
+    def _first_of_tie(self, key: str) -> int:
+        return next(
+            index
+            for index, layer in enumerate(self._layer_specs)
+            if isinstance(layer, TiedLayerSpec) and layer.key == key
+        )
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    if topology is not None:
+        return topology
+    if num_stages is None:
+        raise RuntimeError("PipelineModule needs num_stages or a topology")
+    world = dist.get_world_size()
+    if num_stages < 1 or world % num_stages:
+        raise RuntimeError(f"num_stages={num_stages} does not divide the {world} ranks of this job")
+    return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+
+
+def measure(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[float]:
+    """Seconds of one forward and backward of each layer, the best of ``repeats``. Layers are built one at a time."""
+    found = []
+    for layer in layers:
+        module: Any = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+            module = partial(layer.forward_fn, module)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            with torch.enable_grad():
+                outputs = module(_fresh(inputs))
+            traced = [t for t in _tensors(outputs) if t.requires_grad]
+            wanted = list(module.parameters()) if isinstance(module, nn.Module) else []
+            leaves = [p for p in wanted if p.requires_grad]
+            if traced and leaves:
+                torch.autograd.grad(traced, leaves, [torch.ones_like(t) for t in traced], allow_unused=True)
+            times.append(time.perf_counter() - start)
+        found.append(min(times))
+        inputs = _fresh(outputs)
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
+
+
+def _fresh(value: Any) -> Any:
+    """Without a graph; what can have a gradient wants one."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    if isinstance(value, dict):
+        return {key: _fresh(item) for key, item in value.items()}
+    return type(value)(map(_fresh, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _agreed(durations: list[float]) -> list[float]:
+    """Those of rank 0."""
+    if dist.get_world_size() == 1:
+        return durations
+    message = torch.tensor(durations, dtype=torch.float64)
+    dist.broadcast(message, src=0)
+    return message.tolist()

@@ -1,0 +1,53 @@
+"""Which layers are on which stage: pure arithmetic over weights of layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from deepspeed.runtime.helpers.partitions import partition_balanced, partition_uniform
+from deepspeed.runtime.pipe.specs import Layer, trained_numel, type_name
+
+METHODS = "'uniform', 'parameters', 'type:<regex>' or 'profile'"
+
+
+def partition(
+    layers: Sequence[Layer], stages: int, method: str, durations: Sequence[float] | None = None
+) -> list[int]:
+    """Bounds ``[0, ..., len(layers)]`` of the runs of layers of each stage.
+
+    "uniform": equally many layers; "parameters": equally many trained elements; "type:regex": equally many layers whose
+    class has a name in which ``regex`` occurs (any case); "profile": equal ``durations``. ValueError: another method, a
+    regex that matches no layer, or fewer layers than stages.
+    """
+    if len(layers) < stages:
+        raise ValueError(f"{len(layers)} layers cannot be spread over {stages} stages: each needs one")
+    kind, _, argument = method.partition(":")
+    kind = kind.strip().lower()
+    if kind == "uniform":
+        return partition_uniform(len(layers), stages)
+    if kind == "parameters":
+        return partition_balanced([trained_numel(layer) for layer in layers], stages)
+    if kind == "type":
+        pattern = re.compile(argument, re.IGNORECASE)
+        weights = [int(pattern.search(type_name(layer)) is not None) for layer in layers]
+        if not any(weights):
+            known = ", ".join(sorted({type_name(layer) for layer in layers}))
+            raise ValueError(f"partition_method={method!r} matches no layer; their types are {known}")
+        return partition_balanced(weights, stages)
+    if kind == "profile":
+        if durations is None:
+            raise ValueError(
+                "partition_method='profile' measures the layers: give PipelineModule(profile_input=...) what the first "
+                "layer gets for a micro-batch"
+            )
+        return partition_balanced(durations, stages)
+    raise ValueError(f"partition_method={method!r}: must be {METHODS}")
+
+
+def stage_of(bounds: Sequence[int], layer: int) -> int:
+    """The stage of layer number ``layer``. IndexError: there is no such layer."""
+    for stage in range(len(bounds) - 1):
+        if bounds[stage] <= layer < bounds[stage + 1]:
+            return stage
+    raise IndexError(f"layer {layer} is outside the {bounds[-1]} layers of the pipeline")

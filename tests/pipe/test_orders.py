@@ -1,0 +1,90 @@
+"""Orders of a pipeline: complete, free of deadlock, with the bubble and the memory that their formulas say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deepspeed.runtime.pipe.orders import (
+    Action,
+    DeadlockError,
+    Durations,
+    Kind,
+    Order,
+    forward_only,
+    interleaved,
+    one_forward_one_backward,
+    simulate,
+    zero_bubble,
+    zero_bubble_v,
+)
+
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 8), (3, 7), (4, 8), (4, 2), (8, 16)]  # stages, micro-batches
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_one_forward_one_backward(stages: int, micro_batches: int) -> None:
+    order = one_forward_one_backward(stages, micro_batches)
+    found = simulate(order)
+    assert found.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert [order.held(stage) for stage in range(stages)] == [
+        min(stages - stage, micro_batches) for stage in range(stages)
+    ]
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 8, 3), (1, 4, 2)])
+def test_interleaved(stages: int, micro_batches: int, chunks: int) -> None:
+    """The bubble is that of 1F1B, of which each part is ``chunks`` times smaller."""
+    found = simulate(interleaved(stages, micro_batches, chunks))
+    idle = (stages - 1) / chunks
+    assert found.bubble == pytest.approx(idle / (micro_batches + idle))
+    with pytest.raises(ValueError, match="3 stages divide"):
+        interleaved(3, 4, 2)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@pytest.mark.parametrize("make", [zero_bubble, zero_bubble_v])
+def test_split_backwards_hold_what_1f1b_holds(make: object, stages: int, micro_batches: int) -> None:
+    order: Order = make(stages, micro_batches)  # type: ignore[operator]
+    assert order.split and max(order.held(s) for s in range(stages)) <= order.chunks * stages
+    plain = simulate(one_forward_one_backward(stages, micro_batches), Durations(*[order.chunks] * 3))
+    assert simulate(order).makespan <= plain.makespan
+    for stage in order.actions:  # weights in the order of micro-batches: sums have the same bits
+        for chunk in range(order.chunks):
+            done = [a.micro_batch for a in stage if a.kind is Kind.WEIGHTS and a.chunk == chunk]
+            assert done == sorted(done)
+
+
+def test_bubbles_at_four_stages() -> None:
+    """p = 4, m = 8. Waiting for the first micro-batch to arrive at the last stage remains: 3 of 51 units."""
+    assert simulate(one_forward_one_backward(4, 8)).bubble == pytest.approx(3 / 11)
+    assert simulate(zero_bubble(4, 8)).makespan == 3 * 8 + 3  # (p - 1) x (F + B - W), as the paper's ZB-H1
+    assert simulate(zero_bubble_v(4, 8)).bubble == pytest.approx(3 / 51)
+
+
+def test_a_circle_is_found() -> None:
+    order = one_forward_one_backward(2, 2)
+    first = (
+        Action(Kind.FORWARD, 0),
+        Action(Kind.BACKWARD, 0),
+        *order.actions[0][1:2],
+        Action(Kind.BACKWARD, 1),
+    )
+    last = (
+        Action(Kind.FORWARD, 0),
+        Action(Kind.FORWARD, 1),
+        Action(Kind.BACKWARD, 0),
+        Action(Kind.BACKWARD, 1),
+    )
+    with pytest.raises(DeadlockError, match="stage 0 at B0, stage 1 at F1"):
+        simulate(replace(order, actions=(first, last)))
+    with pytest.raises(ValueError, match="stage 1 lacks or misplaces"):
+        replace(order, actions=(order.actions[0], order.actions[1][:-1])).check()
+
+
+def test_a_chart() -> None:
+    assert simulate(forward_only(2, 2)).chart().splitlines() == [
+        "stage 0:   F0   F1    .",
+        "stage 1:    .   F0   F1",
+    ]
