@@ -353,7 +353,12 @@ class Restorer:
         own = module_state(self.module)
         tensors: dict[str, Any] = {}
         for name in [*self.catalog.module, *(name for name in self.catalog.fragments if name in own)]:
-            if name in tensors or name in self.elsewhere or not only(name) or (self.is_stage and name not in own):
+            if (
+                name in tensors
+                or name in self.elsewhere
+                or not only(name)
+                or (self.is_stage and name not in own)
+            ):
                 continue
             sources = self._weights(name)
             if not sources and name not in own:
