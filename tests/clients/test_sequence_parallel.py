@@ -381,3 +381,24 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="made for its shard"):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.ones(1, 1, 4, 4))
         groups.set_mesh(None)
+
+
+@pytest.mark.parametrize("variable", [True, False])
+@distributed(world_size=2)
+def test_packing_that_one_rank_sees_is_refused_on_all(variable: bool) -> None:
+    """By a model that does not tell its attention the positions; the next batch trains."""
+    with clean_clients():
+        model = llama(num_attention_heads=2).train()
+        registered(model, seq_length=8, seq_length_is_variable=variable)
+        for layer in model.model.layers:
+            layer.self_attn.forward = _without_positions(layer.self_attn.forward)
+        ids, positions = torch.ones(1, 4, dtype=torch.int64), torch.arange(4)[None] + 4 * dist.get_rank()
+        begins = positions.clone() if dist.get_rank() == 0 else torch.tensor([[4, 5, 0, 1]])
+        with pytest.raises(ValueError, match="pad instead of packing"):
+            model(input_ids=ids, position_ids=begins)
+        assert model(input_ids=ids, position_ids=positions).logits.isfinite().all()
+        groups.set_mesh(None)
+
+
+def _without_positions(forward: Any) -> Any:
+    return lambda *args, position_ids, **kwargs: forward(*args, **kwargs)

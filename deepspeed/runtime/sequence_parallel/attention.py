@@ -162,7 +162,7 @@ class UlyssesSPAttentionHF(nn.Module):
         plan = self.plan
         if (query.shape[1], key.shape[1]) != (plan.heads, plan.kv_heads):  # layers may differ
             plan = HeadAssignment(query.shape[1], key.shape[1], comm.size)
-        sequence = self._sequence(module, query, attention_mask, kwargs.pop("position_ids", None))
+        sequence = self._sequence(query, attention_mask, kwargs.pop("position_ids", None))
         exchange = Exchange(comm, plan.lengths(comm.rank, sequence.lengths))
         keys, queries = plan.keys(comm.rank), plan.queries(comm.rank)
         query, key, value = exchange.to_heads((query, key, value), (queries, keys, keys))
@@ -189,20 +189,14 @@ class UlyssesSPAttentionHF(nn.Module):
         model = self._model() if self._model is not None else None
         return (module if model is None else model).training
 
-    def _sequence(
-        self, module: nn.Module, query: Tensor, mask: Any, positions: Tensor | None
-    ) -> WholeSequence:
-        comm = communicator_of(self.process_group)
+    def _sequence(self, query: Tensor, mask: Any, positions: Tensor | None) -> WholeSequence:
+        comm, equal = communicator_of(self.process_group), self.equal_lengths
         if isinstance(mask, MaskRequest):
-            if positions is None and mask.is_packed():
-                raise ValueError(
-                    f"{type(module).__name__} does not pass position_ids to its attention, so that packed documents "
-                    "cannot be told apart in a sharded sequence; pad instead of packing"
-                )
+            packed = mask.is_packed() if positions is None else None
             return mask.whole(
-                lambda: gather_sequence(comm, query, positions, mask.padding, equal=self.equal_lengths)
+                lambda: gather_sequence(comm, query, positions, mask.padding, equal=equal, packed=packed)
             )
-        return gather_sequence(comm, query, positions, mask, equal=self.equal_lengths)
+        return gather_sequence(comm, query, positions, mask, equal=equal)
 
     def _check(
         self, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]

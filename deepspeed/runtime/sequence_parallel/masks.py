@@ -119,16 +119,29 @@ class WholeSequence:
 
 @untraced
 def gather_sequence(
-    comm: Communicator, query: Tensor, positions: Tensor | None, padding: Tensor | None, *, equal: bool
+    comm: Communicator,
+    query: Tensor,
+    positions: Tensor | None,
+    padding: Tensor | None,
+    *,
+    equal: bool,
+    packed: bool | None = None,
 ) -> WholeSequence:
     """Join what the shards of a query [batch, heads, tokens, size] know. Collective; either all ranks have
     ``positions`` [1 or batch, tokens], or none; likewise ``padding`` [batch, tokens]. ``equal``: all shards
-    have the same length, which then is not exchanged.
+    have the same length, which then is not exchanged. ``packed``: whether the model saw documents begin in this shard;
+    None: it did not look.
 
     As Transformers does, packing is read from positions only where no padding is given.
+
+    Raises:
+        ValueError: on all ranks, if one of them saw packed documents and no positions say which.
     """
     batch, tokens = query.shape[0], query.shape[2]
-    lengths = (tokens,) * comm.size if equal else gather_lengths(tokens, comm, query.device)
+    if packed is not None and positions is None and padding is None:
+        lengths = _lengths_of_one_document(tokens, packed, comm, query.device)
+    else:
+        lengths = (tokens,) * comm.size if equal else gather_lengths(tokens, comm, query.device)
     valid, documents, whole = None, None, None
     if padding is not None:
         if padding.dim() != 2 or padding.shape[-1] != tokens:
@@ -142,6 +155,20 @@ def gather_sequence(
         whole = _gather(comm, positions.expand(batch, -1).to(torch.int64), lengths)
         documents = documents_of(whole)
     return WholeSequence(lengths, whole, documents, valid)
+
+
+def _lengths_of_one_document(
+    tokens: int, packed: bool, comm: Communicator, device: torch.device
+) -> tuple[int, ...]:
+    """The lengths of all shards. A rank sends the complement of its own to say that its shard is packed: documents
+    begin in some shards only, and a rank that raised alone would let the others wait."""
+    lengths = gather_lengths(~tokens if packed else tokens, comm, device)
+    if min(lengths) < 0:
+        raise ValueError(
+            "this model does not pass position_ids to its attention, so that packed documents cannot be told apart in "
+            "a sharded sequence; pad instead of packing"
+        )
+    return lengths
 
 
 def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor:
