@@ -43,12 +43,12 @@ def assert_right(chosen: Iterable[Cell], folder: Path, backend: str = "aot_eager
 @pytest.mark.parametrize("axis", ["TP", "SP"])
 @distributed(world_size=2)
 def test_every_feature_on_two_ranks(axis: str, tmp_path: Path) -> None:
-    assert_right(every_feature_once(axis), tmp_path, "eager")
+    assert_right(every_feature_once(axis), tmp_path)
 
 
 @distributed(world_size=4)
 def test_every_feature_on_four_ranks(tmp_path: Path) -> None:
-    assert_right(every_feature_once("TP x SP"), tmp_path, "eager")
+    assert_right(every_feature_once("TP x SP"), tmp_path)
 
 
 @pytest.mark.slow
