@@ -40,6 +40,14 @@ def test_quick_form_prints_its_table(script: str) -> None:
         assert text in printed
 
 
+@pytest.mark.slow
+def test_quick_form_of_shared_layers_and_sequences_prints_its_table() -> None:
+    pytest.importorskip("transformers", reason="the clients extra is not installed")
+    printed = run("tensor_parallel.py", "--quick")
+    for text in ("tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"):
+        assert text in printed
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, "gpu/train_step.py", "tensor_parallel.py"])
 def test_help(script: str) -> None:
     assert "--quick" in run(script, "--help")

@@ -79,18 +79,32 @@ def test_pairs_of_features_on_four_ranks(tmp_path: Path) -> None:
     assert_right(pairs_of_features("TP x SP"), tmp_path)
 
 
+@pytest.mark.parametrize(("axis", "stage"), [("TP", 3), ("SP", 2)])
+@distributed(world_size=4)
+def test_layers_or_sequences_and_data_over_four_ranks(axis: str, stage: int, tmp_path: Path) -> None:
+    assert_two_groups_train_as_one_rank(axis, stage, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @distributed(world_size=8, timeout=400)
 def test_layers_sequences_and_data_over_eight_ranks(stage: int, tmp_path: Path) -> None:
-    """Two ranks share each layer, two each sequence, and two such groups have batches of their own."""
+    assert_two_groups_train_as_one_rank("TP x SP", stage, tmp_path)
+
+
+def assert_two_groups_train_as_one_rank(axis: str, stage: int, folder: Path) -> None:
+    """Two groups of ranks that share layers, sequences or both have batches of their own."""
     import deepspeed
 
-    cell = Cell("TP x SP", stage, ())
+    cell = Cell(axis, stage, ())
     with clean_clients():
         plain = model(adapted=False)
-        engine = deepspeed.initialize(model=model(adapted=False), config=config(cell, tmp_path))[0]
-        assert [engine.mesh.size(axis) for axis in ("tp", "sp", "dp")] == [2, 2, 2]
+        engine = deepspeed.initialize(model=model(adapted=False), config=config(cell, folder))[0]
+        assert [engine.mesh.size(name) for name in ("tp", "sp")] == [
+            2 if "TP" in axis else 1,
+            2 if "SP" in axis else 1,
+        ]
+        assert engine.mesh.size("dp") == 2
         optimizer = torch.optim.AdamW(plain.parameters(), lr=RATE, eps=EPS, weight_decay=DECAY)
         for batch in batches():
             rows = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(2)]
@@ -106,9 +120,8 @@ def test_layers_sequences_and_data_over_eight_ranks(stage: int, tmp_path: Path) 
             engine.step()
         for name, param in engine.module.named_parameters():
             wanted = plain.get_parameter(name)
-            assert (engine.whole_tensor(param) - wanted).abs().max() <= 2e-5 * max(1.0, wanted.abs().max()), (
-                name
-            )
+            difference = (engine.whole_tensor(param) - wanted).abs().max()
+            assert difference <= 2e-5 * max(1.0, wanted.abs().max()), name
         engine.destroy()
 
 
