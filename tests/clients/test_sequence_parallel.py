@@ -388,7 +388,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_packing_that_one_rank_sees_is_refused_on_all(variable: bool) -> None:
     """By a model that does not tell its attention the positions; the next batch trains."""
     with clean_clients():
-        model = llama(num_attention_heads=2).train()
+        model = llama(use_cache=False).train()
         registered(model, seq_length=8, seq_length_is_variable=variable)
         for layer in model.model.layers:
             layer.self_attn.forward = _without_positions(layer.self_attn.forward)
