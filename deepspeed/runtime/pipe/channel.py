@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,44 @@ FRAME = 64
 _NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # what a frame begins with
 _SAME = -1
 """Number of words of a description that is that of the message before."""
+
+
+class Outlet(Protocol):
+    """Where a stage puts what the next one gets."""
+
+    def send(self, value: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """Where a stage gets what the one before has put."""
+
+    def expect(self, messages: int) -> None: ...
+
+    def receive(self, left: int = 0) -> Any: ...
+
+
+class Handover:
+    """From one chunk to the next on the same stage: both ends in one object. Like a message, what is received has no
+    graph."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def send(self, value: Any) -> None:
+        words, tensors = describe(value)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._waiting.append(rebuild(words, leaves))
+
+    def receive(self, left: int = 0) -> Any:
+        return self._waiting.popleft()
+
+    def expect(self, messages: int) -> None:
+        """It is there when it is needed."""
+
+    def flush(self) -> None:
+        """Nothing is on the way."""
 
 
 class Sender:
