@@ -72,7 +72,7 @@ def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> Pip
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": COUNT,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.0}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},  # Adam would enlarge the noise of zero gradients
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": section,
     }
@@ -86,7 +86,7 @@ class Plain:
 
     def __init__(self, model: Any) -> None:
         self.model = model.train()
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.norm = 0.0
 
     def step(self, data: list[Iterator[dict[str, Tensor]]]) -> float:
@@ -108,12 +108,12 @@ def train_both(engine: PipelineEngine, plain: Plain, steps: int = 2) -> None:
     for _ in range(steps):
         expected = plain.step(everyone)
         assert engine.train_batch(own).item() == pytest.approx(expected, rel=1e-5)
-        assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-4)
+        assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-5)
     theirs = dict(plain.model.named_parameters())
     for name, param in engine.module.named_parameters():
         found = safe_get_full_fp32_param(param)
         expected = theirs[name].detach()
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -160,7 +160,7 @@ def test_replicas_and_checkpoints(tmp_path: Path) -> None:
         missing, unexpected = loaded.load_state_dict(weights, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         for (name, one), two in zip(loaded.named_parameters(), plain.model.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
         pairs = [next(batches(5)) for _ in range(COUNT)]
         with torch.no_grad():
             losses = [plain.model.eval()(**pair, use_cache=False).loss for pair in pairs]

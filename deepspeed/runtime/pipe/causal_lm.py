@@ -42,7 +42,7 @@ def cut_causal_lm(
     input_ids, labels and whatever else the model takes; or a pair (inputs, labels). ``loss_fn(logits, labels)``: by
     default the model's own. The other arguments are those of PipelineModule. PipelineError: the model cannot be cut.
     """
-    config: Any = model.config
+    config: Any = getattr(model, "config")  # noqa: B009 - of a PreTrainedModel
     if config.is_encoder_decoder:
         raise PipelineError(f"{type(model).__name__} has an encoder: only decoders can be cut into stages")
     if getattr(config, "output_router_logits", False):
@@ -150,8 +150,16 @@ class _LaterModule(nn.Module):
 class CutModel(PipelineModule):
     """This stage's pieces of a causal language model; parameters have the names that they have in the whole model."""
 
+    config: Any
+    _anatomy: Anatomy
+    _passage: _Passage
+    _stand_ins: dict[str, nn.Module]
+    _shared: dict[str, list[int]]
+    """Weights that other stages have as well -> all stages that have them."""
+    _views: list[nn.ModuleList]
+
     def __init__(self, anatomy: Anatomy, loss_fn: Callable[..., Any], **arguments: Any) -> None:
-        vars(self).update(_anatomy=anatomy, _passage=_Passage(), config=anatomy.model.config)  # type: ignore[attr-defined]
+        vars(self).update(_anatomy=anatomy, _passage=_Passage(), config=anatomy.model.config)
         layers: list[nn.Module] = list(anatomy.block_list())
         for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
             others = [anatomy.model.get_submodule(name) for name in names]

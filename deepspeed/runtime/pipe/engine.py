@@ -44,6 +44,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+        _check_stages(super_kwargs.get("model", super_args[1] if len(super_args) > 1 else None))
         super().__init__(*super_args, **super_kwargs)
         module = self.module
         if not isinstance(module, PipelineModule):
@@ -52,6 +53,11 @@ class PipelineEngine(DeepSpeedEngine):
             raise DeepSpeedConfigError(
                 "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
                 "true"
+            )
+        if self._config.sequence_parallel_size > self.mesh.size("sp"):
+            raise DeepSpeedConfigError(
+                f"sequence_parallel_size={self._config.sequence_parallel_size}: the stages of a pipeline do not share "
+                "sequences yet; leave it out, or train without stages"
             )
         self.pipeline_parallelism = True
         self.grid = module.mpu()
@@ -429,6 +435,20 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print() or math.inf
         if self.global_rank == 0 and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _check_stages(model: Any) -> None:
+    """PipelineError, on all ranks of a pipeline: some stages train nothing, others do. They could not step together."""
+    if not isinstance(model, PipelineModule) or model.num_stages == 1:
+        return
+    trained: list[Any] = [None] * model.num_stages
+    own = any(param.requires_grad for param in model.parameters())
+    dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
+    if any(trained) and not all(trained):
+        raise PipelineError(
+            f"stage {trained.index(False)} trains nothing: all its parameters are frozen. Cut the model so that every "
+            "stage trains some, with partition_method='parameters', or leave one small weight of it trained"
+        )
 
 
 def _nowhere(number: int, grad: Tensor) -> None:

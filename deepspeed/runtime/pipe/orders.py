@@ -293,7 +293,13 @@ def zero_bubble_v(
     holds. ``durations`` are those of a chunk."""
     limit = chunks * stages if held is None else held
     name = "zero-bubble-v" if zigzag else "zero-bubble"
-    return _greedy(name, stages, micro_batches, chunks, zigzag, durations, limit)
+    found = [
+        _greedy(name, stages, micro_batches, chunks, zigzag, assumed, limit)
+        for assumed in dict.fromkeys(
+            (durations, Durations())
+        )  # greed for the exact durations is not always best
+    ]
+    return min(found, key=lambda order: simulate(order, durations).makespan)
 
 
 _ORDERINGS: tuple[Callable[[Action], tuple[int, ...]], ...] = (

@@ -27,7 +27,7 @@ class WeightQueue:
     def __init__(self, add: Add) -> None:
         self.add = add
         self.active = False
-        self.part = (-1, 0)
+        self.part: tuple[int, int] = (-1, 0)
         """Micro-batch and chunk whose backward is running."""
         self.anchor = torch.zeros(
             (), requires_grad=True
