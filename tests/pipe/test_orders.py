@@ -63,6 +63,21 @@ def test_bubbles_at_four_stages() -> None:
     assert simulate(zero_bubble_v(4, 8)).bubble == pytest.approx(3 / 51)
 
 
+def test_the_bubble_of_more_chunks() -> None:
+    """p = 4, m = 8: at most 3 % with the activations of 1F1B, waiting for the first micro-batch included."""
+    order = zero_bubble_v(4, 8, chunks=6)
+    assert simulate(order).bubble == pytest.approx(3 / 147) and simulate(order).bubble < 0.03
+    assert max(order.held(stage) for stage in range(4)) <= 6 * one_forward_one_backward(4, 8).held(0)
+    assert simulate(zero_bubble_v(4, 8, chunks=4)).bubble == pytest.approx(3 / 99)
+
+
+def test_the_bubble_of_unequal_durations() -> None:
+    """Less than half of that of 1F1B, still with its activations."""
+    measured = Durations(forward=0.9, backward=1.1, weights=0.8, send=0.02)  # of one chunk
+    order = zero_bubble_v(4, 8, chunks=4, durations=measured)
+    assert simulate(order, measured).bubble < 0.11 and max(map(order.held, range(4))) <= 16
+
+
 def test_a_circle_is_found() -> None:
     order = one_forward_one_backward(2, 2)
     first = (
