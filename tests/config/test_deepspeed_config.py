@@ -118,6 +118,7 @@ def test_defaults_of_the_seam() -> None:
         "activation_checkpoint_interval": 0,
         "pipe_partitioned": True,
         "grad_partitioned": True,
+        "schedule": "1f1b",  # ours
     }
     assert config.aio_config == {
         "block_size": 1048576,

@@ -357,7 +357,7 @@ class Screen(io.StringIO):
 def test_the_status_line_stays_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((10, 4)))
+    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda **_: os.terminal_size((10, 4)))
     line = StatusLine()
     line.show("step 1")
     line.show("step 2 and much more")
