@@ -54,7 +54,6 @@ INSTEAD = {
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.pipe": "Until then use torch.distributed.pipelining, or ZeRO stages 1 and 2.",
     "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
     "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
     "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
