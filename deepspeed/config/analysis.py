@@ -25,7 +25,7 @@ from deepspeed.config.problems import Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.rules import check_rules
 from deepspeed.config.schema import TrainingConfig
-from deepspeed.config.sections import LenientConfigModel, collect_notes, is_auto, note
+from deepspeed.config.sections import LenientConfigModel, collect_notes, extra_facts, is_auto, note
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
@@ -186,7 +186,8 @@ def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
     """
     if is_auto(value):
         found = field_at(TrainingConfig, path)
-        return [] if found is not None and is_auto(found.get_default()) else [path]
+        chosen = found is not None and (is_auto(found.get_default()) or extra_facts(found).get("takes_auto"))
+        return [] if chosen else [path]
     items = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     )

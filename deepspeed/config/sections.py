@@ -192,11 +192,12 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
 
 @cache
 def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
-    """(deprecated fields, fields that `enabled: true` requires) of a model class."""
+    """(deprecated fields, fields that `enabled: true` requires, fields with a choice "auto") of a model class."""
     facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
     return (
         frozenset(name for name, fact in facts.items() if fact.get("deprecated")),
         frozenset(name for name, fact in facts.items() if fact.get("required_when_enabled")),
+        frozenset(name for name, fact in facts.items() if fact.get("takes_auto")),
     )
 
 
@@ -206,8 +207,8 @@ class DeepSpeedConfigModel(BaseModel):
 
     Fields may carry in `json_schema_extra`: `deprecated: True`, `new_param` (dotted path of the field that
     replaces it, relative to the model), `set_new_param` (copy the value there, default True),
-    `new_param_fn` (converts the value) and `deprecated_msg` (added to the note). `strict=True` keeps "auto"
-    values, so that they are validated like any other.
+    `new_param_fn` (converts the value) and `deprecated_msg` (added to the note); `takes_auto: True`: "auto" is a
+    choice of its own. `strict=True` keeps all "auto" values, so that they are validated like any other.
     """
 
     model_config = ConfigDict(
@@ -221,12 +222,11 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, /, strict: bool = False, **data: Any) -> None:
+        old_spellings, required_fields, takes_auto = _special_fields(type(self))
         if not strict:
-            data = {
-                key: value for key, value in data.items() if key == "replace_method" or not is_auto(value)
-            }
+            kept = {"replace_method", *takes_auto}
+            data = {key: value for key, value in data.items() if key in kept or not is_auto(value)}
         super().__init__(**data)
-        old_spellings, required_fields = _special_fields(type(self))
         for name in sorted(old_spellings & self.model_fields_set):
             self._carry_over(name)
         if required_fields and getattr(self, "enabled", False):

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.orders import (
     Action,
     DeadlockError,
@@ -63,6 +65,21 @@ def test_bubbles_at_four_stages() -> None:
     assert simulate(zero_bubble_v(4, 8)).bubble == pytest.approx(3 / 51)
 
 
+def test_the_bubble_of_more_chunks() -> None:
+    """p = 4, m = 8: at most 3 % with the activations of 1F1B, waiting for the first micro-batch included."""
+    order = zero_bubble_v(4, 8, chunks=6)
+    assert simulate(order).bubble == pytest.approx(3 / 147) and simulate(order).bubble < 0.03
+    assert max(order.held(stage) for stage in range(4)) <= 6 * one_forward_one_backward(4, 8).held(0)
+    assert simulate(zero_bubble_v(4, 8, chunks=4)).bubble == pytest.approx(3 / 99)
+
+
+def test_the_bubble_of_unequal_durations() -> None:
+    """Less than half of that of 1F1B, still with its activations."""
+    measured = Durations(forward=0.9, backward=1.1, weights=0.8, send=0.02)  # of one chunk
+    order = zero_bubble_v(4, 8, chunks=4, durations=measured)
+    assert simulate(order, measured).bubble < 0.11 and max(map(order.held, range(4))) <= 16
+
+
 def test_a_circle_is_found() -> None:
     order = one_forward_one_backward(2, 2)
     first = (
@@ -88,3 +105,16 @@ def test_a_chart() -> None:
         "stage 0:   F0   F1    .",
         "stage 1:    .   F0   F1",
     ]
+
+
+def test_auto_without_processes() -> None:
+    """Chunks that interleaved 1F1B cannot order, because 2 stages do not divide 3 micro-batches."""
+    choice = OrderChoice("auto", Layout(stages=2, chunks=2))
+    assert [choice.order(3).name, choice.may_split, choice.timed] == ["zero-bubble", True, False]
+    choice.phase = 2
+    choice._known = None
+    assert choice.timed and choice.order(4).name == "interleaved"
+    assert choice.order(3).name == "zero-bubble" and not choice.timed
+    with pytest.raises(DeepSpeedConfigError, match="zero-bubble-v' does not fit.*one chunk"):
+        OrderChoice("zero-bubble-v", Layout(stages=2))
+    assert OrderChoice("auto", Layout(stages=1)).order(2).name == "1f1b"

@@ -1,17 +1,19 @@
 """Messages between two stages, in one direction and in order.
 
-A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receive of the next frame is posted ahead:
-posted only when it is needed, it costs gloo milliseconds. The frame holds the description of the
-message (``messages.py``) only where that has changed, and else its number of bytes; a description that is too long
-follows by itself. The receiver thus knows the size of what comes before it allocates: gloo ends the process where a
-buffer is too small.
+A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receives of the next frame and bytes are
+posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a receive costs gloo
+milliseconds. The frame holds the description of the message (``messages.py``) only where that has changed, and else its
+number of bytes; a description that is too long follows by itself.
+
+gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
+message of another size is preceded by as many bytes without meaning.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,44 @@ _SAME = -1
 """Number of words of a description that is that of the message before."""
 
 
+class Outlet(Protocol):
+    """Where a stage puts what the next one gets."""
+
+    def send(self, value: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Inlet(Protocol):
+    """Where a stage gets what the one before has put."""
+
+    def expect(self, messages: int) -> None: ...
+
+    def receive(self, left: int = 0) -> Any: ...
+
+
+class Handover:
+    """From one chunk to the next on the same stage: both ends in one object. Like a message, what is received has no
+    graph."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def send(self, value: Any) -> None:
+        words, tensors = describe(value)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._waiting.append(rebuild(words, leaves))
+
+    def receive(self, left: int = 0) -> Any:
+        return self._waiting.popleft()
+
+    def expect(self, messages: int) -> None:
+        """It is there when it is needed."""
+
+    def flush(self) -> None:
+        """Nothing is on the way."""
+
+
 class Sender:
     """Sends to the rank ``peer`` without waiting for it. ``tag``: one per direction of a pair of ranks."""
 
@@ -35,6 +75,7 @@ class Sender:
         self.described = 0
         self._words: list[int] | None = None
         self._specs: list[TensorSpec] = []
+        self._last_bytes = 0
         self._pending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, value: Any) -> None:
@@ -52,10 +93,16 @@ class Sender:
                 rest = words
         frame[_BYTES] = total_bytes(self._specs)
         self._post(torch.tensor(frame + [0] * (FRAME - len(frame)), dtype=torch.int64))
+        as_expected = frame[_BYTES] == self._last_bytes
+        if self._last_bytes and not as_expected:
+            self._post(torch.zeros(self._last_bytes, dtype=torch.uint8))
+        if frame[_BYTES] and as_expected:
+            self._post(pack(tensors, self._specs))
         if rest:
             self._post(torch.tensor(rest, dtype=torch.int64))
-        if frame[_BYTES]:
+        if frame[_BYTES] and not as_expected:
             self._post(pack(tensors, self._specs))
+        self._last_bytes = frame[_BYTES]
         self.sent += 1
         self._forget_done()
 
@@ -81,19 +128,27 @@ class Receiver:
         self.received = 0
         self._words: Sequence[int] | None = None
         self._specs: list[TensorSpec] = []
-        self._frames: deque[tuple[Any, Tensor]] = deque()
+        self._ahead: list[tuple[Any, Tensor]] = []
+        """The receives of the next frame, and of as many bytes as the last message had, if any."""
+        self._last_bytes = 0
 
     def expect(self, messages: int) -> None:
-        """Post the receive of the next frame ahead, if ``messages`` are still to come."""
-        if messages > 0 and not self._frames:
-            frame = torch.empty(FRAME, dtype=torch.int64, device=self.device)
-            self._frames.append((dist.irecv(frame, self.peer, group=self.group, tag=self.tag), frame))
+        """Post the receives of the next message ahead, if ``messages`` are still to come."""
+        if messages > 0 and not self._ahead:
+            self._ahead.append(self._post(FRAME, torch.int64))
+            if self._last_bytes:
+                self._ahead.append(self._post(self._last_bytes, torch.uint8))
+
+    def _post(self, numel: int, dtype: torch.dtype) -> tuple[Any, Tensor]:
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        return dist.irecv(data, self.peer, group=self.group, tag=self.tag), data
 
     def receive(self, left: int = 0) -> Any:
         """The next message; its tensors require gradients as they did where they were sent. ``left``: how many more
         will follow. PipelineError: a message was lost."""
         self.expect(1)
-        work, frame = self._frames.popleft()
+        (work, frame), *ahead = self._ahead
+        self._ahead = []
         work.wait()
         head = frame.tolist()
         if head[_NUMBER] != self.received:
@@ -102,6 +157,8 @@ class Receiver:
                 "run the same order of micro-batches"
             )
         self.received += 1
+        for work, _ in ahead:  # before what follows it
+            work.wait()
         count = head[_WORDS]
         if count != _SAME:
             fits = count <= FRAME - _INLINE
@@ -111,11 +168,15 @@ class Receiver:
             raise PipelineError(
                 f"rank {self.peer} announced {head[_BYTES]} bytes, but described {total_bytes(self._specs)}"
             )
-        data = self._take(head[_BYTES], torch.uint8) if head[_BYTES] else torch.empty(0, dtype=torch.uint8)
+        as_expected = bool(ahead) and head[_BYTES] == self._last_bytes
+        data = ahead[0][1] if as_expected else self._take(head[_BYTES], torch.uint8)
+        self._last_bytes = head[_BYTES]
         self.expect(left)
         return rebuild(self._words, unpack(data, self._specs))
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        data = torch.empty(numel, dtype=dtype, device=self.device)
-        dist.recv(data, self.peer, group=self.group, tag=self.tag)
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        work, data = self._post(numel, dtype)
+        work.wait()
         return data

@@ -20,10 +20,18 @@ class PipelineConfig(LenientConfigModel):
     partition: str = Field(
         default="best", description="Kept for old files; the pipeline module knows its partition."
     )
-    schedule: Literal["1f1b", "zero-bubble"] = Field(
+    schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto"] = Field(
         default="1f1b",
-        description="In which order stages work: one forward, one backward; or with backwards split in two, so that "
-        "gradients of weights fill the waits.",
+        description="In which order stages work: one forward, one backward; the same over several chunks per stage "
+        "(`PipelineModule(chunks=...)`); with backwards split in two, so that gradients of weights fill the waits; "
+        "this over chunks that go forth and back (`zigzag=True`); or the best of these for measured durations.",
+        json_schema_extra={"takes_auto": True},
+    )
+    max_held: Int = Field(
+        default=0,
+        ge=0,
+        description="Of how many micro-batches a stage may hold activations with split backwards; 0: as many as there "
+        "are stages, which is what 1F1B holds.",
     )
     seed_layers: bool = Field(default=False, description="Seed the random state per layer.")
     activation_checkpoint_interval: Int = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +16,11 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
-from deepspeed.runtime.pipe.channel import Receiver, Sender
+from deepspeed.runtime.pipe.channel import Handover, Inlet, Outlet, Receiver, Sender
+from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.orders import Order
+from deepspeed.runtime.pipe.orders import Action, Order, stage_on_chain
 from deepspeed.runtime.pipe.split_backward import WeightQueue, join_linears, split_linears
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
 from deepspeed.runtime.precision import autocast_context
@@ -27,12 +28,7 @@ from deepspeed.utils.logging import log_dist
 
 __all__ = ["PipelineEngine"]
 
-_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages
-MAKERS: Mapping[str, Callable[[int, int], Order]] = {
-    "1f1b": orders.one_forward_one_backward,
-    "zero-bubble": orders.zero_bubble,
-}
-"""Orders by the value of ``pipeline.schedule``."""
+_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages after the first chunk; those of the next follow
 
 
 def is_even(number: int) -> bool:
@@ -48,6 +44,8 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
+        _check_axes(super_kwargs.get("config_class"))
+        _check_stages(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
         module = self.module
         if not isinstance(module, PipelineModule):
@@ -61,7 +59,10 @@ class PipelineEngine(DeepSpeedEngine):
         self.grid = module.mpu()
         self.stage_id = self.grid.get_stage_id()
         self.num_stages = self.grid.get_pipe_parallel_world_size()
-        self.batch_fn: Callable[[Any], Any] | None = None
+        self.layout = Layout(self.num_stages, module.chunks, module.zigzag)
+        self.loss_stage = stage_on_chain(self.num_stages * module.chunks - 1, self.num_stages, module.zigzag)
+        """The stage of the last layer."""
+        self.batch_fn: Callable[[Any], Any] | None = module.batch_fn
         self.data_iterator: Iterator[Any] | None = None
         self.has_attention_mask = False
         self._reports: dict[str, float] = {}
@@ -79,28 +80,47 @@ class PipelineEngine(DeepSpeedEngine):
         module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        self._links = self._connect()
-        self._schedule = str(section["schedule"])
-        self._known_order: Order | None = None
+        self._handovers: dict[tuple[int, int], Handover] = {}
+        self._links = [self._connect(chunk) for chunk in range(module.chunks)]
+        self._choice = OrderChoice(str(section["schedule"]), self.layout, int(section["max_held"]))
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Linear] = []
-        if self.core is not None and self._order(self.clock.steps).split:
-            numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
-            self._split = split_linears(module, numbers, self._weights)
+        self._most_held = 0
+        if self.core is not None:
+            self._order(self.clock.steps)  # what does not fit is told at once
+            if self._choice.may_split:
+                numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
+                self._split = split_linears(module, numbers, self._weights)
 
-    def _connect(self) -> Links:
-        group = self.grid.get_pipe_parallel_group()
-        ranks = self.grid.pp_group
-        before = ranks[self.stage_id - 1] if self.stage_id > 0 else None
-        after = ranks[self.stage_id + 1] if self.stage_id + 1 < self.num_stages else None
-        links = Links()
-        if before is not None:
-            links.inputs = Receiver(before, group, self.device, _ACTIVATIONS)
-            links.input_gradients = Sender(before, group, self.device, _GRADIENTS)
-        if after is not None:
-            links.outputs = Sender(after, group, self.device, _ACTIVATIONS)
-            links.output_gradients = Receiver(after, group, self.device, _GRADIENTS)
+    def _connect(self, chunk: int) -> Links:
+        """A chunk's channels: tags tell those of different chunks apart."""
+        number = self.stage_module.piece(chunk)
+        links, last = Links(), self.num_stages * self.layout.chunks - 1
+        if number > 0:
+            links.inputs = self._inlet(number - 1, _ACTIVATIONS)
+            links.input_gradients = self._outlet(number - 1, _GRADIENTS)
+        if number < last:
+            links.outputs = self._outlet(number, _ACTIVATIONS)
+            links.output_gradients = self._inlet(number, _GRADIENTS)
         return links
+
+    def _peer(self, number: int) -> int | None:
+        """The rank that has a piece of the model; None: this one."""
+        stage = stage_on_chain(number, self.num_stages, self.layout.zigzag)
+        return self.grid.pp_group[stage] if stage != self.stage_id else None
+
+    def _inlet(self, edge: int, tag: int) -> Inlet:
+        """From the other end of ``edge``, which is between the pieces ``edge`` and ``edge + 1`` of the model."""
+        peer = self._peer(edge if tag == _ACTIVATIONS else edge + 1)
+        if peer is None:
+            return self._handovers.setdefault((edge, tag), Handover())
+        return Receiver(peer, self.grid.get_pipe_parallel_group(), self.device, 2 * edge + tag)
+
+    def _outlet(self, edge: int, tag: int) -> Outlet:
+        peer = self._peer(edge + 1 if tag == _ACTIVATIONS else edge)
+        if peer is None:
+            return self._handovers.setdefault((edge, tag), Handover())
+        return Sender(peer, self.grid.get_pipe_parallel_group(), self.device, 2 * edge + tag)
 
     @property
     def stage_module(self) -> PipelineModule:
@@ -143,6 +163,7 @@ class PipelineEngine(DeepSpeedEngine):
                 self.stage_id,
                 training=True,
                 split=order.split,
+                timed=self._choice.timed,
                 on_backward=self._count_micro_batch,
             )
             losses = run.run(order.actions[self.stage_id])
@@ -153,15 +174,14 @@ class PipelineEngine(DeepSpeedEngine):
             core.reducer.sync_enabled = True
         loss = self._agree_on_losses(losses, count)
         super().step()
+        self._choice.learn(run.seconds, self.stage_id, self.device)
         return loss
 
     def _order(self, micro_batches: int) -> Order:
-        """Of a batch, as the key ``pipeline.schedule`` says."""
-        if self._known_order is None or self._known_order.micro_batches != micro_batches:
-            self._known_order = MAKERS[self._schedule](self.num_stages, micro_batches)
-        return self._known_order
+        """Of the next batch, as the key ``pipeline.schedule`` says."""
+        return self._choice.order(micro_batches)
 
-    def _count_micro_batch(self, micro_batch: int) -> None:
+    def _count_micro_batch(self) -> None:
         if not self.clock.at_boundary:  # the last one counts with the update
             super().step()
 
@@ -193,7 +213,9 @@ class PipelineEngine(DeepSpeedEngine):
         try:
             with torch.no_grad():
                 run = StageRun(self, self._links, self.stage_id, training=False)
-                results = run.run(orders.forward_only(self.num_stages, count).actions[self.stage_id])
+                layout = self.layout
+                order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
+                results = run.run(order.actions[self.stage_id])
         finally:
             self.train(mode)
             self.data_iterator, self._compute_loss = iterator, True
@@ -205,18 +227,18 @@ class PipelineEngine(DeepSpeedEngine):
         self, results: list[Any], count: int, compute_loss: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Any:
         if not compute_loss:
-            if not self.is_last_stage():
+            if not self.has_loss:
                 return None
             return _mean(results) if reduce_output == "avg" else results
         if reduce_output is None:
             losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
             if bcast_loss:
                 losses = self._from_last_stage(losses.to(self.device))
-            return list(losses) if bcast_loss or self.is_last_stage() else None
+            return list(losses) if bcast_loss or self.has_loss else None
         loss = self._mean_over_replicas(self._mean_loss(results))
         if bcast_loss:
             return self._from_last_stage(loss)
-        return loss if self.is_last_stage() else None
+        return loss if self.has_loss else None
 
     # The work of this stage -----------------------------------------------------------------------------------
 
@@ -237,10 +259,13 @@ class PipelineEngine(DeepSpeedEngine):
         inputs, labels = (_to_device(part, self.device) for part in batch)
         return inputs, labels
 
-    def forward_stage(self, inputs: Any, labels: Any) -> Any:
-        """Outputs of this stage; on the last one the loss."""
-        outputs = super().forward(inputs)
-        if not self.is_last_stage():
+    def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
+        """Outputs of a chunk; of the last one the loss."""
+        if self.layout.chunks == 1:
+            outputs = super().forward(inputs)
+        else:
+            outputs = super().forward(inputs, chunk=action.chunk)
+        if self._links[action.chunk].outputs is not None:
             return outputs
         self._outputs = outputs if not torch.is_grad_enabled() else None
         loss_fn = self.stage_module.loss_fn
@@ -257,15 +282,18 @@ class PipelineEngine(DeepSpeedEngine):
             self._additional[name] = self._additional.get(name, torch.zeros(())) + value.cpu()
         return loss
 
-    def weights_stage(self, micro_batch: int) -> None:
+    def weights_stage(self, action: Action) -> None:
         """The gradients of weights that a split backward has left."""
         with torch.no_grad():
-            self._weights.compute(micro_batch)
+            self._weights.compute((action.micro_batch, action.chunk))
 
-    def backward_stage(self, micro_batch: int, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
+    def synchronize(self) -> None:
+        self.accelerator.synchronize()
+
+    def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """One micro-batch; its gradients stay on this rank until the end of the batch."""
-        self._weights.micro_batch = micro_batch
-        if self.is_last_stage():
+        self._weights.part = (action.micro_batch, action.chunk)
+        if self._links[action.chunk].outputs is None:
             super().backward(outputs)
             return
         core, plain = self._require_core("train_batch"), self._plain_backward
@@ -285,7 +313,7 @@ class PipelineEngine(DeepSpeedEngine):
     # Losses ---------------------------------------------------------------------------------------------------
 
     def _mean_loss(self, losses: list[Any]) -> Tensor:
-        if not self.is_last_stage():
+        if not self.has_loss:
             return torch.zeros((), device=self.device)
         if not all(isinstance(loss, Tensor) and loss.numel() == 1 for loss in losses):
             raise PipelineError("the last stage returned no scalar loss: give PipelineModule a loss_fn")
@@ -316,14 +344,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _from_last_stage(self, values: Tensor) -> Tensor:
         if self.num_stages > 1:
             values = values.contiguous()
-            self.scopes.across["pp"].broadcast(values.view(-1), src=self.num_stages - 1).wait()
+            self.scopes.across["pp"].broadcast(values.view(-1), src=self.loss_stage).wait()
         return values
 
     def _names_from_last_stage(self, names: list[str]) -> list[str]:
         if self.num_stages > 1:
             message = [names]
             dist.broadcast_object_list(
-                message, self.grid.pp_group[-1], group=self.grid.get_pipe_parallel_group()
+                message, self.grid.pp_group[self.loss_stage], group=self.grid.get_pipe_parallel_group()
             )
             names = message[0]
         return names
@@ -337,13 +365,13 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         """Read ``loader`` from now on, over and over."""
-        if self.is_first_stage() or self.is_last_stage():
+        if self.is_first_stage() or self.has_loss:
             self.training_dataloader = loader
             self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator`` from now on."""
-        if self.is_first_stage() or self.is_last_stage():
+        if self.is_first_stage() or self.has_loss:
             self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
@@ -355,6 +383,11 @@ class PipelineEngine(DeepSpeedEngine):
 
     def is_last_stage(self) -> bool:
         return self.stage_id == self.num_stages - 1
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last layer is on this stage: that of the loss and of the outputs."""
+        return self.stage_id == self.loss_stage
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.stage_id
@@ -398,6 +431,37 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print() or math.inf
         if self.global_rank == 0 and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _check_axes(config: Any) -> None:
+    """DeepSpeedConfigError: ranks are to share what they cannot share within stages."""
+    if config is None:
+        return
+    if config.sequence_parallel_size > 1:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size={config.sequence_parallel_size}: the ranks of a stage do not share sequences yet; "
+            "leave it out, or train without stages"
+        )
+    if config.tensor_parallel_config.autotp_size > 1:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size={config.tensor_parallel_config.autotp_size}: the layers of a PipelineModule "
+            "are not split by the config yet; give it a topology with an axis 'model', and layers of "
+            "deepspeed.module_inject (docs/pipeline.md)"
+        )
+
+
+def _check_stages(model: Any) -> None:
+    """PipelineError, on all ranks of a pipeline: some stages train nothing, others do. They could not step together."""
+    if not isinstance(model, PipelineModule) or model.num_stages == 1:
+        return
+    trained: list[Any] = [None] * model.num_stages
+    own = any(param.requires_grad for param in model.parameters())
+    dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
+    if any(trained) and not all(trained):
+        raise PipelineError(
+            f"stage {trained.index(False)} trains nothing: all its parameters are frozen. Cut the model so that every "
+            "stage trains some, with partition_method='parameters', or leave one small weight of it trained"
+        )
 
 
 def _nowhere(number: int, grad: Tensor) -> None:

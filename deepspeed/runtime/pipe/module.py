@@ -19,6 +19,7 @@ from deepspeed.comm.groups import new_group
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.orders import place_on_chain, stage_on_chain
 from deepspeed.runtime.pipe.partition import partition, stage_of
 from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
@@ -47,6 +48,9 @@ class PipelineModule(nn.Module):
         checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.
         dynamic_shape: kept for old scripts: shapes may always change.
         profile_input: for "profile": what the first layer gets.
+        chunks: runs of layers per stage, for interleaved orders: a micro-batch passes all stages as many times.
+        zigzag: every second chunk is passed in the opposite direction, so that with two of them the last layer is on
+            the first stage: for ``pipeline.schedule`` "zero-bubble-v".
 
     RuntimeError: the ranks do not fit the stages. Collective over all ranks. Parameters are named by the number of
     their layer in the whole model ("3.weight"), or by their tie ("tied_modules.embed.weight").
@@ -68,8 +72,12 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
         *,
         profile_input: Any = None,
+        chunks: int = 1,
+        zigzag: bool = False,
     ) -> None:
         super().__init__()
+        if chunks < (2 if zigzag else 1):
+            raise ValueError(f"chunks={chunks}, zigzag={zigzag}: at least 1, and 2 with zigzag")
         if checkpointable_layers is not None and not isinstance(checkpointable_layers, (list, tuple)):
             raise TypeError(
                 f"checkpointable_layers is a list of class names, not {type(checkpointable_layers).__name__}"
@@ -84,6 +92,10 @@ class PipelineModule(nn.Module):
         self.checkpointable_layers = checkpointable_layers
         self.dynamic_shape = dynamic_shape
         self.checkpoint_parallel_write_pipeline = False
+        self.batch_fn: Callable[[Any], Any] | None = None
+        """What the engine's ``set_batch_fn`` is given at first."""
+        self.chunks = chunks
+        self.zigzag = zigzag
         init_distributed()
         self._grid = PipelineParallelGrid(_topology(num_stages, topology))
         self._topo = self._grid.topology()
@@ -95,19 +107,32 @@ class PipelineModule(nn.Module):
         durations = None
         if partition_method.strip().lower() == "profile" and profile_input is not None:
             durations = _agreed(measure(self._layer_specs, profile_input))
-        self.parts = partition(self._layer_specs, self.num_stages, partition_method, durations)
-        self._local_start, self._local_stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]
+        self.parts = partition(self._layer_specs, self.num_stages * chunks, partition_method, durations)
+        runs = [self._layers_of(chunk) for chunk in range(chunks)]
+        self._numbers = [number for run in runs for number in run]
+        """Numbers of this stage's layers in the whole model."""
+        self._ends = [sum(len(run) for run in runs[:chunk]) for chunk in range(chunks + 1)]
+        """Bounds of the chunks among them."""
+        self._calls = [0] * chunks
         self.forward_funcs: list[Callable[[Any], Any]] = []
         self.tied_modules = nn.ModuleDict()
         self._owners: dict[int, str] = {}
-        """Local layer -> under which name its module is registered."""
+        """Number of a layer -> under which name its module is registered."""
         self._build()
         self.tied_stages = self._find_ties()
 
     # Building -------------------------------------------------------------------------------------------------
 
+    def piece(self, chunk: int) -> int:
+        """The number of a chunk of this stage on the way of a micro-batch through the model."""
+        return place_on_chain(chunk, self.stage_id, self.num_stages, self.zigzag)
+
+    def _layers_of(self, chunk: int) -> range:
+        piece = self.piece(chunk)
+        return range(self.parts[piece], self.parts[piece + 1])
+
     def _build(self) -> None:
-        for index in range(self._local_start, self._local_stop):
+        for index in self._numbers:
             layer = self._layer_specs[index]
             if self.seed_layers:
                 self._seed(self.base_seed + index)
@@ -151,17 +176,18 @@ class PipelineModule(nn.Module):
         return found
 
     def _tied_parameters(self, key: str) -> list[tuple[str, nn.Parameter]]:
-        """The tied weights of a tie that has a module on this stage."""
-        names = dict.fromkeys(
-            name
-            for layer in self._layer_specs
-            if isinstance(layer, TiedLayerSpec) and layer.key == key
-            for name in layer.tied_weight_attr
-        )
+        """The weights of a tie that has a module on this stage: those that it names, and the others too where all its
+        layers are of one class, as they have one name wherever they are."""
+        specs = [
+            layer for layer in self._layer_specs if isinstance(layer, TiedLayerSpec) and layer.key == key
+        ]
         params = dict(self.tied_modules[key].named_parameters())
+        names = list(dict.fromkeys(name for spec in specs for name in spec.tied_weight_attr))
         missing = [name for name in names if name not in params]
         if missing:
             raise ValueError(f"the tie {key!r} names {missing[0]!r}, which is no parameter of its layer")
+        if len({spec.typename for spec in specs}) == 1:
+            names = list(params)
         return [(name, params[name]) for name in names]
 
     def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
@@ -176,34 +202,35 @@ class PipelineModule(nn.Module):
 
     # Running --------------------------------------------------------------------------------------------------
 
-    def forward(self, forward_input: Any) -> Any:
-        """Pass ``forward_input`` through the layers of this stage."""
-        self.micro_offset += 1
-        interval = self.activation_checkpoint_interval
+    def forward(self, forward_input: Any, chunk: int = 0) -> Any:
+        """Pass ``forward_input`` through the layers of a chunk of this stage, by default all layers there are."""
+        self._calls[chunk] += 1
+        self.micro_offset = offset = self._calls[chunk]
+        interval, begin, end = self.activation_checkpoint_interval, self._ends[chunk], self._ends[chunk + 1]
         if interval < 1 or not torch.is_grad_enabled():
-            return self._run(0, len(self.forward_funcs), forward_input)
+            return self._run(begin, end, offset, forward_input)
         inputs = forward_input
-        for start in range(0, len(self.forward_funcs), interval):
-            stop = min(start + interval, len(self.forward_funcs))
-            run = partial(self._run_arguments, start, stop)
+        for start in range(begin, end, interval):
+            stop = min(start + interval, end)
+            run = partial(self._run_arguments, start, stop, offset)
             if self._is_checkpointable(self.forward_funcs[start:stop]):
                 arguments = inputs if isinstance(inputs, tuple) else (inputs,)
                 inputs = self.activation_checkpoint_func(run, *arguments)
             else:
-                inputs = self._run(start, stop, inputs)
+                inputs = self._run(start, stop, offset, inputs)
         return inputs
 
-    def _run_arguments(self, start: int, stop: int, *inputs: Any) -> Any:
-        return self._run(start, stop, inputs[0] if len(inputs) == 1 else inputs)
+    def _run_arguments(self, start: int, stop: int, offset: int, *inputs: Any) -> Any:
+        return self._run(start, stop, offset, inputs[0] if len(inputs) == 1 else inputs)
 
-    def _run(self, start: int, stop: int, inputs: Any) -> Any:
+    def _run(self, start: int, stop: int, offset: int, inputs: Any) -> Any:
         for number in range(start, stop):
             if self.seed_layers:
-                self._seed(self.base_seed * self.micro_offset + self._local_start + number)
+                self._seed(self.base_seed * offset + self._numbers[number])
             try:
                 inputs = self.forward_funcs[number](inputs)
             except Exception:
-                layer = self._local_start + number
+                layer = self._numbers[number]
                 logger.error(f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed")
                 raise
         return inputs
@@ -242,22 +269,23 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def partitions(self) -> list[int]:
-        """Bounds of the stages: stage ``s`` holds the layers from number ``s`` on up to number ``s + 1``."""
+        """Bounds of the stages: stage ``s`` holds the layers from number ``s`` on up to number ``s + 1``. With several
+        chunks, bounds of these, in the order in which a micro-batch passes them."""
         return list(self.parts)
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage of a layer. IndexError: there is no such layer."""
-        return stage_of(self.parts, layer_idx)
+        return stage_on_chain(stage_of(self.parts, layer_idx), self.num_stages, self.zigzag)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """The weights of this stage that other stages share, each with the process group of their ranks. Collective
         over these."""
-        return [
-            (param, new_group(getattr(param, SHARED_BY)[1]))
-            for key in self.tied_modules
-            for _, param in self._tied_parameters(key)
-            if hasattr(param, SHARED_BY)
-        ]
+        return [(param, new_group(getattr(param, SHARED_BY)[1])) for param in self._tied_weights()]
+
+    def _tied_weights(self) -> list[nn.Parameter]:
+        """Those of this stage that other stages share."""
+        tied = [param for key in self.tied_modules for _, param in self._tied_parameters(key)]
+        return [param for param in tied if hasattr(param, SHARED_BY)]
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum ``param.grad`` of tied weights over their stages and replicas, for loops without an engine; the engine
@@ -276,24 +304,24 @@ class PipelineModule(nn.Module):
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """The file of a layer, given its number on this stage: "layer_03-model_00-model_states.pt"."""
+        return self._layer_file(ckpt_dir, self._numbers[local_layer_idx])
+
+    def _layer_file(self, folder: str, number: int) -> str:
         place = self._topo.get_rank_repr(rank=self._grid.global_rank)
-        middle = f"-{place}" if place else ""
-        return os.path.join(
-            ckpt_dir, f"layer_{local_layer_idx + self._local_start:02d}{middle}-model_states.pt"
-        )
+        return os.path.join(folder, f"layer_{number:02d}{f'-{place}' if place else ''}-model_states.pt")
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """The files of a layer, of all parts into which tensor parallelism splits it."""
-        number = local_layer_idx + self._local_start
+        number = self._numbers[local_layer_idx]
         return sorted(glob.glob(f"{glob.escape(ckpt_dir)}/layer_{number:02d}-*model_states.pt"))
 
     def _stored(self) -> dict[int, nn.Module]:
-        """Local number of a layer -> module with a file. A tie is stored by the first stage that has it."""
+        """Number of a layer -> module with a file. A tie is stored by the first stage that has it."""
         found = {}
         for index, name in self._owners.items():
             key = name.removeprefix("tied_modules.")
             if key == name or self.tied_stages[key][0] == self.stage_id:
-                found[index - self._local_start] = self.get_submodule(name)
+                found[index] = self.get_submodule(name)
         return found
 
     def save_state_dict(
@@ -316,7 +344,7 @@ class PipelineModule(nn.Module):
                     if name not in excluded
                 }
                 try:
-                    checkpoint_engine.save(state, self.ckpt_layer_path(str(save_dir), number))
+                    checkpoint_engine.save(state, self._layer_file(str(save_dir), number))
                 except Exception as error:  # the other replicas wait for the next layer
                     failed = error
         if failed is not None:
@@ -327,11 +355,9 @@ class PipelineModule(nn.Module):
     ) -> None:
         """Read the file of every layer of this stage. FileNotFoundError: there is none. Collective over replicas."""
         for index, name in self._owners.items():
-            layer, number = self.get_submodule(name), index - self._local_start
-            key = name.removeprefix("tied_modules.")
-            if key != name:
-                number = self._first_of_tie(key) - self._local_start
-            path = Path(self.ckpt_layer_path(str(load_dir), number))
+            layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
+            number = index if key == name else self._first_of_tie(key)
+            path = Path(self._layer_file(str(load_dir), number))
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the file of layer {index} is missing")
             with GatheredParameters(list(layer.parameters()), modifier_rank=0):

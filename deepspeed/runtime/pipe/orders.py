@@ -101,8 +101,15 @@ class Order:
 
 
 def place_on_chain(chunk: int, stage: int, stages: int, zigzag: bool) -> int:
+    """The number of a chunk of a stage on the way of a micro-batch through the model."""
     back = zigzag and chunk % 2
     return chunk * stages + (stages - 1 - stage if back else stage)
+
+
+def stage_on_chain(number: int, stages: int, zigzag: bool) -> int:
+    """The stage that holds a chunk, by the number of the chunk on that way."""
+    chunk, place = divmod(number, stages)
+    return stages - 1 - place if zigzag and chunk % 2 else place
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +208,15 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Order:
     return Order("1f1b", micro_batches, tuple(actions)).check()
 
 
-def forward_only(stages: int, micro_batches: int) -> Order:
-    """Evaluation."""
-    own = tuple(Action(Kind.FORWARD, number) for number in range(micro_batches))
-    return Order("inference", micro_batches, (own,) * stages)
+def forward_only(stages: int, micro_batches: int, chunks: int = 1, *, zigzag: bool = False) -> Order:
+    """Evaluation: as many micro-batches as there are stages pass a chunk before the next chunk begins."""
+    own = [
+        Action(Kind.FORWARD, number, chunk)
+        for start in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for number in range(start, min(start + stages, micro_batches))
+    ]
+    return Order("inference", micro_batches, (tuple(own),) * stages, chunks=chunks, zigzag=zigzag)
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Order:
@@ -267,13 +279,27 @@ def _with_lag(stages: int, micro_batches: int) -> Order:
 
 
 def zero_bubble_v(
-    stages: int, micro_batches: int, *, durations: Durations = Durations(), held: int | None = None
+    stages: int,
+    micro_batches: int,
+    chunks: int = 2,
+    *,
+    zigzag: bool = True,
+    durations: Durations = Durations(),
+    held: int | None = None,
 ) -> Order:
-    """The same over two chunks per stage, whose second ones are passed in the opposite direction: the last chunk is on
-    the first stage, so that its backwards begin at once. ``held`` counts chunks: ``2 stages`` is what 1F1B holds.
-    ``durations`` are those of a chunk."""
-    limit = 2 * stages if held is None else held
-    return _greedy("zero-bubble-v", stages, micro_batches, 2, True, durations, limit)
+    """The same over several chunks per stage, of which every second one is passed in the opposite direction: with two,
+    the last chunk is on the first stage, so that its backwards begin at once. The wait for the first micro-batch is
+    ``chunks`` times shorter. ``zigzag=False``: round and round. ``held`` counts chunks: ``chunks stages`` is what 1F1B
+    holds. ``durations`` are those of a chunk."""
+    limit = chunks * stages if held is None else held
+    name = "zero-bubble-v" if zigzag else "zero-bubble"
+    found = [
+        _greedy(name, stages, micro_batches, chunks, zigzag, assumed, limit)
+        for assumed in dict.fromkeys(
+            (durations, Durations())
+        )  # greed for the exact durations is not always best
+    ]
+    return min(found, key=lambda order: simulate(order, durations).makespan)
 
 
 _ORDERINGS: tuple[Callable[[Action], tuple[int, ...]], ...] = (

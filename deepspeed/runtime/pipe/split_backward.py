@@ -21,24 +21,25 @@ Add = Callable[[int, Tensor], None]
 
 
 class WeightQueue:
-    """Factors of the gradients of weights, by micro-batch. ``active`` while a batch runs whose backwards are split."""
+    """Factors of the gradients of weights, by micro-batch and chunk. ``active`` while a batch runs whose backwards are
+    split."""
 
     def __init__(self, add: Add) -> None:
         self.add = add
         self.active = False
-        self.micro_batch = -1
-        """That whose backward is running."""
+        self.part: tuple[int, int] = (-1, 0)
+        """Micro-batch and chunk whose backward is running."""
         self.anchor = torch.zeros(
             (), requires_grad=True
         )  # backward also reaches layers whose input wants no gradient
-        self._waiting: dict[int, list[tuple[int, int | None, Tensor, Tensor]]] = {}
+        self._waiting: dict[tuple[int, int], list[tuple[int, int | None, Tensor, Tensor]]] = {}
 
     def put(self, weight: int, bias: int | None, inputs: Tensor, grad: Tensor) -> None:
-        self._waiting.setdefault(self.micro_batch, []).append((weight, bias, inputs, grad))
+        self._waiting.setdefault(self.part, []).append((weight, bias, inputs, grad))
 
-    def compute(self, micro_batch: int) -> None:
-        """The gradients that wait for a micro-batch, in the order in which its backward reached them."""
-        for weight, bias, inputs, grad in self._waiting.pop(micro_batch, ()):
+    def compute(self, part: tuple[int, int]) -> None:
+        """The gradients that wait for a micro-batch of a chunk, in the order in which its backward reached them."""
+        for weight, bias, inputs, grad in self._waiting.pop(part, ()):
             rows = grad.reshape(-1, grad.shape[-1])
             self.add(weight, rows.t().mm(inputs.reshape(-1, inputs.shape[-1])))
             if bias is not None:
