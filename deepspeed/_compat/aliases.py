@@ -148,6 +148,7 @@ NAMES: dict[str, dict[str, str]] = {
         "PipelineModule": "deepspeed.runtime.pipe.module",
         "ProcessTopology": "deepspeed.runtime.pipe.topology",
         "TiedLayerSpec": "deepspeed.runtime.pipe.module",
+        "cut_causal_lm": "deepspeed.runtime.pipe.causal_lm",
     },
     "deepspeed.runtime.zero": {
         "DeepSpeedTensorOverride": "deepspeed.runtime.zero.partition_parameters",
