@@ -16,6 +16,7 @@ SCRIPTS = {
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
+    "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],

@@ -1,0 +1,108 @@
+"""Throughput of a pipeline of two stages against one rank that trains the same model on the same micro-batches.
+
+    python benchmarks/pipeline.py --peer ../peer/bin/python --save cpu2
+
+With m micro-batches and p stages 1F1B can be p * m / (m + p - 1) times as fast as one rank: 1.78 for 2 and 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from report import Report, common_arguments
+
+GOALS = {"1f1b": 1.70, "zero-bubble": 1.85}  # x one rank
+SCHEDULES = ["1f1b", "zero-bubble", "interleaved", "zero-bubble-v", "auto"]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments("Throughput of pipelines against one rank.")
+    parser.add_argument("--size", default="10M", help="of the GPT")
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES[:2], choices=SCHEDULES)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1, help="sequences per micro-batch")
+    parser.add_argument("--context", type=int, default=256, help="tokens per sequence")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="steps per measurement")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.size, arguments.precisions, arguments.rounds, arguments.steps = "tiny", ["fp32"], 2, 2
+        arguments.context = 64
+    return arguments
+
+
+def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]:
+    common: dict[str, Any] = {
+        "size": arguments.size,
+        "precision": precision,
+        "micro_batches": arguments.micro_batches,
+        "batch": arguments.batch,
+        "context": arguments.context,
+    }
+    target, stages = "pipeline_gpt:PipelineRank", arguments.stages
+    rows = [Contender("one rank, plain", target, {"schedule": "plain", **common}, ranks=1)]
+    for schedule in arguments.schedules:
+        options = {"schedule": schedule, **common}
+        rows.append(
+            Contender(
+                f"ours, {schedule}", target, options, ranks=stages, goal=GOALS.get(schedule), python=OURS
+            )
+        )
+    if arguments.peer:
+        rows.append(
+            Contender("peer", target, {"schedule": "1f1b", **common}, python=arguments.peer, ranks=stages)
+        )
+    return rows
+
+
+def measure(rows: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
+
+    def seconds_per_step(job: Job) -> float:
+        seconds = max(job.call("run", steps=steps))
+        cpu[job.name].append(max(job.call("cpu")))
+        return seconds
+
+    with started(rows) as jobs:
+        seconds = round_robin(jobs, rounds, seconds_per_step)
+        return {
+            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **job.call("describe")[-1]}
+            for name, job in jobs.items()
+        }
+
+
+def cells(row: Contender, data: dict[str, dict[str, Any]], alone: list[float]) -> list[str]:
+    found = data[row.name]
+    return [
+        row.name,
+        f"{Spread.of(found['seconds']).median * 1e3:.1f}",
+        f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
+        ratios(alone, found["seconds"]).show(),
+        f">= {row.goal:.2f}" if row.goal is not None else "",
+        f"{found['losses'][-1]:.5f}",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("pipeline", arguments)
+    for precision in arguments.precisions:
+        rows = contenders(arguments, precision)
+        data = measure(rows, arguments.rounds, arguments.steps)
+        report.table(
+            f"{arguments.size} GPT, {precision}, {arguments.stages} stages, {arguments.micro_batches} micro-batches of "
+            f"{arguments.batch} x {arguments.context} tokens, {arguments.rounds} rounds of {arguments.steps} steps",
+            ["", "ms/step", "CPU ms", "x one rank, median [min .. max]", "goal", "loss"],
+            [cells(row, data, data[rows[0].name]["seconds"]) for row in rows],
+        )
+        report.data[precision] = data
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
