@@ -136,7 +136,9 @@ def test_an_overflow_skips_the_step_of_all_stages(stage: int) -> None:
     pairs = [next(batches(0))] * COUNT
     losses = [engine.train_batch(iter(pairs)).item() for _ in range(16)]
     seen: list[Any] = [None, None]
-    dist.all_gather_object(seen, (engine.skipped_steps, engine._require_core("").scaler.scale, engine.global_steps))
+    dist.all_gather_object(
+        seen, (engine.skipped_steps, engine._require_core("").scaler.scale, engine.global_steps)
+    )
     assert seen[0] == seen[1] and 1 <= engine.skipped_steps < 12
     assert losses[-1] < losses[0]
     engine.destroy()

@@ -168,6 +168,11 @@ class PipelineEngine(DeepSpeedEngine):
             )
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
+        except BaseException as error:
+            self._abandon_batch(error)
+            for handover in self._handovers.values():
+                handover.clear()
+            raise
         finally:
             self._weights.active = False
             self._weights.clear()
