@@ -136,7 +136,9 @@ def test_an_overflow_skips_the_step_of_all_stages(stage: int) -> None:
     pairs = [next(batches(0))] * COUNT
     losses = [engine.train_batch(iter(pairs)).item() for _ in range(16)]
     seen: list[Any] = [None, None]
-    dist.all_gather_object(seen, (engine.skipped_steps, engine.cur_scale, engine.global_steps))
+    dist.all_gather_object(
+        seen, (engine.skipped_steps, engine._require_core("").scaler.scale, engine.global_steps)
+    )
     assert seen[0] == seen[1] and 1 <= engine.skipped_steps < 12
     assert losses[-1] < losses[0]
     engine.destroy()
@@ -243,7 +245,9 @@ def test_three_axes_and_back(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
-def test_sequence_shards_are_refused() -> None:
+def test_what_the_ranks_of_a_stage_cannot_share_is_refused() -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_size=2"):
         make_engine(module, sequence_parallel_size=2)
+    with pytest.raises(DeepSpeedConfigError, match="autotp_size=2.*'model'"):
+        make_engine(module, tensor_parallel={"autotp_size": 2})

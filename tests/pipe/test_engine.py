@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils.logging import logger
 from tests.pool import distributed
 
 VOCABULARY, WIDTH, LENGTH, MICRO, COUNT = 12, 8, 5, 2, 4
@@ -126,7 +128,8 @@ def make_engine(module: PipelineModule, stage: int = 0, clip: float = 0.0, **mor
 
 
 def compare(engine: PipelineEngine, plain: Plain, *, rtol: float = 1e-5) -> None:
-    for name, param in engine.module.named_parameters():
+    trained = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    for name, param in trained:
         own = safe_get_full_fp32_param(param)
         torch.testing.assert_close(
             own, plain.params[name].detach(), rtol=rtol, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
@@ -381,3 +384,42 @@ def test_seeded_layers_do_not_depend_on_their_stage() -> None:
     one = PipelineModule(specs, num_stages=1, seed_layers=True, base_seed=5)
     theirs = dict(one.named_parameters())
     assert all(torch.equal(param, theirs[name]) for name, param in two.named_parameters())
+
+
+class Fragile(nn.Module):
+    """Raises at a call, once."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.left = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ArithmeticError("fragile")
+        return x
+
+
+@pytest.mark.parametrize("layout", [{}, {"chunks": 2, "zigzag": True}])
+@distributed(world_size=1)
+def test_a_failure_names_its_place_and_the_next_batch_is_right(layout: dict[str, Any]) -> None:
+    specs = [*layers(3), Fragile(3)]
+    module = PipelineModule(specs, num_stages=1, loss_fn=loss_of, **layout)
+    schedule = {"pipeline": {"schedule": "zero-bubble-v" if layout else "1f1b"}}
+    engine, plain = make_engine(module, clip=0.1, **schedule), Plain(layers(3), lr=0.01, clip=0.1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(ArithmeticError, match="fragile"):
+            engine.train_batch(batches(1))
+    finally:
+        logger.removeHandler(handler)
+    assert any("layer 5 (Fragile) of the pipeline failed" in text for text in said)
+    assert any("stage 0 failed at micro-batch 2 (F2" in text for text in said)
+    own, same = batches(0), batches(0)
+    for _ in range(2):
+        assert engine.train_batch(own).item() == pytest.approx(plain.step([same]), rel=1e-5)
+    compare(engine, plain)
+    engine.destroy()

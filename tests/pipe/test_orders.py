@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.orders import (
     Action,
     DeadlockError,
@@ -103,3 +105,16 @@ def test_a_chart() -> None:
         "stage 0:   F0   F1    .",
         "stage 1:    .   F0   F1",
     ]
+
+
+def test_auto_without_processes() -> None:
+    """Chunks that interleaved 1F1B cannot order, because 2 stages do not divide 3 micro-batches."""
+    choice = OrderChoice("auto", Layout(stages=2, chunks=2))
+    assert [choice.order(3).name, choice.may_split, choice.timed] == ["zero-bubble", True, False]
+    choice.phase = 2
+    choice._known = None
+    assert choice.timed and choice.order(4).name == "interleaved"
+    assert choice.order(3).name == "zero-bubble" and not choice.timed
+    with pytest.raises(DeepSpeedConfigError, match="zero-bubble-v' does not fit.*one chunk"):
+        OrderChoice("zero-bubble-v", Layout(stages=2))
+    assert OrderChoice("auto", Layout(stages=1)).order(2).name == "1f1b"

@@ -59,6 +59,10 @@ class Handover:
     def receive(self, left: int = 0) -> Any:
         return self._waiting.popleft()
 
+    def clear(self) -> None:
+        """After a batch that failed."""
+        self._waiting.clear()
+
     def expect(self, messages: int) -> None:
         """It is there when it is needed."""
 

@@ -113,7 +113,15 @@ class OrderChoice:
 
     def order(self, micro_batches: int) -> Order:
         if self._known is None or self._known.micro_batches != micro_batches:
-            self._known = self._make(self._current(), micro_batches)
+            try:
+                self._known = self._make(self._current(), micro_batches)
+            except (
+                DeepSpeedConfigError
+            ):  # interleaved, of a number of micro-batches that stages do not divide
+                if self.schedule != AUTO:
+                    raise
+                self.phase, self.chosen = _CHOSEN, "zero-bubble"
+                self._known = self._make(self.chosen, micro_batches)
         return self._known
 
     def _current(self) -> str:

@@ -44,7 +44,8 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
-        _check_stages(super_kwargs.get("model", super_args[1] if len(super_args) > 1 else None))
+        _check_axes(super_kwargs.get("config_class"))
+        _check_stages(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
         module = self.module
         if not isinstance(module, PipelineModule):
@@ -53,11 +54,6 @@ class PipelineEngine(DeepSpeedEngine):
             raise DeepSpeedConfigError(
                 "managed_gradient_accumulation=false: a pipeline counts the micro-batches of a batch itself; leave it "
                 "true"
-            )
-        if self._config.sequence_parallel_size > self.mesh.size("sp"):
-            raise DeepSpeedConfigError(
-                f"sequence_parallel_size={self._config.sequence_parallel_size}: the stages of a pipeline do not share "
-                "sequences yet; leave it out, or train without stages"
             )
         self.pipeline_parallelism = True
         self.grid = module.mpu()
@@ -172,6 +168,11 @@ class PipelineEngine(DeepSpeedEngine):
             )
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
+        except BaseException as error:
+            self._abandon_batch(error)
+            for handover in self._handovers.values():
+                handover.clear()
+            raise
         finally:
             self._weights.active = False
             self._weights.clear()
@@ -435,6 +436,23 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print() or math.inf
         if self.global_rank == 0 and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
+
+
+def _check_axes(config: Any) -> None:
+    """DeepSpeedConfigError: ranks are to share what they cannot share within stages."""
+    if config is None:
+        return
+    if config.sequence_parallel_size > 1:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size={config.sequence_parallel_size}: the ranks of a stage do not share sequences yet; "
+            "leave it out, or train without stages"
+        )
+    if config.tensor_parallel_config.autotp_size > 1:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size={config.tensor_parallel_config.autotp_size}: the layers of a PipelineModule "
+            "are not split by the config yet; give it a topology with an axis 'model', and layers of "
+            "deepspeed.module_inject (docs/pipeline.md)"
+        )
 
 
 def _check_stages(model: Any) -> None:
