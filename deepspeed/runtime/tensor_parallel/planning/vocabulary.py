@@ -7,7 +7,7 @@ outputs from which results of the model come element by element; it may have the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -29,7 +29,7 @@ class _Uses:
     otherwise: bool = False
 
 
-def find_vocabulary(run: Trace, ranks: int, whole: Mapping[str, object]) -> tuple[VocabularyPlan, ...]:
+def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[VocabularyPlan, ...]:
     """What can be spread. ``whole``: names of parameters that are to stay whole."""
     uses: dict[str, _Uses] = defaultdict(_Uses)
     for node in run.graph.nodes:
