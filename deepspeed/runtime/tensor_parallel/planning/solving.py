@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
-from deepspeed.runtime.tensor_parallel.planning.following import Followed, Soft, follow
+from deepspeed.runtime.tensor_parallel.planning.following import follow
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+from deepspeed.runtime.tensor_parallel.planning.values import Followed, Soft
 
 _ATTEMPTS = 40
 Axis = tuple[str, int]

@@ -14,9 +14,9 @@ from torch import nn
 from torch.fx import Node
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut
-from deepspeed.runtime.tensor_parallel.planning.following import is_elementwise, operation_name
 from deepspeed.runtime.tensor_parallel.planning.plan import VocabularyPlan
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+from deepspeed.runtime.tensor_parallel.planning.values import is_elementwise, operation_name
 
 
 @dataclass(slots=True)
