@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.moe.config import AutoEPConfig
+from deepspeed.runtime.tensor_parallel.config import TPPartitionConfig
 
 Predicate = Callable[[TrainingConfig], object]
 
@@ -46,6 +47,16 @@ def _expert_parallel(key: str) -> Predicate:
     """Whether the section is on and says something else than "as the model does"."""
     default = AutoEPConfig.model_fields[key].default
     return lambda c: c.expert_parallel.enabled and getattr(c.expert_parallel, key) != default
+
+
+def _partition_config(key: str) -> Predicate:
+    default = TPPartitionConfig.model_fields[key].default
+
+    def says_otherwise(config: TrainingConfig) -> bool:
+        rules = config.tensor_parallel.partition_config
+        return rules is not None and getattr(rules, key) != default
+
+    return says_otherwise
 
 
 ROUTING = (
@@ -180,23 +191,14 @@ MISSING: tuple[Missing, ...] = (
         )
         for key in NAMING
     ),
-    Missing(
-        "tensor_parallel.partition_config",
-        lambda c: c.tensor_parallel.partition_config is not None,
-        "the model's graph says what is split",
-        False,
-    ),
-    Missing(
-        "tensor_parallel.preset_model",
-        lambda c: c.tensor_parallel.preset_model is not None,
-        "the model's graph says what is split",
-        False,
-    ),
-    Missing(
-        "tensor_parallel.injection_policy_tuple",
-        lambda c: c.tensor_parallel.injection_policy_tuple is not None,
-        "the model's graph says what is split",
-        False,
+    *(
+        Missing(
+            f"tensor_parallel.partition_config.{key}",
+            _partition_config(key),
+            "embeddings and heads are found by the model's graph and split by their vocabulary",
+            False,
+        )
+        for key in ("lm_head_patterns", "embedding_partition_dim")
     ),
     Missing(
         "tensor_parallel.tp_overlap_comm",

@@ -1,6 +1,6 @@
 """Tiny random models of many architectures of Transformers, and the comparison of a split one with the whole.
 
-``python -m tests.clients.architectures 2`` prints the table of docs/tensor_parallelism.md for two ranks.
+``python -m tests.clients.architectures`` prints the table of docs/tensor_parallel_models.md for 2 and 4 ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.runtime.tensor_parallel.applying import apply_plan
-from deepspeed.runtime.tensor_parallel.planning.plan import TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.logits import LogitsInParts
+from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from tests.tensor_parallel.threads import ThreadGroup, run_ranks
 
@@ -203,11 +205,27 @@ def batch(model: Any) -> dict[str, Tensor]:
     return {**made, "decoder_input_ids": tokens} if model.config.is_encoder_decoder else made
 
 
+def with_labels(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of every token but some, where the model is one of language."""
+    if "input_ids" not in inputs:
+        return inputs
+    tokens = inputs["input_ids"]
+    return {**inputs, "labels": tokens.masked_fill(tokens % 7 == 0, -100)}
+
+
 def loss_of(outputs: Any) -> Tensor:
-    """Every logit has a part in it."""
+    """Every logit has a part in it, and the model's own loss."""
     logits = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-    return 10 * (logits.float() * weights).mean()
+    of_logits = 10 * (logits.float() * weights).mean()
+    own = getattr(outputs, "loss", None)
+    return of_logits if own is None else of_logits + own
+
+
+def never_whole(outputs: Any) -> bool:
+    """Whether a rank has a part of the logits, and had no more than that."""
+    logits = getattr(outputs, "logits", None)
+    return isinstance(logits, LogitsInParts) and logits.state.whole is None
 
 
 def own_part(whole: Tensor, param: Tensor) -> Tensor:
@@ -241,26 +259,30 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Errors of a split model, relative: the loss's, and the largest of a gradient with the parameter's name."""
+    """Errors of a split model, relative: the loss's, and the largest of a gradient with the parameter's name.
+    ``in_parts``: no rank had whole logits for the model's own loss."""
 
     loss: float
     gradient: float
     worst: str
+    in_parts: bool
     plan: TensorParallelPlan
 
 
 def compare(name: str, ranks: int, **more: Any) -> Comparison:
     """Split over threads by its graph."""
     model = make(name, **more)
-    inputs = batch(model)
+    inputs = with_labels(model, batch(model))
     whole = Whole(model, inputs)
     plan = plan_module(model, ranks)
     copies = [copy.deepcopy(model) for _ in range(ranks)]
 
-    def work(group: ThreadGroup) -> tuple[float, float, str]:
+    def work(group: ThreadGroup) -> tuple[float, float, str, bool]:
         own = copies[group.rank]
         apply_plan(own, plan, group, lambda *_: None)
-        loss = loss_of(own(**inputs))
+        outputs = own(**inputs)
+        in_parts = never_whole(outputs)
+        loss = loss_of(outputs)
         loss.backward()
         found = {
             key: whole.error(key, param, torch.zeros_like(param) if param.grad is None else param.grad)
@@ -269,27 +291,39 @@ def compare(name: str, ranks: int, **more: Any) -> Comparison:
         }
         worst = max(found, key=lambda key: found[key])
         error = (loss.detach() - whole.loss).abs() / (whole.loss.abs() + 0.1)  # terms of about 1 may cancel
-        return float(error), found[worst], worst
+        return float(error), found[worst], worst, in_parts
 
     every = run_ranks(ranks, work)
     worst = max(every, key=lambda each: each[1])
-    return Comparison(max(each[0] for each in every), worst[1], worst[2], plan)
+    return Comparison(max(each[0] for each in every), worst[1], worst[2], worst[3], plan)
 
 
-def table(ranks: int) -> str:
-    """Rows in Markdown."""
-    rows = ["| architecture | shows | split | stays whole | loss | gradients |", "|---|---|---|---|---|---|"]
-    for name, each in ARCHITECTURES.items():
-        found = compare(name, ranks)
-        kinds = [p.kind for key, p in found.plan.parameters.items() if not key.endswith("bias")]
-        split = f"{kinds.count('column')} + {kinds.count('row')}"
+def table(sizes: Sequence[int], names: Iterable[str] = ARCHITECTURES) -> str:
+    """Rows in Markdown, with the largest errors over all numbers of ranks."""
+    rows = [
+        f"| architecture | shows | layers split ({' / '.join(map(str, sizes))} ranks) | stays whole | logits | loss | "
+        "gradients |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        found = [compare(name, ranks) for ranks in sizes]
+        split = [sum(each.kind != "sliced" for each in weights(one.plan)) for one in found]
+        reasons = dict.fromkeys(why for one in found for why in one.plan.whole.values())
+        whole = " / ".join(str(len(one.plan.whole)) for one in found) if reasons else "0"
         rows.append(
-            f"| {name} | {each.notes} | {split} | {len(found.plan.whole)} | {found.loss:.0e} | {found.gradient:.0e} |"
+            f"| {name} | {ARCHITECTURES[name].notes} | {' / '.join(map(str, split))} "
+            f"| {whole}{': ' if reasons else ''}{'; '.join(reasons)} "
+            f"| {'in parts' if all(one.in_parts for one in found) else 'whole'} "
+            f"| {max(one.loss for one in found):.0e} | {max(one.gradient for one in found):.0e} |"
         )
     return "\n".join(rows)
+
+
+def weights(plan: TensorParallelPlan) -> list[ParameterPlan]:
+    return [each for name, each in plan.parameters.items() if not name.endswith("bias")]
 
 
 if __name__ == "__main__":
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    print(table(int(sys.argv[1])))
+    print(table([int(each) for each in sys.argv[1:]] or [2, 4]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,46 @@ def test_every_architecture_has_one_rank_s_gradients() -> None:
 def test_llama_under_every_stage(stage: int) -> None:
     with clean_clients():
         assert_parity("llama", 2, stage)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@distributed(world_size=2)
+def test_embedding_head_and_loss_are_spread_by_the_vocabulary(name: str, tmp_path: Path) -> None:
+    """97 tokens; GPT-2's head has the weight of its embedding."""
+    with clean_clients():
+        model = make(name, vocab_size=97)
+        whole, inputs = copy.deepcopy(model), batch(model)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": 1},
+            "tensor_parallel": {"autotp_size": 2},
+        }
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.1)
+        for _ in range(3):
+            expected, found = whole(**inputs, labels=labels), engine(**inputs, labels=labels)
+            torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+            assert found.logits.shape == expected.logits.shape and found.logits.state.whole is None
+            expected.loss.backward(), engine.backward(found.loss)
+            optimizer.step(), engine.step()
+            optimizer.zero_grad()
+        assert engine.module.get_input_embeddings().weight.shape[0] in (48, 49)
+        assert "vocabulary of 97 tokens" in engine.module_transforms.reports[0].line()
+
+        engine.eval(), whole.eval()
+        with torch.no_grad():
+            logits = engine(**inputs).logits
+        torch.testing.assert_close(logits, whole(**inputs).logits, rtol=1e-4, atol=1e-4)
+        settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        tokens = inputs["input_ids"][:1, :4]
+        assert torch.equal(engine.module.generate(tokens, **settings), whole.generate(tokens, **settings))
+        engine.save_16bit_model(tmp_path)
+        saved = torch.load(tmp_path / "pytorch_model.bin")
+        for key, value in whole.state_dict().items():
+            torch.testing.assert_close(saved[key], value, rtol=1e-4, atol=1e-5, msg=key)
+        engine.destroy()
 
 
 @pytest.mark.slow

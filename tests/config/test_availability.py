@@ -143,6 +143,14 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("tensor_parallel.partition_config", {"tensor_parallel": {"partition_config": {}}}),
     ("tensor_parallel.preset_model", {"tensor_parallel": {"preset_model": "llama"}}),
     ("tensor_parallel.injection_policy_tuple", {"tensor_parallel": {"injection_policy_tuple": ["x"]}}),
+    (
+        "tensor_parallel.partition_config.lm_head_patterns",
+        {"tensor_parallel": {"partition_config": {"lm_head_patterns": ["head"]}}},
+    ),
+    (
+        "tensor_parallel.partition_config.embedding_partition_dim",
+        {"tensor_parallel": {"partition_config": {"embedding_partition_dim": 0}}},
+    ),
     ("tensor_parallel.tp_overlap_comm", {"tensor_parallel": {"tp_overlap_comm": True}}),
     ("flops_profiler.enabled", {"flops_profiler": {"enabled": True}}),
     ("nebula.enabled", {"nebula": {"enabled": True}}),

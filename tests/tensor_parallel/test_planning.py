@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,8 +14,13 @@ from torch.nn import functional as F
 import deepspeed
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.tensor_parallel.applying import apply_plan
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.tensor_parallel.planning import planner
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError, TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
+from tests.tensor_parallel.threads import ThreadGroup, run_ranks
 
 WIDTH, SIZE, LENGTH = 12, 4, 5
 
@@ -57,8 +66,10 @@ class Model(nn.Module):
         return self.head(x + self.gate(self.second(x)))
 
 
-def plan(model: nn.Module, ranks: int) -> TensorParallelPlan:
-    return plan_module(model, ranks, inputs={"x": torch.empty(1, LENGTH, WIDTH, device="meta")})
+def plan(model: nn.Module, ranks: int, **section: Any) -> TensorParallelPlan:
+    inputs = {"x": torch.empty(1, LENGTH, WIDTH, device="meta")}
+    rules = rules_of(model, TPTrainingConfig(**section)) if section else None
+    return plan_module(model, ranks, inputs=inputs, rules=rules)
 
 
 def test_groups_of_heads_and_fused_matrices_are_cut_in_their_parts() -> None:
@@ -168,3 +179,184 @@ def test_tp_model_init_says_the_size_and_the_dtype() -> None:
         deepspeed.tp_model_init(
             Model(), 2, torch.float32, config={"tensor_parallel": {"autotp_size": 4}, "train_batch_size": 1}
         )
+
+
+# ------------------------------------------------------------------------------------ rules
+
+
+def by(*specs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"partition_config": {"layer_specs": list(specs), **more}}
+
+
+def compared(model: nn.Module, found: TensorParallelPlan) -> None:
+    """The result and the gradients of the input and of whole weights are those of one rank."""
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def run(module: nn.Module) -> tuple[Tensor, Tensor]:
+        inputs = x.clone().requires_grad_()
+        output = module(inputs)
+        output.square().sum().backward()
+        assert inputs.grad is not None
+        return output.detach(), inputs.grad
+
+    copies = [copy.deepcopy(model) for _ in range(found.ranks)]
+
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor]:
+        apply_plan(copies[group.rank], found, group, lambda *_: None)
+        return run(copies[group.rank])
+
+    expected = run(model)
+    for each in run_ranks(found.ranks, work):
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rules_choose_what_is_split() -> None:
+    model = Model()
+    some = [
+        {"patterns": [r"gate\.c\.weight"], "shape": [2, -1]},
+        {"patterns": [r"gate\.d\.weight"], "partition_type": "row"},
+        {"patterns": ["nothing"]},
+    ]
+    found = plan(model, 2, **by(*some, use_default_specs=False))
+    assert {name.split(".")[0] for name in found.parameters} == {"gate"}
+    assert found.whole["mix.a.weight"] == "no rule names it"
+    every = plan(model, 2, **by(*some, {"patterns": ["mix"], "partition_type": "skip"}))
+    assert every.parameters == found.parameters and every.whole["mix.a.weight"] == "you said so"
+    assert plan(model, 2, **by(*some)).parameters.keys() > found.parameters.keys()
+    assert rules_of(model, TPTrainingConfig(**by(*some))).idle == ("nothing",)
+
+
+def test_whole_outputs_of_a_layer_that_cannot_be_split_otherwise() -> None:
+    model = Model()
+    found = plan(model, 2, **by({"patterns": [r"head\.weight"], "gather_output": True}))
+    assert found.parameters["head.weight"].gather and not found.whole
+    compared(model, found)
+
+
+@pytest.mark.parametrize(
+    ("section", "match"),
+    [
+        (by({"patterns": [r"mix\.b\.weight"]}), r"mix\.b\.weight to be 'column', but .* it is 'row'"),
+        (by({"patterns": [r"head\.weight"]}), r"head\.weight to be 'column', but .* stays whole, because"),
+        (by({"patterns": [r"mix\.a\.weight"], "shape": [3, -1]}), r"\(3, -1\) does not fit mix\.a\.weight"),
+        (by({"patterns": [r"mix\.a\.weight"], "shape": [4, -1]}), "consists of parts of .10, 10, 10, 10."),
+        (
+            by({"patterns": [r"first\.weight"], "partition_type": "skip", "grad_allreduce": True}),
+            "every rank has all of it",
+        ),
+        ({"injection_policy_tuple": ("a",)}, r"mix\.a\.weight to be 'row', but"),
+        ({"injection_policy_tuple": ("z",)}, "no layer of the model is called 'z'"),
+        (
+            {"injection_policy_tuple": ("b",), **by({"patterns": [r"mix\.b"]})},
+            "is 'row' by .* and 'column' by",
+        ),
+        ({"preset_model": "bloom"}, "preset_model='bloom' names no parameter of Model"),
+        (by({"patterns": [r"mix"]}, strict_mode=True), r"no rule of layer_specs matches gate\.c\.weight"),
+    ],
+)
+def test_a_rule_that_the_model_contradicts_is_refused_by_name(section: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        plan(Model(), 2, **section)
+
+
+def test_outputs_that_are_summed_can_be_named() -> None:
+    model = Model()
+    assert plan(model, 2, injection_policy_tuple=("mix.b", "d")).parameters == plan(model, 2).parameters
+
+
+class Deciding(nn.Module):
+    """Its graph cannot be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Gated(8), Gated(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if x.sum() > -1e9 else -x
+        return x
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        by(
+            {"patterns": [r".*\.c\.weight"], "shape": [[8, 8], -1], "partition_dim": 0},
+            {"patterns": [r".*\.d\.weight"], "partition_type": "row"},
+        ),
+        {
+            "injection_policy_tuple": ("d",),
+            **by({"patterns": [r".*\.c\.weight"], "shape": [2, -1]}),
+        },
+    ],
+)
+def test_rules_are_the_plan_of_a_model_that_cannot_be_followed(section: dict[str, Any]) -> None:
+    model = Deciding()
+    found = plan(model, 2, **section)
+    assert found.parameters["layers.0.c.weight"].cut.parts == (((0, 4), (8, 12)), ((4, 8), (12, 16)))
+    assert "could not be followed" in found.source
+    compared(model, found)
+    with pytest.raises(PlanError, match="which 3 ranks do not divide"):
+        plan(model, 3, **section)
+
+
+def test_the_author_s_plan_serves_a_model_that_cannot_be_followed() -> None:
+    class Planned(Deciding):
+        tp_plan = {"layers.*.d": "rowwise", "layers.*.c": "packed_colwise"}
+
+    with pytest.raises(PlanError, match="could not be followed"):
+        plan(Deciding(), 2)
+    found = plan(Planned(), 2)
+    assert {name: each.kind for name, each in found.parameters.items()} == {
+        "layers.0.d.weight": "row",
+        "layers.1.d.weight": "row",
+    }
+
+
+def test_a_weight_that_is_also_used_whole_stays_whole() -> None:
+    class Regularized(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.gate.d.weight.square().sum() + self.mix.a.bias.mean()
+
+    model = Regularized()
+    found = plan(model, 2)
+    assert not found.parameters
+    assert found.whole["gate.d.weight"] == "it is also used whole"
+
+
+class Deep(nn.Module):
+    """Layers of two kinds, one of them with a rule of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mixer(4, 2) if i % 2 else Gated(8) for i in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_one_block_of_each_kind_is_followed() -> None:
+    model = Deep(6)
+    with mock.patch.object(planner, "trace", wraps=planner.trace) as followed:
+        found = plan(model, 2)
+        (twin, _), _ = followed.call_args
+        assert [name for name, _ in twin.layers.named_children()] == ["0", "1"]
+        assert len(found.parameters) == 6 * 3 and len(found.attributes) == 3 * 2
+        assert found.inputs["layers.4.c"] != found.inputs["layers.0.c"]
+        compared(model, found)
+        rules = by({"patterns": [r"layers\.4\."], "partition_type": "skip"})
+        assert "layers.4.c.weight" not in plan(model, 2, **rules).parameters
+        (twin, _), _ = followed.call_args
+        assert [name for name, _ in twin.layers.named_children()] == ["0", "1", "4"]
+
+
+def test_a_forward_that_counts_its_blocks_is_followed_with_all() -> None:
+    class Counting(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            for i in range(4):
+                x = x + self.layers[i](x)
+            return x
+
+    assert plan(Counting(4), 2).parameters == plan(Deep(4), 2).parameters

@@ -102,7 +102,12 @@ def _change_layer(
         shared = plan.inputs.get(path)
         given: Any = _same_input if shared is None else inputs[shared]
         made: nn.Module = LinearLayer(
-            _known_linear(layer), group, cut=weight.cut, shared_input=given, name=path
+            _known_linear(layer),
+            group,
+            gather_output=weight.gather,
+            cut=weight.cut,
+            shared_input=given,
+            name=path,
         )
     else:
         made = LinearAllreduce(_known_linear(layer), group, cut=weight.cut, name=path)

@@ -32,6 +32,8 @@ class TPLayerSpec(LenientConfigModel):
     model_types: list[str] | None = Field(
         default=None, description="Only for these values of the model's `config.model_type`."
     )
+    gather_output: bool = Field(default=False, description="Whole outputs on every rank (column).")
+    grad_allreduce: bool = Field(default=False, description="Sum the gradient of a whole parameter (skip).")
 
 
 class TPPartitionConfig(LenientConfigModel):

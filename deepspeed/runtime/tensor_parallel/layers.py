@@ -87,14 +87,16 @@ class TensorParallelLayer(nn.Module):
     cut: Cut
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take over what the module is besides its parameters, also its class. (Not a ``forward`` that someone has put
-        on the object, which would compute with the old parameters.)"""
+        """Take over what the module is besides its parameters, also its class and buffers. (Not a ``forward`` that
+        someone has put on the object, which would compute with the old parameters.)"""
         if not isinstance(self, type(module)):
             self.__class__ = _joined_class(type(self), type(module))
         nn.Module.__init__(self)
         kept = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         kept.pop("forward", None)
         vars(self).update(kept)
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
 
     def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
         """Have this rank's part of each parameter of ``module``; None: all of it. ``own``: it holds only that part."""
@@ -241,12 +243,17 @@ class LinearLayer(_ParallelLinear):
             output = column_product(input, weight, bias, self.group, self.sequence)
         else:
             output = self._product(self.shared_input(input, self.group, self.sequence), weight, bias)
-        in_parts = self.gather_in_evaluation or self.stand_in
-        if self.gather_output or (in_parts and not self._is_training()):
+        if self._gives_whole():
             return gather_from(output, self.group, self.cut.along(-1))
         if self.stand_in and self.group.size > 1:
             return LogitsInParts.of(output, self.group, self.cut)
         return output
+
+    def _gives_whole(self) -> bool:
+        """Compiled code does not know logits in parts."""
+        if self.gather_output or (self.stand_in and torch.compiler.is_compiling()):
+            return True
+        return (self.gather_in_evaluation or self.stand_in) and not self._is_training()
 
     def _is_training(self) -> bool:
         return self.training and torch.is_grad_enabled()

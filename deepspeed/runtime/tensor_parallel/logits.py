@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
@@ -26,39 +28,59 @@ from .mappings import gather_from
 __all__ = ["LogitsInParts"]
 
 
+@dataclass(slots=True)
+class _State:
+    """``whole``: gathered, with the ``version`` that it had then. ``part_written``: the part was written in place."""
+
+    whole: Tensor | None = None
+    version: int = 0
+    part_written: bool = False
+
+    @property
+    def whole_written(self) -> bool:
+        return self.whole is not None and self.whole._version != self.version
+
+
 class LogitsInParts(torch.Tensor):
-    """``local`` [.., this rank's vocabulary], by ``cut`` of the last dim; the shape is that of the whole."""
+    """``local`` [.., this rank's vocabulary], by ``cut`` of the last dim; the shape is that of the whole.
+
+    It is a result of ``local`` for autograd too, so that code which torch functions do not reach (an autograd function
+    of a client's) gets the right values and gradients.
+    """
 
     local: Tensor
     group: Communicator
     cut: Cut
-    _whole: Tensor | None
+    state: _State
 
     @staticmethod
     def of(local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
-        shape = (*local.shape[:-1], cut.size)
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            LogitsInParts, shape, dtype=local.dtype, device=local.device
-        )
-        made.local, made.group, made.cut, made._whole = local, group, cut.along(-1), None
-        return made
+        return _StandIn.apply(local, group, cut.along(-1))
 
     def like(self, local: Tensor) -> LogitsInParts:
         """The same part of another tensor."""
         return LogitsInParts.of(local, self.group, self.cut)
 
     def whole(self) -> Tensor:
-        """Gathered once. Collective."""
-        if self._whole is None:
-            self._whole = gather_from(self.local, self.group, self.cut)
-        return self._whole
+        """Gathered, and kept if it has the graph that later readers may need. Collective."""
+        if self.state.whole is not None:
+            return self.state.whole
+        whole = gather_from(self.local, self.group, self.cut)
+        if torch.is_grad_enabled() or not self.local.requires_grad:
+            self.state.whole, self.state.version = whole, whole._version
+        return whole
+
+    def values(self) -> Tensor:
+        """The whole ones, without a graph. Collective."""
+        whole = self.state.whole
+        return gather_from(self.local.detach(), self.group, self.cut) if whole is None else whole.detach()
 
     def __repr__(self, **_: Any) -> str:  # not collective: one rank may print
         with torch._C.DisableTorchFunctionSubclass():
             return f"LogitsInParts(shape={tuple(self.shape)}, local={tuple(self.local.shape)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+        return self.values().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +92,7 @@ class LogitsInParts(torch.Tensor):
                     return func(*args, **kwargs)
                 if func in _OF_THE_PART:
                     return func(first.local, *args[1:], **kwargs)
-            found = _in_parts(first, func, args[1:], kwargs)
+            found = _in_parts(first, func, args[1:], kwargs) if not first.state.whole_written else None
             if found is not None:
                 return found
         args, kwargs = tree_map(_whole, (args, kwargs))
@@ -78,8 +100,31 @@ class LogitsInParts(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_whole, (args, kwargs or {}))
+        args, kwargs = tree_map(_values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Communicator, cut: Cut) -> LogitsInParts:
+        ctx.rank, ctx.cut = group.rank, cut
+        shape = (*local.shape[:-1], cut.size)
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            LogitsInParts, shape, dtype=local.dtype, device=local.device
+        )
+        made.local, made.group, made.cut = local, group, cut
+        made.state = ctx.state = _State()
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.state.part_written or ctx.state.whole_written:
+            raise RuntimeError(
+                "logits were written in place and then read by an autograd function, for which their gradient is not "
+                "known; give it a copy: logits.clone()"
+            )
+        return ctx.cut.take(grad, ctx.rank), None, None
 
 
 _OF_THE_PART = frozenset(
@@ -102,6 +147,10 @@ def _whole(each: Any) -> Any:
     return each.whole() if isinstance(each, LogitsInParts) else each
 
 
+def _values(each: Any) -> Any:
+    return each.values() if isinstance(each, LogitsInParts) else each
+
+
 def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without whole logits, or None if it takes them."""
     if func in _ELEMENTWISE:
@@ -110,7 +159,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
         changed = func(logits.local, *rest, **kwargs)
         if func not in _IN_PLACE:
             return logits.like(changed)
-        logits.local, logits._whole = changed, None
+        logits.local, logits.state.whole, logits.state.part_written = changed, None, True
         return logits
     if func in _SHAPES:
         return _viewed(logits, func, rest, kwargs)

@@ -11,6 +11,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.runtime.tensor_parallel.applying import apply_plan
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -40,9 +41,12 @@ class TensorParallelism:
         if mesh.size("tp") == 1:
             context.say("one rank: nothing to split")
             return
-        plan = plan_module(module, mesh.size("tp"), grain=self.config.tensor_parallel.tp_grain_size)
+        rules = rules_of(module, self.config)
+        grain = self.config.tensor_parallel.tp_grain_size
+        plan = plan_module(module, mesh.size("tp"), rules=rules, grain=grain)
         apply_plan(module, plan, mesh.communicator("tp"), context.became)
-        context.say(plan.describe())
+        idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
+        context.say(plan.describe() + idle)
 
 
 def tensor_parallelism(plan: Plan, config: DeepSpeedConfig) -> TensorParallelism | None:

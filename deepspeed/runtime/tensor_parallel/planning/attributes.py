@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed.runtime.tensor_parallel.planning.following import Followed
 from deepspeed.runtime.tensor_parallel.planning.plan import AttributeChange, PlanError
 from deepspeed.runtime.tensor_parallel.planning.solving import Axis, Region
+from deepspeed.runtime.tensor_parallel.planning.values import Followed
 
 _NO_WIDTHS = ("head", "num", "position", "rotary", "window", "layer", "buckets")
 

@@ -18,11 +18,11 @@ from torch.fx import Node
 
 from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
 from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
-from deepspeed.runtime.tensor_parallel.planning.following import PLAIN, Followed, Value, is_move
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels, varies
 from deepspeed.runtime.tensor_parallel.planning.plan import TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.planning.solving import Solution
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace, TraceError, trace
+from deepspeed.runtime.tensor_parallel.planning.values import PLAIN, Followed, Value, is_move
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def _part_on_paper(twin: nn.Module, plan: TensorParallelPlan, rank: int) -> nn.M
         for name, param in list(module._parameters.items()):
             if param is not None and id(param) in made:
                 new = module._parameters[name] = made[id(param)]
-                if name == "weight" and hasattr(module, "nf"):
-                    module.nf = new.shape[1]
+                if name == "weight" and isinstance(getattr(module, "nf", None), int):
+                    vars(module)["nf"] = new.shape[1]
     for change in plan.attributes:
         change_attribute(own.get_submodule(change.module), change, rank)
     for argument in plan.arguments:

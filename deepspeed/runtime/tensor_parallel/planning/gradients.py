@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from deepspeed.runtime.tensor_parallel.planning.following import FREE, PLAIN, SPLIT, Followed, Value, source
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+from deepspeed.runtime.tensor_parallel.planning.values import FREE, PLAIN, SPLIT, Followed, Value, source
 
 _WHOLE, _PART, _INPUT = "whole", "part", "input"
 

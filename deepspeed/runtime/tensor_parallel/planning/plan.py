@@ -20,11 +20,12 @@ class PlanError(ValueError):
 class ParameterPlan:
     """``cut`` of one parameter (named as ``named_parameters`` names it first). ``kind``: the weight or bias of a linear
     layer that gives some of the outputs ("column"), the weight of one that takes some of the inputs ("row"), or a
-    parameter of another module ("sliced")."""
+    parameter of another module ("sliced"). ``gather``: the outputs of the column layer are gathered."""
 
     kind: Kind
     cut: Cut
     reason: str
+    gather: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,8 @@ from deepspeed.runtime.tensor_parallel.planning.plan import (
     TensorParallelPlan,
     VocabularyPlan,
 )
+from deepspeed.runtime.tensor_parallel.planning.repeated import Repeated, expanded, shorten
+from deepspeed.runtime.tensor_parallel.planning.rules import Rules, author_rules, confirmed, plan_by_rules
 from deepspeed.runtime.tensor_parallel.planning.solving import Solution, kind_of, solve
 from deepspeed.runtime.tensor_parallel.planning.trace import (
     Trace,
@@ -29,7 +31,6 @@ from deepspeed.runtime.tensor_parallel.planning.trace import (
 from deepspeed.runtime.tensor_parallel.planning.vocabulary import find_vocabulary
 
 _ATTEMPTS = 10
-_SAID = "you said so"
 
 
 def plan_module(
@@ -37,33 +38,59 @@ def plan_module(
     ranks: int,
     *,
     inputs: Mapping[str, Tensor] | None = None,
-    whole: Sequence[str] = (),
+    rules: Rules | None = None,
     grain: int = 1,
 ) -> TensorParallelPlan:
     """How ``ranks`` ranks share ``module``: from one run of it on paper, without communication, the same on all ranks.
 
     Args:
         inputs: arguments for the run, on the meta device; by default made for a model of Transformers.
-        whole: names of parameters that are not to be split.
+        rules: what was asked for (``rules_of``). Where the model cannot be followed they are the plan, and without any,
+            those of the model's author.
         grain: see ``tensor_parallel.tp.tp_grain_size``.
 
     Raises:
-        PlanError: the model cannot be followed, or its parts contradict each other.
+        PlanError: the model cannot be followed, its parts contradict each other, or it contradicts a rule.
     """
+    rules = rules or Rules()
+    kept = {**rules.whole, **dict.fromkeys(dict(rules.gathered), "its output is gathered")}
     try:
-        twin = twin_on_paper(module)
-        followed = trace(twin, inputs if inputs is not None else example_inputs(twin))
+        followed, repeated = _follow(module, inputs, kept)
     except TraceError as error:
-        raise PlanError(f"the forward of {type(module).__name__} could not be followed: {error}") from error
-    reasons = dict.fromkeys(whole, _SAID)
+        why = f"the forward of {type(module).__name__} could not be followed: {error}"
+        others = rules if rules.rules else author_rules(module, ranks)
+        if others is None:
+            raise PlanError(f"{why}; tensor_parallel.partition_config can say what to split") from error
+        return plan_by_rules(module, ranks, others, why)
+    return confirmed(expanded(_plan_by_graph(followed, ranks, kept, grain), repeated), rules, module)
+
+
+def _follow(
+    module: nn.Module, inputs: Mapping[str, Tensor] | None, kept: Container[str]
+) -> tuple[Trace, Repeated]:
+    """With one block in place of those like it; with all, if the forward counts them."""
+    for shortened in (True, False):
+        twin = twin_on_paper(module)
+        repeated = shorten(twin, kept) if shortened else Repeated({})
+        if shortened and not repeated.others:
+            continue
+        try:
+            return trace(twin, inputs if inputs is not None else example_inputs(twin)), repeated
+        except TraceError:
+            if not shortened:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _plan_by_graph(followed: Trace, ranks: int, kept: Mapping[str, str], grain: int) -> TensorParallelPlan:
+    reasons = dict(kept)
     fixed: set[str] = set()
     for _ in range(_ATTEMPTS):
         solution = solve(followed, ranks, whole=reasons, grain=grain)
         plan = plan_of(followed, solution, ranks, fixed)
         misfit = find_misfit(followed, solution, plan)
         if misfit is None:
-            named = {name for name, why in reasons.items() if why == _SAID}
-            vocabulary = find_vocabulary(followed, ranks, named)
+            vocabulary = find_vocabulary(followed, ranks, kept)
             return replace(plan, vocabulary=vocabulary, whole=_without(plan.whole, vocabulary))
         _give_up_part(misfit, plan, fixed, reasons)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
@@ -119,7 +146,7 @@ def plan_of(run: Trace, solution: Solution, ranks: int, fixed: Container[str] = 
         summed=tuple(dict.fromkeys(sums.params)),
         attributes=changes(run.twin, solution.regions, solution.followed, solution.soft, fixed),
         arguments=tuple(
-            ArgumentChange(*name.split(":"), cut)
+            ArgumentChange(*name.split(":", 1), cut)  # type: ignore[call-arg]
             for region in solution.regions
             for name, cut in region.arguments.items()
         ),

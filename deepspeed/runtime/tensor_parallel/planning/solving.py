@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
-from deepspeed.runtime.tensor_parallel.planning.following import Followed, Soft, follow
+from deepspeed.runtime.tensor_parallel.planning.following import follow
 from deepspeed.runtime.tensor_parallel.planning.labels import NONE, Labels
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+from deepspeed.runtime.tensor_parallel.planning.values import Followed, Soft
 
 _ATTEMPTS = 40
 Axis = tuple[str, int]
@@ -67,6 +68,11 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
         again = False
         failing: list[str] = []
         for region in regions:
+            both = [name for name in _names(region) if name in followed.whole_uses and name not in reasons]
+            if both:
+                again = True
+                reasons |= dict.fromkeys(both, "it is also used whole")
+                continue
             problem = _problem(region, ranks)
             if problem is None:
                 problem = _deal(region, followed, roots, soft, ranks, grain)
@@ -83,6 +89,10 @@ def solve(trace: Trace, ranks: int, *, whole: Mapping[str, str], grain: int = 1)
             good = [region for region in regions if region.cuts]
             return Solution(good, {name: why for name, why in reasons.items() if why}, followed, soft)
     raise PlanError(f"no plan was found in {_ATTEMPTS} attempts")
+
+
+def _names(region: Region) -> list[str]:
+    return list(dict.fromkeys(axis[0] for axis in (*region.columns, *region.rows, *region.others)))
 
 
 def _regions(followed: Followed, roots: Tensor, soft: Soft) -> list[Region]:
@@ -184,7 +194,7 @@ def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> boo
     """Let several ranks have the channels of which the forward makes copies (keys and values of grouped heads)."""
     axes = [*region.columns, *region.others]
     labels = followed.labels
-    changed = False
+    made: dict[Axis, Tensor] = {}
     for united, ids in followed.copied:
         mine = [axis for axis in axes if bool(torch.isin(followed.axis_labels[axis], ids).any())]
         if not mine:
@@ -194,9 +204,13 @@ def _soften(region: Region, followed: Followed, soft: dict[Axis, Tensor]) -> boo
         for axis in axes:
             mask = torch.isin(early[followed.axis_labels[axis]], shared)
             if mask.any() and not (axis in soft and bool((soft[axis] | mask == soft[axis]).all())):
-                soft[axis] = mask | soft.get(axis, torch.zeros_like(mask))
-                changed = True
-    return changed
+                made[axis] = mask | made.get(axis, soft.get(axis, torch.zeros_like(mask)))
+    if all(
+        axis in made and bool(made[axis].all()) for axis in region.columns
+    ):  # nothing would be left to deal
+        return False
+    soft |= made
+    return bool(made)
 
 
 def _deal(

@@ -7,16 +7,16 @@ outputs from which results of the model come element by element; it may have the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch import nn
 from torch.fx import Node
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut
-from deepspeed.runtime.tensor_parallel.planning.following import is_elementwise, operation_name
 from deepspeed.runtime.tensor_parallel.planning.plan import VocabularyPlan
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
+from deepspeed.runtime.tensor_parallel.planning.values import is_elementwise, operation_name
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Uses:
     otherwise: bool = False
 
 
-def find_vocabulary(run: Trace, ranks: int, whole: Mapping[str, object]) -> tuple[VocabularyPlan, ...]:
+def find_vocabulary(run: Trace, ranks: int, whole: Container[str]) -> tuple[VocabularyPlan, ...]:
     """What can be spread. ``whole``: names of parameters that are to stay whole."""
     uses: dict[str, _Uses] = defaultdict(_Uses)
     for node in run.graph.nodes:
