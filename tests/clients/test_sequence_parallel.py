@@ -240,6 +240,51 @@ def test_one_line_in_the_config_of_an_unchanged_script(stage: int) -> None:
         engine.destroy()
 
 
+# ranks, heads, heads of keys, packed documents: even, uneven, fewer heads of keys than ranks, fewer heads than ranks
+CELLS = [
+    (2, 4, 4, False),
+    (2, 3, 1, True),
+    (3, 4, 2, True),
+    (3, 2, 2, False),
+    (4, 4, 4, True),
+    (4, 6, 2, False),
+    (4, 4, 1, True),
+    (4, 2, 1, True),
+    (4, 1, 1, False),
+]
+
+
+@pytest.mark.parametrize(("world_size", "heads", "kv_heads", "packed"), CELLS)
+@distributed()
+def test_loss_and_every_gradient_are_those_of_one_rank(
+    world_size: int, heads: int, kv_heads: int, packed: bool
+) -> None:
+    import deepspeed
+
+    changes = {**MODEL, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
+    config = {
+        "sequence_parallel_size": world_size,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": heads % 4, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+    }
+    with clean_clients():
+        plain = llama(**changes)
+        batch = next(iter(torch.utils.data.DataLoader(Text(packed=packed), batch_size=2)))
+        whole = plain(**batch).loss
+        whole.backward()
+        engine, *_ = deepspeed.initialize(model=llama(**changes), config=config)
+        loss = engine(**batch).loss
+        assert loss.item() == pytest.approx(whole.item(), rel=1e-5)
+        engine.backward(loss)
+        wanted = dict(plain.named_parameters())
+        for name, param in engine.module.named_parameters():
+            found, expected = deepspeed.utils.safe_get_full_grad(param), wanted[name].grad
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+        engine.destroy()
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @distributed(world_size=2)
 def test_adapters_with_state_in_host_memory(stage: int) -> None:
