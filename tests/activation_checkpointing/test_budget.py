@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import deepspeed
 from deepspeed.comm.collectives import Communicator, communicator
@@ -20,7 +20,7 @@ from deepspeed.runtime.activation_checkpointing.budget import Budget, budget_blo
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, sum_own
 from tests.activation_checkpointing.gpt import gpt, tokens
 from tests.activation_checkpointing.models import assert_same_bits
-from tests.meta_memory import MetaMemory
+from tests.allocations import counted
 from tests.pool import distributed
 
 
@@ -42,71 +42,69 @@ def step(model: nn.Module, batch: Tensor, seed: int = 3) -> dict[str, Tensor]:
 
 def after_forward(model: nn.Module, batch: Tensor) -> int:
     """Bytes that a forward leaves, whoever holds them."""
-    memory = MetaMemory()
-    with memory:
+    with counted() as memory:
         loss = model(batch)
     assert loss.requires_grad
-    return memory.now
+    return memory.kept
+
+
+def flops_of_step(model: nn.Module, batch: Tensor) -> int:
+    attention = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    )  # torch has formulas for devices alone
+
+    def formula(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    with FlopCounterMode(display=False, custom_mapping={attention: formula}) as flops:
+        model(batch).backward()
+    return flops.get_total_flops()
 
 
 # --- The numbers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("depth", "width", "length"), [(12, 768, 1024), (24, 1024, 512)])
+@pytest.mark.parametrize(("depth", "width", "length"), [(12, 256, 256), (24, 128, 128)])
 def test_sixty_percent_of_a_gpt(depth: int, width: int, length: int) -> None:
     """Held to 3 % with at most 5 % more FLOPs, both counted by somebody else, too."""
-    with torch.device("meta"):
-        model = gpt(depth=depth, width=width, heads=width // 64)
-        batch = torch.zeros(2, length, dtype=torch.int64)
+    model, batch = gpt(depth=depth, width=width, heads=width // 32), tokens(rows=2, length=length)
     everything = after_forward(model, batch)
-    with FlopCounterMode(display=False) as flops:
-        model(batch).backward()
-    plain_flops = flops.get_total_flops()
+    plain_flops = flops_of_step(model, batch)
     budget = budget_blocks(model, 0.6, None)
     model(batch)
     choice = budget.choice
     assert choice is not None
     assert choice.budget * 0.97 <= choice.peak <= choice.budget
     assert choice.counted.everything == pytest.approx(everything, rel=0.01)
-    assert 0.57 * everything <= after_forward(model, batch) <= 0.6 * everything
-    with FlopCounterMode(display=False) as flops:
-        model(batch).backward()
-    more = flops.get_total_flops() - plain_flops
+    assert 0.57 * everything <= after_forward(model, batch) <= 0.605 * everything
+    more = flops_of_step(model, batch) - plain_flops
     assert 0 <= more <= 0.05 * plain_flops
     assert choice.extra == pytest.approx(more, rel=0.01)
 
 
 def test_backward_holds_the_budget_too() -> None:
-    """The bytes saved for backward at any time: what a block that runs again saves, and what earlier blocks kept."""
-    with torch.device("meta"):
-        model = gpt(depth=10, width=256)
-        batch = torch.zeros(4, 256, dtype=torch.int64)
-    memory = MetaMemory()
-    with memory:
+    """A block that runs again has all that it saves, beside what earlier blocks kept."""
+    model, batch = gpt(depth=10, width=64), tokens(rows=8, length=128)
+    model(batch).backward()  # gradients of weights exist from here on
+    with counted() as plain:
         model(batch).backward()
-    model.zero_grad()
-    plain = memory.peak
-    budget = budget_blocks(model, 0.6, None)
+    budget = budget_blocks(model, 0.5, None)
     model(batch)
     assert budget.choice is not None
-    saved = budget.choice.counted.everything - budget.choice.peak
-    memory = MetaMemory()
-    with memory:
+    with counted() as memory:
         model(batch).backward()
-    # Gradients of weights grow meanwhile, and a block that runs again has temporaries.
-    assert memory.peak <= plain - 0.8 * saved
+    assert memory.peak <= plain.peak - 0.9 * (budget.choice.counted.everything - budget.choice.peak)
 
 
 def test_bytes_instead_of_a_share() -> None:
     model, batch = gpt(), tokens()
-    share = budget_blocks(copy.deepcopy(model), 0.7, None)
     whole = budget_blocks(model, 1.0, None)
     model(batch)
     assert whole.choice is not None and whole.choice.extra == 0
     assert all(way.chosen is None for way in whole.choice.ways)
-    limit = int(0.7 * whole.choice.counted.everything)
+    limit = int(0.5 * whole.choice.counted.everything)
     bytes_, by_share = gpt(), gpt()
-    in_bytes, share = budget_blocks(bytes_, float(limit), None), budget_blocks(by_share, 0.7, None)
+    in_bytes, share = budget_blocks(bytes_, float(limit), None), budget_blocks(by_share, 0.5, None)
     bytes_(batch), by_share(batch)
     assert in_bytes.choice is not None and share.choice is not None
     assert in_bytes.choice.ways == share.choice.ways and in_bytes.choice.extra > 0
@@ -204,7 +202,9 @@ def test_changes_in_place_and_named_random_states(limit: float) -> None:
 def test_what_cannot_be_held_names_what_can() -> None:
     model, batch = gpt(), tokens()
     budget_blocks(model, 0.01, None)
-    with pytest.raises(ValueError, match=r"memory_budget=0.01.*outside the model's blocks.*Give 0\.(\d+)") as found:
+    with pytest.raises(
+        ValueError, match=r"memory_budget=0.01.*outside the model's blocks.*Give 0\.(\d+)"
+    ) as found:
         model(batch)
     least = float(str(found.value).partition("Give ")[2].split()[0])
     again = gpt()
@@ -266,10 +266,12 @@ def train(stage: int, limit: float | None, *, rows: int = 4, **config: Any) -> l
         choice = budget_of(engine).choice
         assert choice is not None and choice.peak <= choice.budget
         seen: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(seen, [None if w.chosen is None else sorted(map(str, w.chosen)) for w in choice.ways])
+        dist.all_gather_object(
+            seen, [None if w.chosen is None else sorted(map(str, w.chosen)) for w in choice.ways]
+        )
         assert all(each == seen[0] for each in seen)
-    whole_weights = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
-    weights = [] if whole_weights is None else [value.detach().clone() for value in whole_weights.values()]
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = [param.detach().clone() for param in engine.module.parameters()]
     engine.destroy()
     return results + weights
 
@@ -319,7 +321,9 @@ def test_what_other_ranks_add_in_place_is_not_kept(limit: float, zeros: bool) ->
     model = Model(Split, communicator(dist.group.WORLD))
     with torch.no_grad():
         for block in model.blocks:
-            block.down.weight.mul_(0 if zeros else dist.get_rank() + 1)  # zeros: nobody sees that a sum was made
+            block.down.weight.mul_(
+                0 if zeros else dist.get_rank() + 1
+            )  # zeros: nobody sees that a sum was made
     torch.manual_seed(1)
     batch = torch.randn(5, 16)
     plain = copy.deepcopy(model)

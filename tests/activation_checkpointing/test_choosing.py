@@ -45,9 +45,9 @@ def test_ways_of_a_block_are_the_best_of_all_sets() -> None:
     assert ways[0].chosen == frozenset() and ways[0].kept == 10
     assert ways[-1].chosen is None and ways[-1].kept == record.saved
     for way in ways[:-1]:
-        assert way.cost == min(cost for size, cost in best.items() if size <= way.kept)
+        assert way.cost == 1 + min(cost for size, cost in best.items() if size <= way.kept)
     for size, cost in best.items():
-        assert min(way.cost for way in ways if way.kept <= size) <= cost
+        assert min(way.cost for way in ways if way.kept <= size) <= 1 + cost
 
 
 @pytest.mark.parametrize("after", [0, 40])

@@ -1,12 +1,12 @@
 """``activation_checkpointing.memory_budget``: a limit for what a forward keeps until backward, on models as they are.
 
-The repeated blocks of a model (``zero/units.py``) are called through ``BudgetedCall``. In the first forward that is
-trained, one block of each kind runs as it is and is counted (``recorded.py``), the others keep only their inputs; when it
-ends, the ranks agree on what they counted, and ``choosing.py`` decides what each block keeps from then on. Counted is what
-runs, so parallel layers, adapters and autocast are in it.
+The repeated blocks of a model (``zero/units.py``) are called through ``BudgetedCall``. In the first forward with
+gradients, one block of each kind runs as it is and is counted (``recorded.py``), the others keep only their inputs.
+When it ends, the ranks agree on what they counted, and ``choosing.py`` decides what each block keeps from then on.
+Counted is what runs, so parallel layers, adapters and autocast are in it.
 
-A block that keeps less than everything runs under torch's non-reentrant checkpoint, with the results that were chosen
-kept (``kept_results.py``): the same operations with the same random numbers, so the same bits.
+A block that keeps less than everything runs under torch's non-reentrant checkpoint, with the results that were
+chosen kept (``kept_results.py``): the same operations with the same random numbers, so the same bits.
 """
 
 from __future__ import annotations
@@ -110,6 +110,13 @@ class Count:
 
     def call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
         """``run()`` and count it, if it is the first of its kind; else ``again()``, the same with only inputs kept."""
+        self._outside.paused = True  # what blocks keep is not outside them
+        try:
+            return self._call(block, run, again, inputs)
+        finally:
+            self._outside.paused = False
+
+    def _call(self, block: nn.Module, run: Callable[[], Any], again: Callable[[], Any], inputs: Any) -> Any:
         kind = _kind(block, inputs)
         number = self._kinds.get(kind)
         if number is None:

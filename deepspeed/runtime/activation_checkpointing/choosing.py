@@ -1,8 +1,8 @@
 """Which results to keep and which to recompute: the fewest FLOPs within a number of bytes.
 
-Two knapsacks. In one block every operation's result can be kept for its bytes or recomputed for its FLOPs; the best sets
-for all sizes are the block's *ways* to run, beside keeping everything as autograd does. Over the blocks, one way each is
-chosen. Both are solved by dynamic programming over bytes, in units that are rounded up, so that the bytes hold.
+Two knapsacks. In one block every operation's result can be kept for its bytes or recomputed for its FLOPs; the best
+sets for all sizes are the block's *ways* to run, beside keeping everything as autograd does. Over the blocks, one way
+each is chosen. Both are solved by dynamic programming over bytes, in units that are rounded up, so that the bytes hold.
 
 [Note: the last blocks] Backward runs a block again before it goes through it, so all that the block would have saved is
 there while later blocks are gone. Recomputing the last block therefore saves no peak unless what follows it is as
@@ -25,8 +25,8 @@ ROUNDS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """``kept``: bytes from forward to backward, ``again``: once it has run again. ``cost``, ``flops``: of running again.
-    ``chosen``: whose results are kept; None: everything is, and nothing runs again."""
+    """``kept``: bytes from forward to backward, ``again``: once it has run again. ``cost``, ``flops``: of running
+    again. ``chosen``: whose results are kept; None: everything is, and nothing runs again."""
 
     kept: int
     again: int
@@ -104,7 +104,7 @@ def ways_of(record: BlockRecord) -> list[Way]:
         way = Way(
             kept=nbytes,
             again=record.saved + sum(op.out for op in kept if not op.saved),
-            cost=cost - sum(op.cost for op in kept),
+            cost=1 + cost - sum(op.cost for op in kept),  # running again is never free
             flops=flops - sum(op.flops for op in kept),
             chosen=frozenset(op.key for op in kept),
         )
@@ -134,6 +134,9 @@ def choose(counted: Counted, budget: int) -> Choice:
         BudgetTooSmall: there are none.
     """
     options = [ways_of(record) for record in counted.kinds]
+    whole = [options[block.kind][-1] for block in counted.blocks]
+    if counted.everything <= budget:
+        return Choice(counted=counted, ways=whole, budget=budget, peak=counted.everything)
     found = [
         choice
         for last_whole in (False, True)
@@ -141,7 +144,10 @@ def choose(counted: Counted, budget: int) -> Choice:
     ]
     if not found:
         raise BudgetTooSmall(_least(counted, options))
-    return min(found, key=lambda choice: sum(w.cost * b.calls for w, b in zip(choice.ways, counted.blocks, strict=True)))
+    return min(
+        found,
+        key=lambda choice: sum(w.cost * b.calls for w, b in zip(choice.ways, counted.blocks, strict=True)),
+    )
 
 
 def _within(

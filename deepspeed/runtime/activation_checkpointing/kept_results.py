@@ -60,7 +60,12 @@ class _Reuse(_Numbering):
 
 
 def _unchanged(func: Any, kept: Any) -> Any:
-    if isinstance(kept, tuple) and len(kept) == 2 and isinstance(kept[0], Tensor) and isinstance(kept[1], int):
+    if (
+        isinstance(kept, tuple)
+        and len(kept) == 2
+        and isinstance(kept[0], Tensor)
+        and isinstance(kept[1], int)
+    ):
         tensor, version = kept
         if tensor._version != version:
             raise RuntimeError(

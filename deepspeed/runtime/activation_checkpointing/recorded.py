@@ -21,7 +21,7 @@ Key = tuple[Any, int]
 """An operation of a block: which one, and how many of its kind came before it."""
 
 BYTE_AS_FLOPS = 10
-"""What a moved byte costs, in FLOPs: so that nothing is recomputed in vain, and products weigh far more than the rest."""
+"""What a moved byte costs, in FLOPs: nothing is recomputed in vain, and products weigh far more than the rest."""
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _UNFILLED = ("empty", "new_empty", "zeros", "new_zeros", "ones", "new_ones", "full", "new_full", "_to_copy")
@@ -74,6 +74,7 @@ class SavedBytes:
         self._ignored = {storage_key(each) for each in ignored}
         self._at_pack = at_pack
         self.storages: dict[int, int] = {}
+        self.paused = False
 
     @property
     def total(self) -> int:
@@ -86,15 +87,13 @@ class SavedBytes:
         key = storage_key(tensor)
         if self._at_pack is not None:
             self._at_pack(key)
-        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            if key not in self._ignored:
-                self.storages[key] = tensor.untyped_storage().nbytes()
+        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if not weight and not self.paused and key not in self._ignored:
+            self.storages[key] = tensor.untyped_storage().nbytes()
         return tensor
 
 
-def record_block(
-    block: nn.Module, call: Callable[[], Any], inputs: Iterable[Any]
-) -> tuple[Any, BlockRecord]:
+def record_block(block: nn.Module, call: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Any, BlockRecord]:
     """``call()``, which is ``block`` on ``inputs`` (any structure of tensors), with gradients; and what it did."""
     tensors = [leaf for leaf in tree_leaves(list(inputs)) if isinstance(leaf, Tensor)]
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors if t.requires_grad}
@@ -147,18 +146,18 @@ class _Recorder(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         schema = func._schema
-        views = any(each.alias_info is not None for each in schema.returns)
         if func.namespace in _COMMUNICATION:
             self.written(read)
         elif schema.is_mutable:
             written = [a for a, s in zip(args, schema.arguments, strict=False) if _is_written(s)]
             written += [kwargs.get(s.name) for s in schema.arguments if _is_written(s) and s.name in kwargs]
             self.written(leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
-        fresh = {} if views else {storage_key(t): t.untyped_storage().nbytes() for t in made}
+        old = {storage_key(t) for t in read}  # not all views say in their schema that they are
+        fresh = {key: t.untyped_storage().nbytes() for t in made if (key := storage_key(t)) not in old}
         number = len(self._ops)
         self._made_by.update(dict.fromkeys(fresh, number))
         flops = flops_of(func, args, kwargs, outputs)
-        moved = 0 if views and not schema.is_mutable else sum(t.nbytes for t in (*read, *made))
+        moved = 0 if not fresh and not schema.is_mutable else sum(t.nbytes for t in (*read, *made))
         position = self._counts.get(func, 0)
         self._counts[func] = position + 1
         keepable = bool(read and fresh) and _can_be_kept(func, args, kwargs)
@@ -222,7 +221,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
 @contextlib.contextmanager
 def _communication_seen(written: Callable[[Iterable[Tensor]], None]) -> Iterator[None]:
     """Inside, ``written`` hears of tensors that a ``Communicator`` fills, which no operation of torch shows."""
-    names = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "broadcast", "reduce", "all_to_all")
+    names = (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_reduce_max",
+        "broadcast",
+        "reduce",
+        "all_to_all",
+    )
     before = {name: getattr(Communicator, name) for name in names}
 
     def heard(method: Callable[..., Any]) -> Callable[..., Any]:
