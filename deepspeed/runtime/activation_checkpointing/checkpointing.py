@@ -354,9 +354,17 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     return _without_reentry(region, region.flatten(args, kwargs))
 
 
-def _without_reentry(region: _Region, leaves: list[Any]) -> Any:
+def selective_checkpoint(
+    function: Callable[..., Any], contexts: Callable[[], tuple[Any, Any]], args: Any, kwargs: Any
+) -> Any:
+    """``non_reentrant_checkpoint(function, *args, **kwargs)`` whose two runs are inside ``contexts()``."""
+    region = _Region(function)
+    return _without_reentry(region, region.flatten(args, kwargs), context_fn=contexts)
+
+
+def _without_reentry(region: _Region, leaves: list[Any], **options: Any) -> Any:
     with _boundary("forward", region), _keeping_inputs(region.settings):
-        outputs = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False)
+        outputs = torch.utils.checkpoint.checkpoint(region, *leaves, use_reentrant=False, **options)
     return region.result(outputs)
 
 

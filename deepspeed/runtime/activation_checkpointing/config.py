@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from deepspeed.config.sections import Int, LenientConfigModel
+from deepspeed.config.sections import Float, Int, LenientConfigModel
 
 
 class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
@@ -28,3 +28,9 @@ class DeepSpeedActivationCheckpointingConfig(LenientConfigModel):
         default=False, description="Synchronize the device at the boundaries of each region."
     )
     profile: bool = Field(default=False, description="Time forward and backward of each region.")
+    memory_budget: Float | None = Field(
+        default=None,
+        gt=0,
+        description="What the repeated blocks of the model may keep for backward, on the model as it is: at most 1: a "
+        "share of keeping everything; more: bytes. The rest is recomputed, with the fewest FLOPs. Own key.",
+    )

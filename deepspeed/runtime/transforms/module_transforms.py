@@ -14,6 +14,7 @@ from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
 from deepspeed.moe.stacked import expert_parallelism
+from deepspeed.runtime.activation_checkpointing.budget import memory_budget
 from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute
 from deepspeed.runtime.tensor_parallel.transform import tensor_parallelism
 from deepspeed.runtime.transforms.errors import TransformError
@@ -144,7 +145,13 @@ class Transforms:
 _RECORD = "_ds_transforms"
 
 Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
-FROM_CONFIG: tuple[Factory, ...] = (expert_parallelism, tensor_parallelism, sequence_shards, tiled_compute)
+FROM_CONFIG: tuple[Factory, ...] = (
+    expert_parallelism,
+    tensor_parallelism,
+    sequence_shards,
+    tiled_compute,
+    memory_budget,
+)
 """Each gives a transform, or None where the config does not ask for it."""
 
 

@@ -16,6 +16,7 @@ MODULE_ORDER = (
     "quantized_linear",
     "lora",
     "tiled_compute",
+    "memory_budget",
 )
 """Transforms of the module under these names run in this order, also without saying so: first what removes or splits
 weights, then what stores them in another way, then what is added to them."""
