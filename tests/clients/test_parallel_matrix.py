@@ -46,7 +46,7 @@ def test_every_feature_on_two_ranks(axis: str, tmp_path: Path) -> None:
     assert_right(every_feature_once(axis), tmp_path)
 
 
-@distributed(world_size=4)
+@distributed(world_size=4, timeout=240)
 def test_every_feature_on_four_ranks(tmp_path: Path) -> None:
     assert_right(every_feature_once("TP x SP"), tmp_path)
 
@@ -80,7 +80,7 @@ def test_pairs_of_features_on_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("axis", "stage"), [("TP", 3), ("SP", 2)])
-@distributed(world_size=4)
+@distributed(world_size=4, timeout=240)
 def test_layers_or_sequences_and_data_over_four_ranks(axis: str, stage: int, tmp_path: Path) -> None:
     assert_two_groups_train_as_one_rank(axis, stage, tmp_path)
 
