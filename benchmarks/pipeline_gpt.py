@@ -71,7 +71,7 @@ class PipelineRank:
         own = layers(sizes, context)
         if schedule == "plain":
             self.model = nn.Sequential(*own).to(self.dtype)
-            self.masters = [p.detach().float().requires_grad_() for p in self.model.parameters()]
+            self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.model.parameters()]
             self.optimizer = fused_adamw(nn.ParameterList(self.masters))
         else:
             self.engine = self._make_engine(schedule, sizes, own, precision, batch, context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from math import prod
@@ -266,7 +266,14 @@ class _Files:
         elif not ranks.node_local:
             for key, contents in held.items():
                 self.directories[key] = directory.make(contents, ranks)
-                self.covered[key] = list(contents.names)
+                self.covered[key] = self._on_all_stages(contents.names, ranks)
+
+    def _on_all_stages(self, names: Sequence[str], ranks: Ranks) -> list[str]:
+        """``names`` and those of the other stages. Collective if there are some."""
+        if self.place.stages == 1:
+            return list(names)
+        reports = ranks.gather(list(names) if self.place.dp_rank == 0 else [])
+        return list(dict.fromkeys(name for report in reports for name in report))
 
     def _names_of_all(self, ranks: Ranks, held: Mapping[str, directory.Contents]) -> None:
         """Where ranks hold parts of shared lists, the first file has the names of them all, and no directory: a loader

@@ -191,7 +191,7 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
 
 
 @cache
-def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
+def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """(deprecated fields, fields that `enabled: true` requires, fields with a choice "auto") of a model class."""
     facts = {name: extra_facts(field) for name, field in model.model_fields.items()}
     return (

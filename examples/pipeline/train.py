@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight) + self.positions
 
 
-def head(embedding: nn.Module, x: Tensor) -> Tensor:
+def head(embedding: Embedding, x: Tensor) -> Tensor:
     """Scores each byte by the vector that also reads it."""
     return F.linear(x, embedding.weight)
 

@@ -221,9 +221,9 @@ def evaluated(engine: PipelineEngine) -> float:
     return engine.eval_batch(iter(pairs)).item()
 
 
-def first_job(folder: Path) -> list[float]:
-    """On 8 ranks: two steps as one process takes them, a checkpoint, and what is lost on held-out data."""
-    engine = three_axes(2, 2, 2, 1)
+def first_job(folder: Path, replicas: int) -> list[float]:
+    """On 4 ranks and more: two steps as one process takes them, a checkpoint, and what is lost on held-out data."""
+    engine = three_axes(2, 2, replicas, 1)
     train_both(engine, Plain(layers(), lr=0.01, clip=0.1), steps=2)
     engine.save_checkpoint(folder)
     return [evaluated(engine), engine.train_batch(iter([next(batches(9))] * COUNT)).item(), evaluated(engine)]
@@ -236,10 +236,16 @@ def second_job(folder: Path, parts: int) -> list[float]:
     return [evaluated(engine), engine.train_batch(iter([next(batches(9))] * COUNT)).item(), evaluated(engine)]
 
 
+def test_stages_in_parts_and_back(tmp_path: Path) -> None:
+    """PP 2 x TP 2 resumes on one rank, with its moments."""
+    expected = run(first_job, 4, folder=tmp_path, replicas=1)[0]
+    assert run(second_job, 1, folder=tmp_path, parts=1)[0] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_three_axes_and_back(tmp_path: Path) -> None:
     """PP 2 x TP 2 x DP 2 resumes at PP 1 x TP 4, and on one rank."""
-    expected = run(first_job, 8, folder=tmp_path)[0]
+    expected = run(first_job, 8, folder=tmp_path, replicas=2)[0]
     for parts in (4, 1):
         assert run(second_job, parts, folder=tmp_path, parts=parts)[0] == pytest.approx(expected, rel=1e-5)
 
