@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.activation_checkpointing.side_stream import SideStream
+from deepspeed.utils.untraced import untraced
 
 from .assignment import HeadAssignment
 from .blocks import CAUSAL, Joined, kernel_for
@@ -101,6 +102,7 @@ class ChunkedCall:
         return SequenceChunk(tensor, is_in_use=in_use, stream=self.stream, away=self.offload)
 
 
+@untraced
 def chunked_self_attention(
     call: ChunkedCall, x: Tensor, qkv_weight: Tensor, qkv_bias: Tensor | None, out_weight: Tensor
 ) -> Tensor:

@@ -101,6 +101,54 @@ def test_with_gradient_checkpointing_and_adapters(stage: int) -> None:
     assert_same_training(lambda: lora(llama(), target_modules=["q_proj", "up_proj"]), stage=stage).destroy()
 
 
+CHUNKED = TILED | {"attention_chunk": 4}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_attention_in_chunks(stage: int) -> None:
+    """13 tokens in chunks of 4, alone and with layers computed again, biases and shared heads of keys."""
+
+    def make(kind: str, checkpointed: bool) -> Any:
+        model = tiny(kind, num_key_value_heads=1, use_cache=False)
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        return model
+
+    for kind, checkpointed in (("Qwen2", False), ("Llama", True)):
+        losses, weights, engine = train(make(kind, checkpointed), stage=stage)
+        engine.destroy()
+        found, found_weights, engine = train(make(kind, checkpointed), stage=stage, tiled_compute=CHUNKED)
+        (report,) = engine.module_transforms.reports
+        assert "2 attention modules in chunks of 4 tokens" in report.summary
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, value in weights.items():
+            torch.testing.assert_close(found_weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        if kind == "Qwen2":
+            mask = torch.ones(2, 13, dtype=torch.int64)
+            mask[:, 10:] = 0
+            with pytest.raises(ValueError, match="got an attention mask for 13 tokens"):
+                engine(**batch(), attention_mask=mask)
+        engine.destroy()
+
+
+@distributed(world_size=1)
+def test_what_attention_in_chunks_refuses() -> None:
+    for kind, changes, why in (
+        ("Qwen3", {}, "something else than causal attention"),  # norms of queries and keys
+        ("Mistral", {"sliding_window": 4096}, "window of 4096"),
+        ("Llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("Llama", {"attn_implementation": "eager"}, "attn_implementation='eager'"),
+        ("GPT2", {}, "no module has q_proj"),
+    ):
+        with pytest.raises(TransformError, match=why):
+            train(tiny(kind, **changes), tiled_compute=CHUNKED)
+    _, _, engine = train(tiny("Llama", use_cache=True), tiled_compute=CHUNKED, steps=0)
+    with pytest.raises(ValueError, match="use_cache to False"):
+        engine(**batch())
+    engine.destroy()
+
+
 @distributed(world_size=1)
 def test_other_readers_get_the_logits() -> None:
     _, _, engine = train(llama(), tiled_compute=TILED, steps=0)

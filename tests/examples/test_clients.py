@@ -66,6 +66,14 @@ def parts_show(text: str, ranks: int) -> None:
     assert last < 0.8 * first and held < 0.8 * whole and abs(joined - split) < 1e-4
 
 
+def memory_shows(text: str, ranks: int) -> None:
+    first, last = numbers(r"tokens: loss (\S+) -> (\S+) in", text)
+    without = numbers(r"without tiles: loss (\S+) -> (\S+)", text)
+    assert last < first and abs(first - without[0]) < 1e-3 and abs(last - without[1]) < 1e-3
+    needed, plain = numbers(r"a step needs (\S+) MiB, without tiles (\S+) MiB", text)
+    assert needed < 0.5 * plain
+
+
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OURS = [*COMMAND[1:], "--num_gpus", "2"]
 
@@ -75,10 +83,11 @@ EXAMPLES: dict[str, tuple[list[str], list[str], Callable[[str, int], None]]] = {
     "lora_zero3": (TORCHRUN, ["--steps", "20"], lora_shows),
     "lightning_module": ([], ["--epochs", "6"], module_shows),
     "parallel_axes": (TORCHRUN, ["--tensor", "2", "--stage", "2", "--epochs", "2"], parts_show),
+    "long_sequence": ([], ["--length", "2048", "--steps", "2"], memory_shows),
     "dpo_trl": ([], ["--steps", "20"], preferences_show),
 }
 
-MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "parallel_axes"}
+MAKES_ITS_ENGINE = {"lora_zero3", "lightning_module", "long_sequence", "parallel_axes"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -294,6 +294,7 @@ def test_a_model_in_chunks_trains_as_the_plain_one(stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=Model(group), config=settings, mpu=parallel_state_sp)
     oracle = Model()
     optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    wanted = dict(oracle.named_parameters())
     args = SimpleNamespace(ds_sequence_parallel_fpdt_chunk_size=CHUNK)
     rotary, rank = tables(LENGTH), dist.get_rank()
     for step in range(3):
@@ -302,14 +303,15 @@ def test_a_model_in_chunks_trains_as_the_plain_one(stage: int) -> None:
         mask = (torch.rand(BATCH, LENGTH, generator=draw) < 0.7).float()
         expected = oracle(tokens, labels, mask, rotary)
         expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
         own = FPDT_InputConstruct(tokens, labels, mask, None, None, args, 2, rank).generate()
         loss = engine(*own[:3], rotary)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         engine.backward(loss)
+        for name, parameter in engine.module.named_parameters():
+            assert_equal([deepspeed.utils.safe_get_full_grad(parameter)], [wanted[name].grad])
         engine.step()
-    wanted = dict(oracle.named_parameters())
+        optimizer.step()
+        optimizer.zero_grad()
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             assert_equal([parameter.detach()], [wanted[name].detach()])

@@ -22,3 +22,8 @@ class TiledComputeConfig(LenientConfigModel):
     loss_shards: Int | None = Field(
         default=None, ge=1, description="Tiles of the loss; null: vocabulary size / hidden size."
     )
+    attention_chunk: Int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of a chunk of causal self-attention, with other chunks in host memory; null: whole.",
+    )

@@ -9,6 +9,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from deepspeed.config.plan import Plan
+from deepspeed.runtime.sequence_parallel.tiled.attention_chunks import (
+    NotInChunks,
+    attention_modules,
+    in_chunks,
+)
 from deepspeed.runtime.sequence_parallel.tiled.config import TiledComputeConfig
 from deepspeed.runtime.sequence_parallel.tiled.functions import TiledMLP
 from deepspeed.runtime.sequence_parallel.tiled.lazy_logits import LazyHead
@@ -58,6 +63,8 @@ class TiledModel:
             self._tile_layers(module, context)
         if self.section.loss:
             self._tile_loss(module, context)
+        if self.section.attention_chunk:
+            _chunk_attention(module, self.section.attention_chunk, context)
 
     def _tile_layers(self, module: nn.Module, context: Says) -> None:
         tiled: dict[str, int] = {}
@@ -92,6 +99,27 @@ class TiledModel:
             )
         vars(head)["forward"] = LazyHead(head, self.section.loss_shards)
         context.say(f"logits of {path} in tiles of the loss")
+
+
+def _chunk_attention(module: nn.Module, chunk: int, context: Says) -> None:
+    count, proven = 0, set[Any]()
+    refused: dict[str, str] = {}
+    for path, attention in attention_modules(module):
+        kind = type(attention).__name__
+        try:
+            vars(attention)["forward"] = in_chunks(attention, chunk, proven)
+            count += 1
+        except NotInChunks as reason:
+            refused.setdefault(kind, f"{kind} ({path}): {reason}")
+    if not count:
+        why = "; ".join(refused.values()) or "no module has q_proj, k_proj, v_proj and o_proj"
+        raise ValueError(
+            f"tiled_compute.attention_chunk={chunk}, but no attention can be computed in chunks: {why}. Set "
+            "tiled_compute.attention_chunk to null, or use FPDT_Attention in the model"
+        )
+    context.say(f"{count} attention modules in chunks of {chunk} tokens")
+    for reason in refused.values():
+        context.say(f"not in chunks: {reason}")
 
 
 def _feed_forward(module: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
