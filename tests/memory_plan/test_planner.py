@@ -233,7 +233,7 @@ def test_activations_of_a_classical_layer() -> None:
 def test_a_memory_budget_is_what_activations_take() -> None:
     def activations(limit: float | None) -> tuple[int, list[str]]:
         section = {} if limit is None else {"activation_checkpointing": {"memory_budget": limit}}
-        ledger, _ = ledger_for(config_for(0, **section), 1, shape=SHAPE, sequence=128)
+        ledger, _ = ledger_for(config_for(0) | section, 1, shape=SHAPE, sequence=128)
         return ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.ACTIVATIONS], ledger.notes
 
     everything, _ = activations(None)
