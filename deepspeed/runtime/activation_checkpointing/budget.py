@@ -226,7 +226,12 @@ class MemoryBudget:
         self.limit = limit
 
     def apply(self, module: nn.Module, context: Any) -> None:
-        """DeepSpeedConfigError: the model has no repeated blocks."""
+        """DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
+        if any(kind.__name__ == "PipelineModule" for kind in type(module).__mro__):
+            raise DeepSpeedConfigError(
+                f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
+                "give PipelineModule activation_checkpoint_interval, and leave the key out"
+            )
         budget = budget_blocks(module, self.limit, Ranks(context.mesh, module))
         context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
 
