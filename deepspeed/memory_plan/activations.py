@@ -83,3 +83,8 @@ def activation_bytes(
     if checkpointing:
         return shape.layers * tokens * shape.hidden * itemsize + max(layer, logits)
     return shape.layers * layer + logits
+
+
+def budgeted_bytes(everything: int, limit: float) -> int:
+    """What remains of ``everything`` within ``activation_checkpointing.memory_budget``: a share, or bytes above 1."""
+    return int(limit * everything) if limit <= 1 else min(int(limit), everything)

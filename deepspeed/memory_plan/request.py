@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.config.plan import Plan, make_plan
-from deepspeed.memory_plan.activations import TransformerShape, activation_bytes
+from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, budgeted_bytes
 from deepspeed.memory_plan.ledger import STEADY, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
 from deepspeed.memory_plan.model import facts_of
@@ -24,6 +24,7 @@ from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.utils.logging import logger
+from deepspeed.utils.memory import GIB
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -183,13 +184,20 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         )
         return
     dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
+    limit = config.activation_checkpointing_config.memory_budget
     nbytes = activation_bytes(
         request.shape,
         micro_batch=config.train_micro_batch_size_per_gpu,
         sequence=request.sequence,
         itemsize=dtype.itemsize,
-        checkpointing=request.checkpointing,
+        checkpointing=request.checkpointing and limit is None,
     )
+    if limit is not None:
+        whole, nbytes = nbytes, budgeted_bytes(nbytes, limit)
+        ledger.notes.append(
+            f"activation_checkpointing.memory_budget: {nbytes / GIB:.3f} GiB of {whole / GIB:.3f} GiB of activations "
+            "(estimated); what is recomputed for it is chosen, and said, in the first forward"
+        )
     ledger.add(STEADY[:2], setting.near, Kind.ACTIVATIONS, nbytes)
 
 

@@ -122,7 +122,8 @@ class DeepSpeedEngine(EngineState):
         self.mesh = make_mesh(self.plan.axes, self.mpu, mesh_device).in_network(self._network)
         self.mesh.data_before_experts = self._config.use_data_before_expert_parallel_
         groups.follow(self.mesh)
-        self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network)
+        shared = self.mesh.communicator("tp") if self.mpu is None and self.mesh.size("tp") > 1 else None
+        self._checkpointing = checkpointing.settings_for(self._config, self.mpu, self._network, shared)
         self.accelerator = get_accelerator()
         self.local_rank = int(getattr(args, "local_rank", -1) if args is not None else -1)
         if self.local_rank < 0:

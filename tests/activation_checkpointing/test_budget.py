@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import deepspeed
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds
-from deepspeed.runtime.activation_checkpointing.budget import Budget, budget_blocks, report
+from deepspeed.runtime.activation_checkpointing.budget import Budget, MemoryBudget, budget_blocks, report
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, sum_own
 from tests.activation_checkpointing.gpt import gpt, tokens
 from tests.activation_checkpointing.models import assert_same_bits
@@ -229,6 +229,14 @@ def test_the_report_names_layers() -> None:
     assert budget.choice is not None
     text = report(budget.choice)
     assert "more FLOPs" in text and "recomputes" in text and "qkv" in text
+
+
+def test_pipelines_are_refused() -> None:
+    class PipelineModule(nn.Sequential):
+        pass
+
+    with pytest.raises(ValueError, match="activation_checkpoint_interval"):
+        MemoryBudget(0.5).apply(PipelineModule(nn.Linear(2, 2), nn.Linear(2, 2)), None)
 
 
 @pytest.mark.parametrize("value", [0, -1, "much", True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.comm.collectives import communicator
+from deepspeed.comm.collectives import communicator, process_network
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds
 from deepspeed.runtime.activation_checkpointing.kept_inputs import Arena, Kept, KeptInputs
-from tests.activation_checkpointing.models import assert_same_bits, gradients, plain, stack
+from tests.activation_checkpointing.models import WIDTH, assert_same_bits, gradients, plain, stack
 from tests.pool import distributed
 
 
@@ -77,3 +78,30 @@ def test_integer_inputs_stay_whole() -> None:
     keeper = KeptInputs(communicator(dist.group.WORLD), offload=False, arena=None)
     mask: Tensor = torch.arange(8)
     assert keeper.unpack(keeper.pack(mask)) is mask
+
+
+@distributed(world_size=2)
+def test_ranks_of_an_engine_keep_half_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a model-parallel unit: those that ``tensor_parallel.autotp_size`` made."""
+    before, ds._state = ds._state, ds._State()
+    kept: list[int] = []
+    pack = KeptInputs.pack
+
+    def watched(self: KeptInputs, tensor: Tensor) -> Any:
+        found = pack(self, tensor)
+        kept.append(found.local.nbytes if isinstance(found, Kept) else found.nbytes)
+        return found
+
+    monkeypatch.setattr(KeptInputs, "pack", watched)
+    try:
+        model = stack()
+        expected = gradients(model, plain)
+        section = ds._section_of({"activation_checkpointing": {"partition_activations": True}})
+        config = SimpleNamespace(activation_checkpointing_config=section)
+        group = communicator(dist.group.WORLD)
+        settings = ds.settings_for(config, None, process_network, group)
+        with ds.in_force(settings):
+            assert_same_bits(gradients(model, ds.checkpoint), expected)
+        assert kept == [5 * WIDTH * 4 // 2] * len(model.blocks)
+    finally:
+        ds._state = before

@@ -230,6 +230,18 @@ def test_activations_of_a_classical_layer() -> None:
     assert checkpointed == 2 * 1024 * 4096 * (32 * 2 + per_value)
 
 
+def test_a_memory_budget_is_what_activations_take() -> None:
+    def activations(limit: float | None) -> tuple[int, list[str]]:
+        section = {} if limit is None else {"activation_checkpointing": {"memory_budget": limit}}
+        ledger, _ = ledger_for(config_for(0) | section, 1, shape=SHAPE, sequence=128)
+        return ledger.entries[Phase.FORWARD, Place.DEVICE, Kind.ACTIVATIONS], ledger.notes
+
+    everything, _ = activations(None)
+    share, notes = activations(0.6)
+    assert share == int(0.6 * everything) and any("memory_budget" in note for note in notes)
+    assert activations(1e9)[0] == min(10**9, everything)
+
+
 def test_the_shape_is_read_from_configs() -> None:
     class Llama:
         num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads = 4, 64, 8, 2

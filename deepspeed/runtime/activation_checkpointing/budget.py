@@ -15,7 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,7 @@ class BudgetedCall:
         run = self.inner or partial(type(self.block).forward, self.block)
         if not torch.is_grad_enabled() or inside_transform():
             return run(*args, **kwargs)
+        args, kwargs = tuple(map(_no_cache, args)), {key: _no_cache(each) for key, each in kwargs.items()}
         counting = self.budget.counting
         if counting is not None:
             return counting.call(
@@ -176,6 +177,29 @@ class BudgetedCall:
             )
         chosen = self.budget.chosen.get(self.block, NOTHING)
         return run(*args, **kwargs) if chosen is None else _checkpointed(run, chosen, args, kwargs)
+
+
+@runtime_checkable
+class _Cache(Protocol):
+    """Keys and values of earlier tokens, which models of Transformers pass to their layers by default."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any: ...
+    def get_seq_length(self, *args: Any) -> int: ...
+
+
+def _no_cache(value: Any) -> Any:
+    """None instead of an empty cache: a layer that runs again would add to it twice.
+
+    ValueError: it holds something.
+    """
+    if not isinstance(value, _Cache) or isinstance(value, (Tensor, nn.Module)):
+        return value
+    if value.get_seq_length():
+        raise ValueError(
+            f"{KEY}: the model's layers are given a {type(value).__name__} with {value.get_seq_length()} tokens in "
+            "training, which layers that are recomputed cannot add to; leave the key out"
+        )
+    return None
 
 
 def _checkpointed(run: Callable[..., Any], chosen: Collection[Key], args: Any, kwargs: Any) -> Any:
@@ -202,7 +226,12 @@ class MemoryBudget:
         self.limit = limit
 
     def apply(self, module: nn.Module, context: Any) -> None:
-        """DeepSpeedConfigError: the model has no repeated blocks."""
+        """DeepSpeedConfigError: the model has no repeated blocks, or is a pipeline."""
+        if any(kind.__name__ == "PipelineModule" for kind in type(module).__mro__):
+            raise DeepSpeedConfigError(
+                f"{KEY}={self.limit:g}: pipelines have no budget yet, as several micro-batches are alive at a time; "
+                "give PipelineModule activation_checkpoint_interval, and leave the key out"
+            )
         budget = budget_blocks(module, self.limit, Ranks(context.mesh, module))
         context.say(f"{len(budget.chosen)} blocks keep {_limit(self.limit)} of their activations at most")
 

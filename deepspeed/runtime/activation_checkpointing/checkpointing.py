@@ -72,15 +72,18 @@ class Settings:
     network: Network = process_network
     layers: list[Any] = field(default_factory=list)
     """Hooks on layers that a model checkpoints itself."""
+    tensor_ranks: Communicator | None = None
+    """Those of the engine, where no model-parallel unit says who they are."""
 
     def group(self) -> Communicator:
         """The ranks across which inputs are partitioned: one unless partitioning is on and there is a group."""
-        if self.section.partition_activations and self.mpu is not None:
-            for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
-                if hasattr(self.mpu, getter):
-                    group = getattr(self.mpu, getter)()
-                    return Communicator(None) if group is None else self.network.communicator(group)
-        return Communicator(None)
+        if not self.section.partition_activations:
+            return Communicator(None)
+        for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+            if hasattr(self.mpu, getter):
+                group = getattr(self.mpu, getter)()
+                return Communicator(None) if group is None else self.network.communicator(group)
+        return self.tensor_ranks or Communicator(None)
 
     def keeper(self) -> KeptInputs:
         section = self.section
@@ -106,7 +109,7 @@ def configure(
     """Sets how checkpointed regions keep their inputs. Arguments that are given override the config.
 
     Args:
-        mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: there is no such group.
+        mpu_: Model-parallel unit, whose tensor-parallel ranks share the inputs. None: those of the newest engine.
         deepspeed_config: Path, dict or object with an ``activation_checkpointing`` section.
         partition_activations: Partition inputs across the tensor-parallel ranks, which all hold the same ones.
         contiguous_checkpointing: Keep inputs in buffers allocated once, for ``num_checkpoints`` regions. Needs
@@ -174,7 +177,9 @@ def _current() -> Settings:
     return _running.get() or _state.engines.get() or _state.process
 
 
-def settings_for(config: Any, mpu: Any, network: Network) -> Settings:
+def settings_for(
+    config: Any, mpu: Any, network: Network, tensor_ranks: Communicator | None = None
+) -> Settings:
     """Those of a new engine. An engine whose config has no section has the process's.
 
     If there is no other engine with its own, it takes over what the process was told before: what ``configure`` was
@@ -187,6 +192,7 @@ def settings_for(config: Any, mpu: Any, network: Network) -> Settings:
     if newest is not None or not settings.configured:
         tracker = settings.tracker if newest is None else newest.tracker.copy()
         settings = Settings(mpu=mpu, section=given.model_copy(), tracker=tracker, network=network)
+    settings.tensor_ranks = tensor_ranks
     _state.engines.add(settings)
     return settings
 
@@ -387,7 +393,9 @@ def _boundary(phase: str, region: Any) -> Iterator[None]:
     if section.synchronize_checkpoint_boundary:
         get_accelerator().synchronize()
     timer = SynchronizedWallClockTimer.Timer(phase) if section.profile else None
+    before = 0.0
     if timer is not None:
+        before = get_accelerator().memory_allocated() / GIB
         timer.start()
     yield
     if section.synchronize_checkpoint_boundary:
@@ -397,5 +405,7 @@ def _boundary(phase: str, region: Any) -> Iterator[None]:
         name = region.name if isinstance(region, _Region) else getattr(region, "__qualname__", str(region))
         allocated = get_accelerator().memory_allocated() / GIB
         print_dist(
-            f"checkpoint {phase} {name}: {timer.elapsed():.2f} ms, {allocated:.4f} GB allocated", ranks=[0]
+            f"checkpoint {phase} {name}: {timer.elapsed():.2f} ms, {allocated:.4f} GB allocated "
+            f"({allocated - before:+.4f})",
+            ranks=[0],
         )
