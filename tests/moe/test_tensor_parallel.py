@@ -57,7 +57,8 @@ def test_a_number_of_tokens_that_does_not_divide_and_a_capacity() -> None:
     engine.step()
     engine.destroy()
     engine, place = begin(1, 2, False, **settings)
-    assert_engine_equals_alone(engine, Model(1, **settings), place=place, steps=1)
+    # Adam's first step divides each gradient by its size, also those that are little more than rounding.
+    assert_engine_equals_alone(engine, Model(1, **settings), place=place, steps=1, atol=1e-5)
     engine.destroy()
 
 
