@@ -285,9 +285,9 @@ class _Arrive(torch.autograd.Function):
 
 
 def parts_of(tokens: int, ranks: Communicator, device: torch.device) -> list[slice]:
-    """Two halves, whose exchange and computation overlap, where an exchange proceeds in the background; the same number
-    on all ranks, however many tokens each has."""
-    if ranks.size == 1 or not ranks.works_in_background(device.type):
+    """Two halves, whose exchange and computation overlap, where an exchange proceeds in the background of a device; all
+    at once on a CPU, which would do both. The same number on all ranks, however many tokens each has."""
+    if ranks.size == 1 or device.type == "cpu" or not ranks.works_in_background(device.type):
         return [slice(0, tokens)]
     return [slice(0, tokens // 2), slice(tokens // 2, tokens)]
 
