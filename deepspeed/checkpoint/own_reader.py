@@ -109,6 +109,8 @@ class OwnReader:
         shapes = made[PARTS_DIRECTORY].shapes if PARTS_DIRECTORY in made else {}
         for name in self._covered(PARTS_DIRECTORY, shapes):
             self.catalog.module.setdefault(name, [])
+        for name in self.index.get("frozen_elsewhere", ()):
+            self.catalog.module.setdefault(name, [])
         return made
 
     def _covered(self, key: str, listed: Iterable[str]) -> Iterable[str]:
@@ -143,7 +145,7 @@ class OwnReader:
             numbers = {n for shard in shards for n in self.directories[directory].files(span(shard), prefer)}
             return [files[number] for number in sorted(numbers)]
         covered = self.index.get("covered", {}).get(directory)
-        if shards is None or covered is None:
+        if shards is None or covered is None or self.index.get("frozen_elsewhere"):
             return self.present(files)
         held = self._held_as_masters if directory == OPTIMIZER_DIRECTORY else self._held_as_weights
         wanted = set(covered)

@@ -6,7 +6,7 @@ Pure arithmetic, without communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ EXPERTS = "ep"
 """The axis over which ranks with the same part of the dense model hold different experts, stacked under one name."""
 NUMBERED_EXPERTS = "numbered experts"
 """The same, where each expert has a name of its own (``checkpoint/numbered.py``)."""
+_NUMBERED = "ds_numbered_expert"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,16 @@ def place(param: Any, placement: Placement) -> None:
     if own != expected:
         raise ValueError(f"a parameter of {own} elements cannot fill {placement.boxes}, {expected} elements")
     setattr(param, ATTRIBUTE, placement)
+
+
+def number_experts(params: Iterable[Any]) -> None:
+    """Mark the parameters of experts with names of their own, of which other ranks hold others."""
+    for param in params:
+        setattr(param, _NUMBERED, True)
+
+
+def is_numbered_expert(param: Any) -> bool:
+    return bool(getattr(param, _NUMBERED, False))
 
 
 def local_part(param: Any, value: Tensor) -> Tensor:

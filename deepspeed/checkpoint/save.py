@@ -177,6 +177,7 @@ class _Files:
         self.directories: dict[str, Any] = dict.fromkeys(DIRECTORIES)
         self.covered: dict[str, list[str]] = {}
         self.differing: list[str] = []
+        self.frozen_elsewhere: list[str] = []
         self.of_all_stages: dict[str, Any] = {}
         self.buffers_differ = False
         module = training.module
@@ -279,13 +280,14 @@ class _Files:
         """Where ranks hold parts of shared lists, the first file has the names of them all, and no directory: a loader
         searches the files. Collective."""
         own = {key: list(contents.names) for key, contents in held.items()}
-        reports = ranks.gather_at_writers((self.place.number, own, self.trained))
+        reports = ranks.gather_at_writers((self.place.number, own, self.trained, list(self._own_weights())))
         if reports is None:
             return
         ordered = [report[1:] for report in sorted(reports, key=lambda report: report[0])]
         for key in own:
-            self.covered[key] = list(dict.fromkeys(name for names, _ in ordered for name in names[key]))
-        self.trained = list(dict.fromkeys(name for _, names in ordered for name in names))
+            self.covered[key] = list(dict.fromkeys(name for names, _, _ in ordered for name in names[key]))
+        self.trained = list(dict.fromkeys(name for _, names, _ in ordered for name in names))
+        self.frozen_elsewhere = list(dict.fromkeys(name for _, _, names in ordered for name in names))
 
     def _meet_stages(self, ranks: Ranks, buffer_hashes: list[int]) -> None:
         """Which buffers differ among the ranks of one stage, and the names that the first file lists for all stages."""
@@ -438,6 +440,7 @@ class _Files:
             **self.of_all_stages,
             **training.positions,
             **self.directories,
+            "frozen_elsewhere": self.frozen_elsewhere,
             "covered": {key: names for key, names in self.covered.items() if self.directories[key] is None},
             **self._rank_states(),
         }

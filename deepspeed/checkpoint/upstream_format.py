@@ -34,6 +34,7 @@ from deepspeed.checkpoint.shards import ShardIndex
 from deepspeed.checkpoint.splits import Shape, Wanted, split_placements
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_format import add_universal, is_universal, read_common
+from deepspeed.checkpoint.upstream_experts import KEYS, SavedExperts
 
 Read = Callable[[Path], dict[str, Any]]
 Order = Sequence[Sequence[str]]
@@ -78,7 +79,7 @@ def open_upstream(
         zero_stage=0,
         aliases=dict(first.get("shared_params") or {}),
         model_states={key: value for key, value in first.items() if key in RESERVED_KEYS and key != "module"},
-        client_state={key: value for key, value in first.items() if key not in RESERVED_KEYS},
+        client_state={k: value for k, value in first.items() if k not in RESERVED_KEYS and k not in KEYS},
     )
     if is_universal(folder):
         _add_universal(catalog, models, first, read, wanted)
@@ -89,13 +90,20 @@ def open_upstream(
         _add_stage3(catalog, contents, _complete(folder, optims, int(first["dp_world_size"])), read)
     else:
         parts = _parts(catalog, models, first, read, wanted)
+        experts = SavedExperts.find(folder, first, first.get(DS_CONFIG) or {}, read)
         for part in parts:
             _add_module(catalog, part)
+        for path, weights in experts.files.items():
+            _add_module(catalog, _Part(path, {"module": weights}, {}))
         for part in parts:
             if optims:
                 rank = (model_ranks(part.path.name) or (0, 0))[1]
                 own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
-                _add_partitions(catalog, part, own, read)
+                _add_partitions(catalog, part, own, read, experts)
+            elif experts.files and order is not None:
+                for share, path in enumerate(experts.optimizers):
+                    held = _Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
+                    _add_whole(catalog, held, experts.order(order, share))
             elif part.content.get("optimizer") is not None:
                 _add_whole(catalog, part, order)
         shapes = parts[0].content.get("param_shapes") if optims else None
@@ -188,21 +196,25 @@ def _add_universal(
 # Stages 1 and 2 --------------------------------------------------------------------------------------------
 
 
-def _add_partitions(catalog: Catalog, part: _Part, optims: list[Path], read: Read) -> None:
+def _add_partitions(
+    catalog: Catalog, part: _Part, optims: list[Path], read: Read, experts: SavedExperts
+) -> None:
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
     files = _complete(catalog.folder, optims, count)
     catalog.zero_stage = int(states[files[0]].get("zero_stage", 1))  # its bf16 optimizer does not record it
     shapes: list[Mapping[str, Any]] = part.content["param_shapes"]
-    for number, group in enumerate(shapes):
-        start = 0
-        for path in files:
-            start += _add_group_part(catalog, part, number, group, start, states[path], path)
+    names: list[list[str]] = []
+    for number, first in enumerate(shapes):
+        names.append([])
+        for group, members in experts.shares(first, files):
+            names[-1] += group
+            start = 0
+            for path in members:
+                start += _add_group_part(catalog, part, number, group, start, states[path], path)
     if catalog.groups:
         return  # those of another tensor-parallel rank, which are equal
-    _add_groups(
-        catalog, states[files[0]]["base_optimizer_state"]["param_groups"], [list(group) for group in shapes]
-    )
+    _add_groups(catalog, states[files[0]]["base_optimizer_state"]["param_groups"], names)
     catalog.scalars = _scalars(states[files[0]].get("loss_scaler"))
 
 
@@ -372,9 +384,13 @@ def _add_whole(catalog: Catalog, part: _Part, order: Order | None) -> None:
         )
     for number, group in enumerate(names):
         for position, name in enumerate(group):
-            held = module[catalog.aliases.get(name, name)]
-            shape = tuple(held.shape)
-            index = part.index(name, shape)
+            held = module.get(catalog.aliases.get(name, name))
+            if held is not None:
+                shape = tuple(held.shape)
+                index = part.index(name, shape)
+            else:  # an expert, whose weights are in a file of their own
+                saved = catalog.module[name][0]
+                held, shape, index = saved.data, saved.index.global_shape, saved.index
             if index is None:
                 continue
             state = dict(inner["state"].get(numbers[number][position], {}))

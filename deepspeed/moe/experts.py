@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.numbered import NumberedModules
-from deepspeed.checkpoint.placement import NUMBERED_EXPERTS, place, placement_of
+from deepspeed.checkpoint.placement import ATTRIBUTE, number_experts
+from deepspeed.runtime.zero.scopes import DIVIDED
+
+_MARKS = (ATTRIBUTE, "tensor_model_parallel", "model_parallel", "partition_dim", "partition_stride")
+"""What tensor-parallel layers write on their parameters, and a copy of a parameter loses."""
 
 
 class Experts(nn.Module):
@@ -25,7 +28,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_local_experts = num_local_experts
-        self.deepspeed_experts = NumberedModules(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.deepspeed_experts = NumberedModules(_copy(expert) for _ in range(num_local_experts))
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = expert_group_name  # type: ignore[attr-defined]
@@ -34,12 +37,13 @@ class Experts(nn.Module):
         """These are the experts of rank ``number`` of the ``count`` that share the layer's."""
         each = self.num_local_experts
         self.deepspeed_experts.renumber(number * each, count * each)
-        if count == 1:
-            return
+        if count > 1:
+            number_experts(self.deepspeed_experts.parameters())
+
+    def divide_tokens(self, divide: bool) -> None:
+        """Whether tensor-parallel ranks have copies of these experts, and each takes a part of the tokens."""
         for param in self.deepspeed_experts.parameters():
-            known = placement_of(param)
-            if NUMBERED_EXPERTS not in known.split:
-                place(param, replace(known, split=(*known.split, NUMBERED_EXPERTS)))
+            setattr(param, DIVIDED, divide)
 
     def forward(self, inputs: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Each expert's outputs, in the shape and order of the inputs.
@@ -58,6 +62,15 @@ class Experts(nn.Module):
         # Also an expert without tokens is called: its weights get zeros as gradients, and ranks stay in step.
         chunks = inputs.split(list(counts))
         return torch.cat([_output(e(c)) for e, c in zip(self.deepspeed_experts, chunks, strict=True)])
+
+
+def _copy(expert: nn.Module) -> nn.Module:
+    made = copy.deepcopy(expert)
+    for new, old in zip(made.parameters(), expert.parameters(), strict=True):
+        for mark in _MARKS:
+            if hasattr(old, mark):
+                setattr(new, mark, getattr(old, mark))
+    return made
 
 
 def _output(result: Any) -> Tensor:

@@ -102,9 +102,11 @@ class MoE(nn.Module):
         Raises:
             ValueError: ``ep_size`` does not divide the ranks with the same dense weights.
         """
-        ranks = mesh.sharing_experts(self.ep_size)
-        self.deepspeed_moe.spread_over(mesh.among(ranks))
-        self.deepspeed_moe.experts.take_place(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
+        ranks, layer = mesh.sharing_experts(self.ep_size), self.deepspeed_moe
+        layer.spread_over(mesh.among(ranks))
+        layer.experts.take_place(ranks.index(mesh.global_rank), self.ep_size)  # type: ignore[operator]
+        if not self.enable_expert_tensor_parallelism:
+            layer.divide_tokens(mesh.communicator("tp"))
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None

@@ -6,6 +6,7 @@ of choices (``routes.py``) and sorted tokens (``dispatch.py``), which is the sam
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.collectives import Communicator, communicator
-from deepspeed.moe.dispatch import Order, Trip, combine, permute
+from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
 from deepspeed.moe.routes import (
     Routes,
     capacity_of,
@@ -23,6 +24,9 @@ from deepspeed.moe.routes import (
     top2_routes,
     topk_routes,
 )
+from deepspeed.moe.watching import Watch
+from deepspeed.runtime.activation_checkpointing.rng import RegionNumbers
+from deepspeed.runtime.tensor_parallel.mappings import join_sequence, split_sequence
 from deepspeed.utils.untraced import untraced
 
 NOISE = (None, "None", "Jitter", "RSample")
@@ -218,6 +222,21 @@ class TopKGate(nn.Module):
         return topk_routes(logits, self.k, capacity, used_token=used_token)
 
 
+def _own_part(routes: Routes, ranks: Communicator) -> Routes:
+    """Those of this rank's part of the tokens, of which each rank takes as many; what is missing in the last part has
+    no expert. The gradient of the weights is gathered."""
+    length = len(routes.experts)
+    run = -(-length // ranks.size)
+    own = slice(min(run * ranks.rank, length), min(run * (ranks.rank + 1), length))
+    short = (0, 0, 0, run - (own.stop - own.start))
+    return replace(
+        routes,
+        experts=F.pad(routes.experts[own], short),
+        kept=F.pad(routes.kept[own], short),
+        weights=split_sequence(routes.weights, ranks),
+    )
+
+
 class MOELayer(nn.Module):
     """Sends each token to the experts that ``gate`` chooses, on whichever rank they are, and adds up what comes back.
 
@@ -245,6 +264,8 @@ class MOELayer(nn.Module):
         self.ep_group_name = ep_group_name
         self.num_local_experts = num_local_experts
         self._ranks: Communicator | None = Communicator(None) if ep_size == 1 else None
+        self._numbers = RegionNumbers(Communicator(None))
+        self.watch: Watch | None = None
 
     def _set_ep_group(self, ep_group: ProcessGroup | None) -> None:
         """The ranks that share the experts of the layer."""
@@ -256,13 +277,24 @@ class MOELayer(nn.Module):
         self.ep_group, self._ranks = ranks.group, ranks
         self.gate._set_ep_group(ranks.group)  # type: ignore[operator]
 
+    def divide_tokens(self, ranks: Communicator) -> None:
+        """``ranks`` have the same tokens and the same experts (tensor parallelism): each sends a part of the tokens."""
+        self._numbers = RegionNumbers(ranks)
+        self.experts.divide_tokens(ranks.size > 1)  # type: ignore[operator]
+
     def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
         """``input``: tokens [.., hidden], and ``used_token`` or None."""
         tokens, used_token = input[0], input[1] if len(input) > 1 else None
         flat = tokens.reshape(-1, tokens.shape[-1])
         routes: Routes = self.gate.routes(flat, used_token)  # type: ignore[operator]
         self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
-        return self._through_experts(flat, routes).view(tokens.shape)
+        if self.watch is not None:
+            self.watch.routed(routes.exp_counts, routes.kept)
+        ranks = self._numbers.group
+        if ranks.size == 1:
+            return self._through_experts(flat, routes).view(tokens.shape)
+        output = self._through_experts(split_sequence(flat, ranks), _own_part(routes, ranks))
+        return join_sequence(output, ranks, 0, len(flat)).view(tokens.shape)
 
     @untraced
     def _through_experts(self, tokens: Tensor, routes: Routes) -> Tensor:
@@ -271,8 +303,14 @@ class MOELayer(nn.Module):
                 f"the {self.ep_size} ranks that share the layer's experts are not known: call deepspeed.initialize, or "
                 "set_deepspeed_parallelism() of the layer"
             )
-        order = Order.of(routes)
-        trip = Trip.plan(order.counts, self._ranks)
-        there = trip.there(permute(tokens, order))
-        outputs = self.experts(there, trip.per_expert)
-        return combine(trip.back(outputs), routes.weights, order)
+        parts = parts_of(len(tokens), self._ranks, tokens.device)
+        orders = [Order.of(routes, part) for part in parts]
+        trips = Trip.plan([order.counts for order in orders], self._ranks, self.watch)
+        rows = [permute(tokens[part], order) for part, order in zip(parts, orders, strict=True)]
+        with self._numbers.different():
+            outputs = through(rows, trips, self.experts)
+        made = [
+            combine(each, routes.weights[part], order)
+            for each, part, order in zip(outputs, parts, orders, strict=True)
+        ]
+        return made[0] if len(made) == 1 else torch.cat(made)

@@ -7,6 +7,7 @@ their forward sends the tokens there.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.moe.config import AutoEPConfig
-from deepspeed.moe.dispatch import Order, Trip, combine, permute
+from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
 
@@ -58,6 +59,11 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, each in module.named_modules():
         if all(hasattr(each, flag) for flag in _FLAGS) and "down_proj" in each._parameters:
             yield path, each
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether its tokens go to experts on other ranks."""
+    return isinstance(getattr(module, "_ds_spread", None), Spread)
 
 
 class ExpertParallelism:
@@ -123,6 +129,7 @@ def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> N
 
 def _send_tokens(experts: nn.Module, spread: Spread) -> None:
     experts._ds_spread = spread  # type: ignore[assignment]
+    experts.watch = None  # type: ignore[assignment]
     experts.forward = types.MethodType(_forward, experts)
 
 
@@ -131,11 +138,19 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     """The sum [tokens, hidden] of the chosen experts' outputs times ``top_k_weights`` [tokens, k]. A choice of
     ``num_experts`` or more is none."""
     spread: Spread = self._ds_spread
-    order = Order.sort(top_k_index.clamp(max=spread.total), spread.total)
-    trip = Trip.plan(order.counts, spread.ranks)
-    rows = trip.there(permute(hidden_states, order))
-    outputs = _compute(self, rows, trip.per_expert)
-    return combine(trip.back(outputs), top_k_weights, order)
+    chosen = top_k_index.clamp(max=spread.total)
+    parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
+    orders = [Order.sort(chosen[part], spread.total) for part in parts]
+    if self.watch is not None:
+        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total)
+    trips = Trip.plan([order.counts for order in orders], spread.ranks, self.watch)
+    rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
+    outputs = through(rows, trips, functools.partial(_compute, self))
+    made = [
+        combine(each, top_k_weights[part], order)
+        for each, part, order in zip(outputs, parts, orders, strict=True)
+    ]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:

@@ -306,7 +306,7 @@ def shard_module(
             layout,
             everything.params,
             scopes[layout.scope].shard,
-            everyone=scopes[layout.scope].everyone,
+            everyone=scopes[layout.scope].written_by,
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.init import network_of
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
-from deepspeed.moe.placing import place_experts
+from deepspeed.moe.placing import place_experts, write_experts
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -516,6 +517,15 @@ class DeepSpeedEngine(EngineState):
 
     def is_deepcompile_active(self) -> bool:
         return False
+
+    def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
+        """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
+        if not self.has_moe_layers or self.plan.zero.shard_params:
+            return None
+        save = self.checkpoint_engine.save
+        return lambda folder: write_experts(
+            self.module, self.mesh, lambda state, name: save(state, str(folder / name)), exclude_frozen
+        )
 
     def empty_partition_cache(self) -> None:
         """Stage 3: release every parameter that is gathered and not in use."""

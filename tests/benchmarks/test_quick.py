@@ -16,13 +16,14 @@ SCRIPTS = {
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
+    "moe.py": ["ours, top-2", "dispatch and combine"],
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],
 }
 
-SHORT = {"checkpoint.py", "engine_cost.py"}  # those that take a few seconds
+SHORT = {"checkpoint.py", "engine_cost.py", "moe.py"}  # those that take a few seconds
 
 
 def run(script: str, *arguments: str) -> str:

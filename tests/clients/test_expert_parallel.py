@@ -78,11 +78,24 @@ def own_part(whole: Tensor, param: Tensor) -> Tensor:
 )  # fmt: skip
 @distributed(world_size=2)
 def test_loss_and_gradients_are_those_of_one_process(name: str, size: int, stage: int) -> None:
+    assert_equals_one_process(name, size, stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "stage"),
+    [("mixtral", 4, 0), ("qwen3_moe", 4, 1), ("deepseek_v3", 4, 2), ("mixtral", 4, 3), ("qwen2_moe", 2, 3)],
+)
+@distributed(world_size=4)
+def test_four_ranks(name: str, size: int, stage: int) -> None:
+    assert_equals_one_process(name, size, stage)
+
+
+def assert_equals_one_process(name: str, size: int, stage: int) -> None:
     with clean_clients():
-        model, rank = make(name), dist.get_rank()
+        model, rank, world = make(name), dist.get_rank(), dist.get_world_size()
         whole = copy.deepcopy(model)
-        each = [loss_of(whole, r) for r in range(2)]
-        (sum(each) / 2).backward()
+        each = [loss_of(whole, r) for r in range(world)]
+        (sum(each) / world).backward()
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.checkpoint.placement import local_part, placement_of
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 VOCABULARY, HIDDEN, EXPERTS, LENGTH, BATCH = 32, 16, 4, 6, 2
@@ -20,12 +22,16 @@ NOTHING = {  # persistence and live parameters: gather everything around its use
 }  # fmt: skip
 
 
+Change = Callable[[nn.Sequential], nn.Module]
+Recompute = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
+
+
 class Block(nn.Module):
-    def __init__(self, experts: int, ep_size: int, **settings: Any) -> None:
+    def __init__(self, experts: int, ep_size: int, change: Change, **settings: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
         expert = nn.Sequential(nn.Linear(HIDDEN, 24), nn.GELU(), nn.Linear(24, HIDDEN))
-        self.moe = MoE(HIDDEN, expert, experts, ep_size, **settings)
+        self.moe = MoE(HIDDEN, change(expert), experts, ep_size, **settings)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         output, l_aux, _ = self.moe(self.norm(hidden))
@@ -34,13 +40,17 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     """``pyramid``: experts of each layer. All experts of a layer differ. ``apart``: ranks that share them are no
-    neighbours."""
+    neighbours. ``place``: of this rank, and how many there are, with other data. ``recompute``: how blocks are
+    checkpointed. ``change``: of each layer's expert."""
 
     def __init__(
         self,
         ep_size: int = 1,
         pyramid: Iterable[int] = (EXPERTS, EXPERTS),
         apart: bool = False,
+        place: tuple[int, int] | None = None,
+        recompute: Recompute | None = None,
+        change: Change = lambda expert: expert,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -53,24 +63,28 @@ class Model(nn.Module):
             **settings,
         }
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList([Block(count, ep_size, **choice) for count in pyramid])
+        self.blocks = nn.ModuleList([Block(count, ep_size, change, **choice) for count in pyramid])
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        with torch.no_grad():
-            for number, block in enumerate(self.blocks):
-                block.moe.deepspeed_moe.gate.wg.weight.mul_(4.0)
-                place = (
-                    dist.get_rank() * ep_size // dist.get_world_size() if apart else dist.get_rank() % ep_size
-                )
-                experts = block.moe.deepspeed_moe.experts
-                for index, expert in enumerate(experts.deepspeed_experts, place * experts.num_local_experts):
-                    own = torch.Generator().manual_seed(100 * number + index)
-                    for param in expert.parameters():
-                        param.copy_(0.3 * torch.randn(param.shape, generator=own))
+        self.recompute = recompute
+        rank, world = place or (dist.get_rank(), dist.get_world_size())
+        if not is_zero_param(self.head.weight):
+            self._fill(rank * ep_size // world if apart else rank % ep_size)
+
+    @torch.no_grad()
+    def _fill(self, share: int) -> None:
+        for number, block in enumerate(self.blocks):
+            block.moe.deepspeed_moe.gate.wg.weight.mul_(4.0)
+            experts = block.moe.deepspeed_moe.experts
+            for index, expert in enumerate(experts.deepspeed_experts, share * experts.num_local_experts):
+                own = torch.Generator().manual_seed(100 * number + index)
+                for param in expert.parameters():
+                    whole = 0.3 * torch.randn(placement_of(param).global_shape, generator=own)
+                    param.copy_(local_part(param, whole))
 
     def forward(self, tokens: Tensor, coefficient: float = 0.01) -> Tensor:
         hidden, total = self.embed(tokens), torch.zeros(())
         for block in self.blocks:
-            hidden, l_aux = block(hidden)
+            hidden, l_aux = self.recompute(block, hidden) if self.recompute else block(hidden)
             total = total + l_aux
         logits = self.head(hidden[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) + coefficient * total
@@ -108,11 +122,27 @@ def assert_equals_alone(
 ) -> None:
     """Loss, norm, every gradient and every weight of some steps are those of one process with all experts and the
     batches of all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     engine = start(settings, ep_size, **model)
-    alone = Model(1, **model)
+    assert_engine_equals_alone(
+        engine, Model(1, **{**model, "recompute": None}), steps=steps, rtol=rtol, atol=atol
+    )
+    engine.destroy()
+
+
+def assert_engine_equals_alone(
+    engine: Any,
+    alone: nn.Module,
+    *,
+    place: tuple[int, int] | None = None,
+    steps: int = 3,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """The same of an engine that begins with the weights of ``alone``. ``place``: of this rank, and how many there are,
+    with other data."""
+    rank, world = place or (dist.get_rank(), dist.get_world_size())
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, weight_decay=0.1)
-    clip = settings["gradient_clipping"]
+    clip = engine.gradient_clipping()
 
     def close(found: Any, wanted: Any, what: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
@@ -120,9 +150,8 @@ def assert_equals_alone(
     def compare(read: Any, wanted: Any, what: str) -> None:
         for name, param in engine.module.named_parameters():
             value = wanted(alone.get_parameter(name))
-            close(
-                read(param), torch.zeros(()) if value is None else value, f"{what} of {name} in step {step}"
-            )
+            value = torch.zeros(()) if value is None else local_part(param, value)
+            close(read(param), value, f"{what} of {name} in step {step}")
 
     for step in range(steps):
         loss = engine(batch(step, rank))
@@ -137,4 +166,3 @@ def assert_equals_alone(
         optimizer.step()
         optimizer.zero_grad()
         compare(safe_get_full_fp32_param, lambda param: param.detach(), "weight")
-    engine.destroy()

@@ -105,3 +105,21 @@ def test_groups_of_experts_keep_their_hyperparameters(tmp_path: Path) -> None:
         second.load_checkpoint(tmp_path)
         assert second.get_lr() == [1e-2, 0.5]
         second.destroy()
+
+
+@distributed(world_size=4)
+def test_each_expert_has_its_documented_file(tmp_path: Path) -> None:
+    engine = start(config(1), 2)
+    engine.save_checkpoint(tmp_path, tag="here")
+    if dist.get_rank() == 0:
+        wanted = Model(1).state_dict()
+        found: dict[str, Any] = {}
+        for layer in range(2):
+            for expert in range(4):
+                path = tmp_path / f"here/layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+                held = torch.load(path)
+                assert all(f"blocks.{layer}." in name and f"_experts.{expert}." in name for name in held)
+                found |= held
+        assert found.keys() == {name for name in wanted if "deepspeed_experts" in name}
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    engine.destroy()

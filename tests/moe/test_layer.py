@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
@@ -82,6 +83,16 @@ def test_no_token_is_dropped_or_padded_without_dropping() -> None:
         expert.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     layer(torch.randn(50, HIDDEN))
     assert sum(rows) == 100 and sorted(rows) == [0, 0, 50, 50]
+
+
+def test_products_are_those_of_the_tokens_that_were_chosen() -> None:
+    """FLOPs, counted: the experts' on each token's choices, the gate's on each token, and nothing else."""
+    layer = layer_of(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
+    tokens = torch.randn(50, HIDDEN, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(tokens)[0].sum().backward()
+    forward = 50 * 2 * (2 * 2 * HIDDEN * 2 * HIDDEN) + 50 * 2 * HIDDEN * EXPERTS
+    assert counter.get_total_flops() == 3 * forward
 
 
 def test_an_expert_without_tokens_has_zeros_as_gradients() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.curves import Curves
+from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.same_inputs import SameInputs
@@ -49,6 +50,8 @@ def attach_observers(engine: EngineBase) -> None:
     engine.monitor = MonitorMaster(config.monitor_config)
     if engine.monitor.enabled and is_rank_zero():
         Curves(engine, engine.monitor, elapsed_ms)
+    if engine.monitor.enabled or config.wall_clock_breakdown:
+        watch_experts(engine, engine.monitor if engine.monitor.enabled else None)
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.dump_state:

@@ -12,7 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.placement import ATTRIBUTE, EXPERTS, Placement, interval, place, placement_of
+from deepspeed.checkpoint.placement import (
+    ATTRIBUTE,
+    EXPERTS,
+    NUMBERED_EXPERTS,
+    Placement,
+    interval,
+    is_numbered_expert,
+    place,
+    placement_of,
+)
 from deepspeed.checkpoint.shards import Region, regions, without
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.runtime.zero.params import full_shape
@@ -27,6 +36,7 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
 
     As in Megatron-LM, a parameter that tensor-parallel ranks hold without a mark is taken for a copy: it counts once.
     """
+    params = list(params)
     unknown = [param for param in params if not hasattr(param, ATTRIBUTE) or hasattr(param, _FOUND)]
     for param in unknown:
         if hasattr(param, ATTRIBUTE):  # of an earlier engine, whose mesh may have been another
@@ -36,8 +46,12 @@ def find_placements(params: Iterable[Tensor], mesh: ProcessMesh, scopes: Scopes)
         _read_marks(unknown, mesh)
     for param in unknown:
         scope = scopes.of(param)
-        if scope.kinds > 1:
+        if scope.kinds > 1 and not is_numbered_expert(param):
             place(param, placement_of(param).stacked(scope.kind, scope.kinds, EXPERTS))
+    for param in params:
+        known = placement_of(param)
+        if is_numbered_expert(param) and NUMBERED_EXPERTS not in known.split:
+            place(param, replace(known, split=(*known.split, NUMBERED_EXPERTS)))
 
 
 def whole_tensor(
@@ -55,7 +69,7 @@ def whole_tensor(
     flat = tensor.detach().reshape(-1)
     whole = tensor.new_zeros(placement.global_shape)
     scope = scopes.of(param)
-    if not spread or (scope.everyone.rank == 0 and share in (None, scope.kind)):
+    if not spread or (scope.first_holder and share in (None, scope.kind)):
         for region in _regions(placement, 0, flat.numel()):
             whole[tuple(slice(low, high) for low, high in region.box)] = _view(flat, region)
     sums = [scopes.across[axis] for axis in axes] + ([scopes.everyone] if spread else [])

@@ -32,7 +32,11 @@ SHARED_BY = "ds_shared_by"
 """Attribute of a parameter that pipeline stages share: (name of its scope, global ranks that hold it, those of them
 that hold the same slice as this rank). The name begins with SHARED."""
 SHARED = "shared by stages: "
-_EXPERT_GROUP = re.compile(r"ep_size_(\d+)")
+DIVIDED = "ds_tokens_divided"
+"""Attribute of an expert's parameter that is True where tensor-parallel ranks hold copies, and each takes a part of the
+tokens: the gradients of all of them add up."""
+_IN_PARTS = ", tokens divided"
+_EXPERT_GROUP = re.compile(rf"ep_size_(\d+)(?:{_IN_PARTS})?")
 
 
 def expert_parallel_size(name: str, ranks: int) -> int:
@@ -57,7 +61,9 @@ def scope_name(param: torch.Tensor) -> str:
         return str(shared[0])
     if getattr(param, "allreduce", True):
         return DENSE
-    return str(getattr(param, "group_name", "ep_size_1"))
+    return str(getattr(param, "group_name", "ep_size_1")) + (
+        _IN_PARTS if getattr(param, DIVIDED, False) else ""
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,11 +80,24 @@ class Scope:
     divisor: int
     kind: int = 0
     kinds: int = 1
+    divided: bool = False
+    """Whether ``replicas`` are tensor-parallel ranks that divide the tokens. As with dense weights, each writes its own
+    copy to checkpoints, and placements say which one counts in the norm."""
 
     @property
     def first_replica(self) -> bool:
         """Whether this rank's copy counts where each slice must count once (norms)."""
-        return self.replicas.rank == 0
+        return self.divided or self.replicas.rank == 0
+
+    @property
+    def first_holder(self) -> bool:
+        """Whether this is the first of the ranks that hold the same, where each has all of it."""
+        return self.shard.rank == 0 and self.first_replica
+
+    @property
+    def written_by(self) -> Communicator:
+        """The ranks of which one writes each slice to a checkpoint."""
+        return self.shard if self.divided else self.everyone
 
     @classmethod
     def whole(cls, everyone: Communicator, name: str = DENSE, divisor: int | None = None) -> Scope:
@@ -124,7 +143,7 @@ class Scopes:
         for name in sorted(one_of.keys() - self._known.keys()):
             shared = getattr(one_of[name], SHARED_BY, None)
             self._known[name] = (
-                self._sharded(self._experts(name)) if shared is None else self._shared(*shared)
+                self._experts(name, one_of[name].device) if shared is None else self._shared(*shared)
             )
         return self
 
@@ -151,18 +170,29 @@ class Scopes:
         scope = Scope.whole(_communicator(tuple(everyone), self.everyone), name, divisor=self.everyone.size)
         return replace(scope, shard=self.everyone, replicas=_communicator(tuple(same), self.everyone))
 
-    def _experts(self, name: str) -> Scope:
+    def _experts(self, name: str, device: torch.device) -> Scope:
         """Experts that some ranks share: the ranks with the same place among them hold the same ones. Each sees tokens
         of all that share, so that the mean is over all ranks."""
         ranks = len(self.everyone.ranks)
         size = expert_parallel_size(name, ranks)
-        if size == 1:  # every rank has all experts
-            return Scope.whole(self.everyone, name)
-        sharing = self._mesh.sharing_experts(size)
-        scope = Scope.whole(
-            self._mesh.among(self._mesh.sharing_experts(size, same=True)), name, divisor=ranks
-        )
-        return replace(scope, kind=sharing.index(self._mesh.global_rank), kinds=size)
+        same = self._mesh.sharing_experts(size, same=True)
+        # With one rank per share, every rank has all experts.
+        holders = self._mesh.among(same) if size > 1 else self.everyone
+        scope = Scope.whole(holders, name, divisor=ranks)
+        if size > 1:
+            scope = replace(
+                scope, kind=self._mesh.sharing_experts(size).index(self._mesh.global_rank), kinds=size
+            )
+        return self._divided(scope, same, device) if name.endswith(_IN_PARTS) else self._sharded(scope)
+
+    def _divided(self, scope: Scope, same: Sequence[int], device: torch.device) -> Scope:
+        """The same where tensor-parallel ranks have copies and divide the tokens. Each shards a copy of its own, also
+        with MiCS."""
+        others = self.across["tp"]
+        every = torch.empty(others.size * len(same), dtype=torch.int64, device=device)
+        others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
+        everyone = _communicator(tuple(sorted(every.tolist())), self.everyone)
+        return replace(scope, everyone=everyone, replicas=others, divided=True)
 
 
 def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:

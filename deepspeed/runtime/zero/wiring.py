@@ -55,7 +55,7 @@ def make_grad_buckets(
     for bucket in buckets:
         layout, first = bucket.layout, bucket.params[0]
         scope = scopes[layout.scope]
-        first_holder = scope.first_replica if plan.zero.shard_state else scope.everyone.rank == 0
+        first_holder = scope.first_replica if plan.zero.shard_state else scope.first_holder
         rows_of = full_shape(first) if first in by_rows else None
         result.append(
             GradBucket(

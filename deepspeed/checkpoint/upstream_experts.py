@@ -1,0 +1,124 @@
+"""Experts in checkpoints of release 0.19: the weights of each in a file of its own, under its number in the whole
+layer; their optimizer state on the ranks that held them, under the numbers that they had there.
+
+    layer_1_expert_6_mp_rank_00_model_states.pt    weights of expert 6 of the second layer
+    expp_rank_1_mp_rank_00_optim_states.pt         stage 0: the optimizer of the second of the ranks that share experts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from deepspeed.checkpoint.errors import CheckpointError
+
+_WEIGHTS = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_NAME = re.compile(r"(?P<list>.*\.deepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.*)")
+KEYS = frozenset({"num_experts", "ds_autoep_layers"})
+"""What the model file says about experts."""
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedExperts:
+    """``files``: with their weights. ``totals``: number of experts, by the path of their list. ``optimizers``: files by
+    share, that is by place among the ranks that share experts. ``apart``: such ranks are no neighbours."""
+
+    files: Mapping[Path, Mapping[str, Tensor]] = field(default_factory=dict)
+    totals: Mapping[str, int] = field(default_factory=dict)
+    optimizers: Sequence[Path] = ()
+    apart: bool = False
+
+    @classmethod
+    def find(
+        cls, folder: Path, first: Mapping[str, Any], config: Mapping[str, Any], read: Callable[[Path], Any]
+    ) -> SavedExperts:
+        """``first``: the model file. CheckpointError: experts that cannot be read."""
+        found = {path: match for path in sorted(folder.iterdir()) if (match := _WEIGHTS.fullmatch(path.name))}
+        if not found:
+            return cls()
+        if first.get("ds_autoep_layers"):
+            raise CheckpointError(
+                f"{folder} was written with experts that release 0.19 spread by its section expert_parallel; such "
+                "checkpoints cannot be read: export the weights with that release, and load those"
+            )
+        if any(int(match[1]) for match in found.values()):
+            raise CheckpointError(
+                f"{folder} was written with experts and model parallelism; such checkpoints cannot be read"
+            )
+        files = {path: read(path) for path in found}
+        numbers: dict[str, set[int]] = {}
+        for name in (name for content in files.values() for name in content):
+            if match := _NAME.fullmatch(name):
+                numbers.setdefault(match["list"], set()).add(int(match["number"]))
+        shares = {int(m[1]): p for p in folder.iterdir() if (m := _OPTIMIZER.fullmatch(p.name))}
+        return cls(
+            files,
+            {path: len(each) for path, each in numbers.items()},
+            [shares[share] for share in sorted(shares)],
+            bool(config.get("use_data_before_expert_parallelism")),
+        )
+
+    def shares(
+        self, group: Mapping[str, V], ranks: Sequence[Path]
+    ) -> Iterator[tuple[dict[str, V], Sequence[Path]]]:
+        """What one optimizer group holds on all ranks: whole names, and the files of the ranks that divide these among
+        them. ``group``: by name on the first rank."""
+        local = _local(group)
+        counts = {self.totals[path] // number for path, number in local.items()} or {1}
+        if len(counts) > 1:
+            raise CheckpointError(f"one parameter group holds experts shared by {sorted(counts)} ranks")
+        size = counts.pop()
+        each = len(ranks) // size
+        for share in range(size):
+            members = ranks[share * each :][:each] if self.apart else ranks[share::size]
+            yield {_renumbered(name, share, local): value for name, value in group.items()}, members
+
+    def order(self, groups: Sequence[Sequence[str]], share: int) -> list[list[str]]:
+        """The names of a rank's optimizer by group, from those that it has on a rank which shares the experts with
+        others: experts had groups of their own, and as many of each layer as there were files of optimizers."""
+        count = max(len(self.optimizers), 1)
+        dense = [[name for name in group if not _NAME.fullmatch(name)] for group in groups]
+        experts = [[name for name in group if _NAME.fullmatch(name)] for group in groups]
+        made = [self._held(group, share, count) for group in experts if group]
+        return [group for group, all_of in zip(dense, groups, strict=True) if group or not all_of] + made
+
+    def _held(self, names: Iterable[str], share: int, count: int) -> list[str]:
+        made: list[str] = []
+        for path, run in groupby(names, lambda name: _parts(name)[0]):
+            parts = [_parts(name) for name in run]
+            rests = [rest for _, number, rest in parts if number == parts[0][1]]
+            local = self.totals.get(path, 0) // count
+            made += [f"{path}.{share * local + number}.{rest}" for number in range(local) for rest in rests]
+        return made
+
+
+def _parts(name: str) -> tuple[str, int, str]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return match["list"], int(match["number"]), match["rest"]
+
+
+def _local(names: Iterable[str]) -> dict[str, int]:
+    """How many experts of each list are among ``names``."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        if _NAME.fullmatch(name):
+            path, number, _ = _parts(name)
+            numbers.setdefault(path, set()).add(number)
+    return {path: len(each) for path, each in numbers.items()}
+
+
+def _renumbered(name: str, share: int, local: Mapping[str, int]) -> str:
+    if not _NAME.fullmatch(name):
+        return name
+    path, number, rest = _parts(name)
+    return f"{path}.{share * local[path] + number}.{rest}"

@@ -1,0 +1,45 @@
+"""What a mixture of experts tells whoever watches it: who chose which expert, and how long the exchange took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Sums over the forwards of a layer since ``reset``, on this rank, without waiting for the device.
+
+    ``chosen`` [E]: tokens that chose each expert, before any were dropped. ``kept``: how many of all those choices were
+    kept, a scalar. ``seconds``: of the host in the exchange, forward and backward, waiting for other ranks included;
+    where the exchange is in the background of a device, this is the time to start it.
+    """
+
+    chosen: Tensor | None = None
+    kept: Tensor | None = None
+    seconds: float = 0.0
+
+    def routed(self, chosen: Tensor, kept: Tensor) -> None:
+        """``kept`` [tokens, k] says which choices are."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return  # an evaluation, or a forward that runs again within a backward
+        count = kept.sum()
+        self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
+        self.kept = count if self.kept is None else self.kept + count
+
+    def reset(self) -> None:
+        self.chosen = self.kept = None
+        self.seconds = 0.0
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
