@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.placement import local_part, placement_of
+from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
@@ -75,6 +76,7 @@ class Model(nn.Module):
         for number, block in enumerate(self.blocks):
             block.moe.deepspeed_moe.gate.wg.weight.mul_(4.0)
             experts = block.moe.deepspeed_moe.experts
+            assert isinstance(experts, Experts)
             for index, expert in enumerate(experts.deepspeed_experts, share * experts.num_local_experts):
                 own = torch.Generator().manual_seed(100 * number + index)
                 for param in expert.parameters():

@@ -78,8 +78,9 @@ def test_no_token_is_dropped_or_padded_without_dropping() -> None:
     layer = layer_of(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     with torch.no_grad():
         layer.deepspeed_moe.gate.wg.weight.zero_()
-    rows = []
-    for expert in layer.deepspeed_moe.experts.deepspeed_experts:
+    rows, experts = [], layer.deepspeed_moe.experts
+    assert isinstance(experts, Experts)
+    for expert in experts.deepspeed_experts:
         expert.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     layer(torch.randn(50, HIDDEN))
     assert sum(rows) == 100 and sorted(rows) == [0, 0, 50, 50]

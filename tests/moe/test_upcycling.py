@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.upcycling import upcycle
 from deepspeed.utils import safe_get_full_fp32_param
@@ -55,7 +56,9 @@ def test_noise_residuals_and_other_names() -> None:
     mixture = Net(2, use_residual=True)
     renamed = {name.replace("mlp", "ffn"): value for name, value in dense.items()}
     upcycle(mixture, renamed, {"mlp": "ffn"}, noise=0.1)
-    first, second = mixture.mlp.deepspeed_moe.experts.deepspeed_experts
+    experts = mixture.mlp.deepspeed_moe.experts
+    assert isinstance(experts, Experts)
+    first, second = experts.deepspeed_experts
     assert not torch.equal(first[0].weight, second[0].weight)
     torch.testing.assert_close(first[0].weight, dense["mlp.0.weight"], rtol=0.0, atol=0.3)
     assert torch.equal(mixture.mlp.mlp[0].weight, dense["mlp.0.weight"])
