@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed.runtime import engine_checkpoint
+from deepspeed.runtime import engine_checkpoint, engine_weights
 from deepspeed.runtime.engine_base import EngineBase
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.optimizer import ZeroOptimizer
@@ -63,7 +63,7 @@ class EngineState(EngineBase):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's weights in their own dtype, from rank 0."""
-        return engine_checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+        return engine_weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         return self.save_16bit_model(save_dir, save_filename)
@@ -72,19 +72,19 @@ class EngineState(EngineBase):
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """Stage 3: the whole model on rank 0, None on the others. Collective."""
-        return engine_checkpoint.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+        return engine_weights.zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The same at any stage."""
-        return engine_checkpoint.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
+        return engine_weights.consolidated_16bit_state_dict(self, exclude_frozen_parameters)
 
     def whole_tensor(self, param: Tensor, value: Tensor | None = None) -> Tensor:
         """The tensor of which ``param`` is this rank's part [shape: that before tensor parallelism; for experts the
         number of different ones first], on every rank, without gradient. ``value``: a tensor that lies as the part
         does, such as ``safe_get_full_grad(param)``, instead of the weights. Collective."""
-        return engine_checkpoint.whole(self, param, value)
+        return engine_weights.whole(self, param, value)
 
     def module_state_dict(
         self,
@@ -93,7 +93,7 @@ class EngineState(EngineBase):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        return engine_checkpoint.module_state_dict(
+        return engine_weights.module_state_dict(
             self, destination, prefix, keep_vars, exclude_frozen_parameters
         )
 
@@ -107,7 +107,7 @@ class EngineState(EngineBase):
         allowed_missing_keys: Any = None,
     ) -> None:
         """Load ``checkpoint["module"]``; the optimizer's master weights follow."""
-        engine_checkpoint.load_module_state_dict(
+        engine_weights.load_module_state_dict(
             self,
             checkpoint,
             strict,
