@@ -55,7 +55,7 @@ NAMES: dict[str, tuple[Any, str]] = {
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": (CALLABLE, "item device"),
     "deepspeed.moe.layer.MoE": (
         CLASS,
-        "hidden_size expert num_experts ep_size use_residual k min_capacity noisy_gate_policy",
+        "hidden_size expert num_experts ep_size k min_capacity use_residual noisy_gate_policy",
     ),
     "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": (CALLABLE, "param_groups"),
     "deepspeed.compression.helper.recursive_getattr": (CALLABLE, "model module_name"),
@@ -246,7 +246,7 @@ def test_accelerator(name: str) -> None:
 
 # ------------------------------------------------------------------------- features that come later
 
-PIPE, RLTD = "deepspeed.runtime.pipe", "deepspeed.runtime.data_pipeline"
+RLTD = "deepspeed.runtime.data_pipeline"
 ENGINE_V2 = "deepspeed.inference.v2.engine_v2.InferenceEngineV2"
 
 # documented name -> the name that the refusal tells (where aliases lead elsewhere)
@@ -264,9 +264,6 @@ REFUSED: dict[str, str] = {
     f"{ENGINE_V2}.put": "",
     f"{ENGINE_V2}.query": "",
     "deepspeed.init_inference": "deepspeed.inference.entry.init_inference",
-    "deepspeed.pipe.PipelineModule": f"{PIPE}.module.PipelineModule",
-    f"{PIPE}.engine.PipelineEngine.reset_activation_shape": "",
-    f"{PIPE}.engine.PipelineEngine.train_batch": "",
     f"{RLTD}.data_routing.helper.convert_to_random_ltd": "",
     f"{RLTD}.data_routing.helper.save_without_random_ltd": "",
     f"{RLTD}.data_sampling.data_analyzer.DataAnalyzer": "",
