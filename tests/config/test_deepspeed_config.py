@@ -118,7 +118,8 @@ def test_defaults_of_the_seam() -> None:
         "activation_checkpoint_interval": 0,
         "pipe_partitioned": True,
         "grad_partitioned": True,
-        "schedule": "1f1b",  # ours
+        "schedule": "1f1b",  # this and the next are ours
+        "max_held": 0,
     }
     assert config.aio_config == {
         "block_size": 1048576,
