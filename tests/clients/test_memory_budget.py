@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from deepspeed.runtime.activation_checkpointing.budget import budget_blocks
+
+pytest.importorskip("transformers", reason="the clients extra is not installed")
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(
