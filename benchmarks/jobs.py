@@ -252,3 +252,22 @@ def progress(text: str) -> None:
     """One line on a terminal, overwritten; nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def measure(
+    rows: Sequence[Contender], rounds: int, steps: int, *, reporting: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Seconds and CPU seconds per step of each round, and what rank ``reporting`` says of itself, by contender."""
+    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
+
+    def seconds_per_step(job: Job) -> float:
+        seconds = max(job.call("run", steps=steps))
+        cpu[job.name].append(max(job.call("cpu")))
+        return seconds
+
+    with started(rows) as jobs:
+        seconds = round_robin(jobs, rounds, seconds_per_step)
+        return {
+            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **job.call("describe")[reporting]}
+            for name, job in jobs.items()
+        }

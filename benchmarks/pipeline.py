@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from jobs import OURS, Contender, Spread, measure, ratios
 from report import Report, common_arguments
 
 GOALS = {"1f1b": 1.70, "zero-bubble": 1.85}  # x one rank
@@ -60,22 +60,6 @@ def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]
     return rows
 
 
-def measure(rows: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
-
-    def seconds_per_step(job: Job) -> float:
-        seconds = max(job.call("run", steps=steps))
-        cpu[job.name].append(max(job.call("cpu")))
-        return seconds
-
-    with started(rows) as jobs:
-        seconds = round_robin(jobs, rounds, seconds_per_step)
-        return {
-            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **job.call("describe")[-1]}
-            for name, job in jobs.items()
-        }
-
-
 def cells(row: Contender, data: dict[str, dict[str, Any]], alone: list[float]) -> list[str]:
     found = data[row.name]
     return [
@@ -93,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("pipeline", arguments)
     for precision in arguments.precisions:
         rows = contenders(arguments, precision)
-        data = measure(rows, arguments.rounds, arguments.steps)
+        data = measure(rows, arguments.rounds, arguments.steps, reporting=-1)
         report.table(
             f"{arguments.size} GPT, {precision}, {arguments.stages} stages, {arguments.micro_batches} micro-batches of "
             f"{arguments.batch} x {arguments.context} tokens, {arguments.rounds} rounds of {arguments.steps} steps",

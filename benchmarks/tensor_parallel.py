@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from jobs import OURS, Contender, Spread, measure, ratios
 from report import Report, common_arguments
 
 GOAL = 1.15  # x DP
@@ -58,22 +58,6 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str, stage: 
                     )
                 )
     return rows
-
-
-def measure(rows: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
-
-    def seconds_per_step(job: Job) -> float:
-        seconds = max(job.call("run", steps=steps))
-        cpu[job.name].append(max(job.call("cpu")))
-        return seconds
-
-    with started(rows) as jobs:
-        seconds = round_robin(jobs, rounds, seconds_per_step)
-        return {
-            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **job.call("describe")[0]}
-            for name, job in jobs.items()
-        }
 
 
 def cells(row: Contender, data: dict[str, dict[str, Any]], baseline: str) -> list[str]:
