@@ -210,16 +210,7 @@ class MemoryBudget:
     """The transform of the key."""
 
     name = "memory_budget"
-    after = (
-        "layer_reduction",
-        "expert_parallel",
-        "tensor_parallel",
-        "sequence_parallel",
-        "compression",
-        "quantized_linear",
-        "lora",
-        "tiled_compute",
-    )
+    after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
 
     def __init__(self, limit: float) -> None:
