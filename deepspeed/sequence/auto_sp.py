@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.runtime.sequence_parallel.attention import UlyssesSPAttentionHF
-from deepspeed.runtime.sequence_parallel.registration import Target, attention_function, register
+from deepspeed.runtime.sequence_parallel.attention import shard_attention
 
 from .autosp_detector import detect_model_sp_info
 from .autosp_vit import UlyssesSPViTAttention
@@ -46,7 +45,7 @@ def auto_wrap_model_for_sp(model: nn.Module, process_group: Any) -> nn.Module:
         wrapped = UlyssesSPViTAttention(attention, process_group, _has_class_token(model, path))
         setattr(model.get_submodule(parent), name, wrapped)
     if info.llm_attn_modules:
-        _shard_language_model(model, process_group)
+        shard_attention(model, process_group)
     return model
 
 
@@ -59,19 +58,3 @@ def _has_class_token(model: nn.Module, path: str) -> bool:
             tensors = (*around.named_parameters(), *around.named_buffers())
             return any(name.rpartition(".")[2] in _CLASS_TOKENS for name, _ in tensors)
     return False
-
-
-def _shard_language_model(model: nn.Module, process_group: Any) -> None:
-    target = Target.of(model)
-    core = target.core_name(None)
-    attention = UlyssesSPAttentionHF(
-        attn=attention_function(core),
-        batch_size=1,
-        attn_head_count=target.heads,
-        attn_head_size=target.head_size,
-        kv_head_count=target.kv_heads,
-        num_hidden_layers=int(target.config.num_hidden_layers),
-        process_group=process_group,
-        seq_length_is_variable=True,
-    )
-    register(attention, core, target)

@@ -231,6 +231,26 @@ class UlyssesSPAttentionHF(nn.Module):
             )
 
 
+def shard_attention(model: nn.Module, process_group: Any, *, disable_in_eval: bool = False) -> str:
+    """Make `UlyssesSPAttentionHF` over ``process_group`` the attention of a Transformers model, for sequences of any
+    length; the name of the attention that each rank computes. ValueError: as ``register_with_transformers``."""
+    target = Target.of(model)
+    core = target.core_name(None)
+    attention = UlyssesSPAttentionHF(
+        attn=attention_function(core),
+        batch_size=1,
+        attn_head_count=target.heads,
+        attn_head_size=target.head_size,
+        kv_head_count=target.kv_heads,
+        num_hidden_layers=int(target.config.num_hidden_layers),
+        process_group=process_group,
+        seq_length_is_variable=True,
+        disable_in_eval=disable_in_eval,
+    )
+    register(attention, core, target)
+    return core
+
+
 class _LocalHeads:
     """An attention module as the attention of one rank sees it: with as many heads as this rank has."""
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
-from deepspeed.runtime.sequence_parallel.attention import UlyssesSPAttentionHF
+from deepspeed.runtime.sequence_parallel.attention import shard_attention
 from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, with_shifted_labels
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
-from deepspeed.runtime.sequence_parallel.registration import NAME, Target, attention_function, register
+from deepspeed.runtime.sequence_parallel.registration import NAME
 from deepspeed.runtime.transforms.inputs import ForwardFacts, InputTransform
 from deepspeed.sequence.fpdt_layer import FPDT_Attention
 from deepspeed.sequence.layer import DistributedAttention
@@ -59,20 +59,7 @@ class ShardedSequences:
             context.say("the model's own matter")
             return
         group = context.mesh.group("sp")
-        target = Target.of(module)
-        core = target.core_name(None)
-        attention = UlyssesSPAttentionHF(
-            attn=attention_function(core),
-            batch_size=1,
-            attn_head_count=target.heads,
-            attn_head_size=target.head_size,
-            kv_head_count=target.kv_heads,
-            num_hidden_layers=int(target.config.num_hidden_layers),
-            process_group=group,
-            seq_length_is_variable=True,
-            disable_in_eval=True,
-        )
-        register(attention, core, target)
+        core = shard_attention(module, group, disable_in_eval=True)
         context.transform_inputs(ShardOfInputs(module, context.mesh))
         module.register_forward_hook(_loss_of_all(group), with_kwargs=True)
         context.say(f"each sequence on {context.mesh.size('sp')} ranks, attention by {core}")
