@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from deepspeed.comm.collectives import Communicator
-from deepspeed.runtime.sequence_parallel.tiled.lazy_logits import FACTS, POINTWISE
+from deepspeed.runtime.sequence_parallel.tiled.lazy_logits import FACTS, POINTWISE, picks_positions
 
 from .cross_entropy import vocab_parallel_cross_entropy
 from .cuts import Cut
@@ -163,7 +163,7 @@ def _in_parts(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: d
         return logits
     if func in _SHAPES:
         return _viewed(logits, func, rest, kwargs)
-    if func is torch.Tensor.__getitem__ and _picks_positions(logits, rest[0]):
+    if func is torch.Tensor.__getitem__ and picks_positions(rest[0], logits.local.ndim, (slice, int)):
         return logits.like(logits.local[rest[0]])
     if func is nn.functional.cross_entropy:
         return _cross_entropy(logits, *rest, **kwargs)
@@ -195,19 +195,6 @@ def _viewed(logits: LogitsInParts, func: Any, rest: tuple[Any, ...], kwargs: dic
     if not after or after[-1] != width or math.prod(after[:-1]) != math.prod(before[:-1]):
         return None
     return logits.like(logits.local.reshape(*after[:-1], logits.local.shape[-1]))
-
-
-def _picks_positions(logits: LogitsInParts, index: Any) -> bool:
-    """Positions of dims before the last."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(not (isinstance(part, (slice, int)) or part is Ellipsis) for part in parts):
-        return False
-    full = slice(None)
-    if Ellipsis in parts:
-        after = parts[parts.index(Ellipsis) + 1 :]
-        return bool(after) and after[-1] == full
-    with torch._C.DisableTorchFunctionSubclass():
-        return len(parts) < logits.ndim or parts[-1] == full
 
 
 def _cross_entropy(

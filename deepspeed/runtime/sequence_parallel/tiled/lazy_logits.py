@@ -130,7 +130,7 @@ def _later(logits: LazyLogits, func: Any, rest: tuple[Any, ...], kwargs: dict[st
         return logits.changed(logits.hidden, (*logits.steps, step), probe.dtype)
     if func in (torch.Tensor.view, torch.Tensor.reshape) and _flattens(logits, rest, kwargs):
         return logits.changed(logits.hidden.reshape(-1, logits.hidden.shape[-1]), logits.steps, logits.dtype)
-    if func is torch.Tensor.__getitem__ and _picks_positions(logits, rest[0]):
+    if func is torch.Tensor.__getitem__ and picks_positions(rest[0], Tensor.dim(logits), (slice,)):
         return logits.changed(logits.hidden[rest[0]], logits.steps, logits.dtype)
     if func is nn.functional.cross_entropy:
         return _cross_entropy(logits, *rest, **kwargs)
@@ -151,16 +151,16 @@ def _flattens(logits: LazyLogits, shape: tuple[Any, ...], kwargs: dict[str, Any]
     return len(shape) == 2 and shape[0] in (-1, rows) and shape[1] == _width(logits)
 
 
-def _picks_positions(logits: LazyLogits, index: Any) -> bool:
-    """Slices of every dimension but the last."""
+def picks_positions(index: Any, dims: int, kinds: tuple[type, ...]) -> bool:
+    """Whether an index of a tensor with ``dims`` dimensions has only parts of ``kinds``, and the last dim whole."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(not (isinstance(part, slice) or part is Ellipsis) for part in parts):
+    if any(not (isinstance(part, kinds) or part is Ellipsis) for part in parts):
         return False
     full = slice(None)
     if Ellipsis in parts:
         after = parts[parts.index(Ellipsis) + 1 :]
         return bool(after) and after[-1] == full
-    return len(parts) < Tensor.dim(logits) or parts[-1] == full
+    return len(parts) < dims or parts[-1] == full
 
 
 def _cross_entropy(
