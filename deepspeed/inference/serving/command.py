@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     service, tokenizer, generator, leads = build(args)
     if not leads:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # the first rank finishes answers, and says when it ends
         service.follow()
         return 0
     import uvicorn
@@ -43,14 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         token=args.token,
         default_tokens=args.default_tokens,
     )
-    service.start()
+    signal.signal(signal.SIGTERM, _end)  # uvicorn sends it again when all connections are closed
+    app = make_app(service.start(), tokenizer, settings)
     try:
         uvicorn.run(
-            make_app(service, tokenizer, settings), host=args.host, port=args.port, log_level="warning"
+            app,
+            host=args.host,
+            port=args.port,
+            log_level="warning",
+            timeout_graceful_shutdown=round(args.drain_seconds),
         )
     finally:
         service.close(timeout=args.drain_seconds)
     return 0 if service.failure is None else 1
+
+
+def _end(*_: Any) -> None:
+    raise SystemExit(0)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
