@@ -38,6 +38,7 @@ STATE = {
     "runtime/pipe/p2p.py:_state": "the grid that the documented functions take, and their sends in flight",
     "utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
+    "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "config/sections.py:_notes": "collects notes while one config is read, per thread",
     "runtime/zero/gathering/init_context.py:_active": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.

@@ -96,7 +96,7 @@ def render() -> str:
         lines += [
             f"## {title}",
             "",
-            f"{(model.__doc__ or '').strip()} The schema; the feature itself comes later.",
+            f"{(model.__doc__ or '').strip()} [Inference](inference.md) says what they do.",
             "",
         ]
         lines += [*table(model), "", *sections(model, (), "###")]

@@ -108,6 +108,55 @@ DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *con
  * has no instruction for it. */
 DS_API int32_t ds_crc32_blocks(const void *data, int64_t bytes, int64_t block, uint32_t *crcs);
 
+enum ds_weights { DS_WEIGHTS_BFLOAT16 = 0, DS_WEIGHTS_INT8 = 1, DS_WEIGHTS_INT4 = 2 };
+
+/* output [rows, outputs] = input [rows, columns] times the transpose of the matrix [outputs, columns], plus the bias
+ * [outputs] if it is not null; all but the matrix and its scales are bfloat16. Integers lie in runs of 64 (8 bits) or 128
+ * columns (4 bits), the last padded with zeros: number n of word i of a run is its column 16 n + i. */
+typedef struct ds_product {
+    uint16_t *output;
+    const uint16_t *input;
+    const void *matrix;
+    const float *scales; /* of integers: [outputs, padded columns / group] */
+    const uint16_t *bias;
+    int64_t rows, outputs, columns;
+    int64_t row_bytes; /* of the matrix */
+    int64_t group;     /* of integers: columns with one scale, runs that divide the padded columns */
+    int32_t weights;   /* enum ds_weights */
+} ds_product;
+
+/* For up to 8 rows. Returns 0, and does nothing, for more. */
+DS_API int32_t ds_small_product(const ds_product *product, int32_t threads);
+
+/* Tokens of one sequence in one forward. */
+typedef struct ds_paged_piece {
+    const int64_t *blocks; /* of the sequence, in its order */
+    int64_t start;         /* position of its first token here */
+    int64_t count;         /* tokens */
+    int64_t row;           /* of its first token among the tokens of the forward */
+    int32_t writes;        /* the tokens' keys and values go to the cache first */
+    int32_t attends;       /* then their attention is computed */
+} ds_paged_piece;
+
+/* One layer. Tensors of the forward's tokens have strides (in elements) for heads and tokens; a head's numbers lie side
+ * by side. All but `sinks` are of `dtype`. */
+typedef struct ds_paged_layer {
+    void *keys, *values; /* the cache: [blocks, kv_heads, key_size, block_size], [.., block_size, value_size] */
+    const void *query, *new_keys, *new_values;
+    void *output;        /* [tokens, heads, value_size] */
+    const float *sinks;  /* [heads]: scores without a value in each softmax, or null */
+    int64_t heads, kv_heads, block_size, key_size, value_size;
+    int64_t query_head_stride, query_token_stride, key_head_stride, key_token_stride, value_head_stride,
+        value_token_stride;
+    int64_t window; /* a token sees itself and the window - 1 before it; 0: all before it */
+    float scale, softcap; /* scores s become softcap * tanh(s / softcap); 0: they do not */
+    int32_t dtype;
+} ds_paged_layer;
+
+/* Causal attention of each piece over its own sequence. */
+DS_API void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *pieces, int64_t count,
+                               int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif

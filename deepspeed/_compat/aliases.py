@@ -86,9 +86,6 @@ NAMES: dict[str, dict[str, str]] = {
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
     },
-    "deepspeed.inference.v2.engine_factory": {
-        "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
-    },
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
     },

@@ -21,7 +21,7 @@ INSTEAD = {
     "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
     "deepspeed.elasticity": "Until then choose train_batch_size for one world size, and resume on any other.",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
-    "deepspeed.inference": "Until then generate with the plain module (engine.module) or with transformers.",
+    "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
     "deepspeed.launcher": "Until then start one `deepspeed --node_rank N --no_ssh` per host, or use torchrun.",
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
@@ -52,7 +52,7 @@ INSTEAD = {
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
-    "deepspeed.runtime.hybrid_engine": "Until then train with the engine and generate with engine.module.",
+    "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
     "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
@@ -134,33 +134,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "return_microbatch=False)",
         "def elasticity_enabled(ds_config)",
         "def ensure_immutable_elastic_config(runtime_elastic_config_dict)",
-    ),
-    "deepspeed.inference.engine": (
-        "class InferenceEngine(model, config): destroy profile_model_time "
-        "remove_mask_prepare_for_bloom build_alibi_tensor build_attn_bias load_model_with_checkpoint "
-        "model_times forward compile is_compiled generate cuda_graph_created",
-    ),
-    "deepspeed.inference.entry": (
-        "def default_inference_config()",
-        "def init_inference(model, config=None, **kwargs)",
-    ),
-    "deepspeed.inference.v2.checkpoint.base_engine": ("class CheckpointEngineBase(**data): parameters",),
-    "deepspeed.inference.v2.checkpoint.huggingface_engine": (
-        "class HuggingFaceCheckpointEngine(model_name_or_path, auth_token=None, **hf_kwargs): parameters",
-    ),
-    "deepspeed.inference.v2.checkpoint.in_memory_engine": ("class InMemoryModelEngine(model): parameters",),
-    "deepspeed.inference.v2.engine_factory": (
-        "def build_engine_from_ds_checkpoint(path, engine_config, debug_level=logging.INFO)",
-        "def build_hf_engine(path, engine_config, debug_level=logging.INFO)",
-    ),
-    "deepspeed.inference.v2.engine_v2": (
-        "class InferenceEngineV2(policy, engine_config): free_blocks n_kv_cache_groups model put "
-        "query can_schedule get_remaining_block_capacity flush serialize",
-    ),
-    "deepspeed.inference.v2.scheduling_utils": (
-        "error SchedulingError",
-        "enum SchedulingResult BatchSequenceLimitExceeded=2 BatchTokenLimitExceeded=3 "
-        "EngineSequenceLimitExceeded=1 KVCacheLimitExceeded=4 SequenceTokenLimitExceeded=5 Success=0",
     ),
     "deepspeed.linear.config": (
         "class LoRAConfig(**data)",
@@ -370,12 +343,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
         "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
         "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
-    ),
-    "deepspeed.runtime.hybrid_engine": (
-        "class DeepSpeedHybridEngine(args, model, **kwargs): convert_to_linear_transposed "
-        "new_inference_container populate_all_inference_policies fuse_lora_weight unfuse_lora_weight "
-        "unfuse_lora_weight_non_pinned retake_inference_cache generate create_inference_module eval "
-        "train step",
     ),
     "deepspeed.runtime.progressive_layer_drop": (
         "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",

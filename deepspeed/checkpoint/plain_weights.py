@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -50,6 +50,14 @@ def open_plain(path: Path, tied: Mapping[str, str]) -> Catalog:
         if present in saved and absent not in saved:
             catalog.aliases[absent] = present
     return catalog
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of all tensors of ``path``, as ``find_plain`` returns it, file by file."""
+    for file in _files(path):
+        for name, value in _open(file).content.items():
+            if isinstance(value, Tensor):
+                yield name, value
 
 
 def _files(path: Path) -> list[Path]:

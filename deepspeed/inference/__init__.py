@@ -1,1 +1,1 @@
-"""Inference: so far its configuration; engines are refused by name."""
+"""Inference: engines over unchanged models, a paged cache, continuous batching."""

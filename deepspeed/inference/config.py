@@ -155,8 +155,9 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     )
     keep_module_on_host: bool = Field(default=False, description="Leave weights in host memory.")
     quant: QuantizationConfig = Field(default=QuantizationConfig(), description="Quantization.")
-    checkpoint: str | dict[str, Any] | None = Field(
-        default=None, description="JSON file, or an object, that lists the weight files."
+    checkpoint: str | list[str] | dict[str, Any] | None = Field(
+        default=None,
+        description="Weight files: a list, an object or a JSON file with it, a file, or a folder.",
     )
     base_dir: str = Field(default="", description="Folder that relative paths start from.")
     set_empty_params: bool = Field(default=False, description="Build the model without weights.")

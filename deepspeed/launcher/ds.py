@@ -38,6 +38,12 @@ TOOLS = {
         "[--bench]",
         "this installation: versions, devices, path of each op",
     ),
+    "serve": Tool(
+        "deepspeed.inference.serving.command",
+        "main",
+        "MODEL",
+        "an HTTP server for text generation, as clients of OpenAI's interface expect it",
+    ),
     "io": Tool(
         "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "speed of reads or writes of files"
     ),

@@ -69,6 +69,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_sum_of_squares": (_double, (_pointer, _int64, _pointer, _int32)),
     "ds_scale_copy": (None, (_pointer, _int64, _double, _int32)),
     "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
+    "ds_small_product": (_int32, (_pointer, _int32)),
+    "ds_paged_attention": (None, (_pointer, _pointer, _int64, _int32)),
     "ds_crc32_blocks": (_int32, (_pointer, _int64, _int64, _pointer)),
 }
 

@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.optim.registry import check_optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -76,7 +77,7 @@ def initialize(
         suspended_init_context()
     ):  # what the engine builds must not be partitioned by a surrounding zero.Init
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        engine = (PipelineEngine if pipelined else DeepSpeedEngine)(
+        engine = _kind(pipelined, parsed)(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -90,6 +91,16 @@ def initialize(
             config_class=parsed,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _kind(pipelined: bool, config: DeepSpeedConfig) -> type[DeepSpeedEngine]:
+    if config.hybrid_engine.enabled:
+        if pipelined:
+            raise DeepSpeedConfigError(
+                "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
+            )
+        return DeepSpeedHybridEngine
+    return PipelineEngine if pipelined else DeepSpeedEngine
 
 
 def _one_config(args: Any, config: Any) -> Any:

@@ -72,14 +72,14 @@ class MaskRequest:
 
     def is_packed(self) -> bool:
         """Whether documents begin within this shard."""
-        parts = _parts_of(self.arguments.get("mask_function"))
+        parts = parts_of_mask(self.arguments.get("mask_function"))
         return not parts.isdisjoint(
             {"packed_sequence_mask_function", "packed_sequence_compatibility_function"}
         )
 
     def unknown_parts(self) -> list[str]:
         """Parts of the mask that cannot be told from shards."""
-        return sorted(_parts_of(self.arguments.get("mask_function")) - _KNOWN)
+        return sorted(parts_of_mask(self.arguments.get("mask_function")) - _KNOWN)
 
 
 def mask_function_over(make: Callable[..., Any]) -> Callable[..., MaskRequest]:
@@ -183,7 +183,7 @@ def _gather(comm: Communicator, own: Tensor, lengths: tuple[int, ...]) -> Tensor
     return torch.cat([part[:, :length] for part, length in zip(everyone, lengths, strict=True)], dim=1)
 
 
-def _parts_of(function: Any) -> set[str]:
+def parts_of_mask(function: Any) -> set[str]:
     """The names of the functions that a mask function is made of."""
     if not callable(function):
         return set()
@@ -192,5 +192,5 @@ def _parts_of(function: Any) -> set[str]:
         content = cell.cell_contents
         for each in content if isinstance(content, (tuple, list)) else (content,):
             if callable(each) and not isinstance(each, (type, Tensor)):
-                found |= _parts_of(each)
+                found |= parts_of_mask(each)
     return found

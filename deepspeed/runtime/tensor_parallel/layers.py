@@ -55,6 +55,8 @@ class SharedInput:
     def __call__(self, inputs: Tensor, group: Communicator, sequence: SequenceRegion | None) -> Tensor:
         if group.size == 1:
             return inputs
+        if inputs.is_inference():  # changes of its values cannot be seen
+            return copy_to(inputs, group) if sequence is None else sequence.gather(inputs)
         key = (inputs._version, torch.is_grad_enabled())
         if self._seen is None or self._seen() is not inputs or self._key != key or self._made is None:
             made = copy_to(inputs, group) if sequence is None else sequence.gather(inputs)

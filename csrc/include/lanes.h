@@ -1,0 +1,74 @@
+// Vectors of 16 floats, wherever they are: one register of AVX-512, two of AVX2, four of SSE, or an array.
+//
+// [Note: lanes] Sums are kept in lanes and added up in one fixed order. Registers of any width then do the same additions,
+// so that all instruction sets give the same bits.
+#pragma once
+
+#include "kernel.h"
+
+namespace ds {
+
+constexpr int64_t kLanes = 16;
+
+#if defined(__GNUC__)
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+using IntLanes = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
+#else
+struct Lanes {
+    float of[kLanes];
+    friend Lanes operator*(float a, const Lanes &b) {
+        Lanes c;
+        for (int64_t i = 0; i < kLanes; ++i) c.of[i] = a * b.of[i];
+        return c;
+    }
+    friend Lanes operator*(const Lanes &a, const Lanes &b) {
+        Lanes c;
+        for (int64_t i = 0; i < kLanes; ++i) c.of[i] = a.of[i] * b.of[i];
+        return c;
+    }
+    Lanes &operator+=(const Lanes &b) {
+        for (int64_t i = 0; i < kLanes; ++i) of[i] += b.of[i];
+        return *this;
+    }
+};
+#endif
+
+DS_INLINE void load(Lanes &to, const float *from) { std::memcpy(&to, from, sizeof to); }
+DS_INLINE void store(float *to, const Lanes &from) { std::memcpy(to, &from, sizeof from); }
+
+// 16 numbers of bfloat16.
+DS_INLINE void load_bfloat16(Lanes &to, const uint16_t *from) {
+#if defined(__GNUC__)
+    using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+    using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    std::memcpy(&to, &words, sizeof to);
+#else
+    for (int64_t i = 0; i < kLanes; ++i) to.of[i] = widen_bfloat16(from[i]);
+#endif
+}
+
+// Number `index` of each of 16 words, which hold 32 / bits signed integers.
+template <int32_t bits>
+DS_INLINE void load_integers(Lanes &to, const int32_t *words, int32_t index) {
+#if defined(__GNUC__)
+    IntLanes given;
+    std::memcpy(&given, words, sizeof given);
+    to = __builtin_convertvector((given << (32 - bits * (index + 1))) >> (32 - bits), Lanes);
+#else
+    for (int64_t i = 0; i < kLanes; ++i)
+        to.of[i] = float(int32_t(uint32_t(words[i]) << (32 - bits * (index + 1))) >> (32 - bits));
+#endif
+}
+
+DS_INLINE float sum(const Lanes &lanes) {
+    float parts[kLanes];
+    store(parts, lanes);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
+    return parts[0];
+}
+
+}  // namespace ds

@@ -1,0 +1,122 @@
+"""The tensors of the paged cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed.ops.paged_attention import takes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps for a token: ``heads`` keys of ``key_size`` and values of ``value_size`` numbers."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor) -> LayerShape:
+        """Of a layer's ``key`` and ``value`` [.., heads, tokens, size]. ValueError: not as many heads of each."""
+        if key.shape[-3] != value.shape[-3]:
+            raise ValueError(f"{key.shape[-3]} heads of keys, {value.shape[-3]} of values")
+        return cls(key.shape[-3], key.shape[-1], value.shape[-1], key.dtype, key.device)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
+
+
+class PagedCache:
+    """Keys and values of all layers. Keys ``[blocks, heads, key size, block_size]`` lie transposed, so that a query is
+    compared with those of a whole block at once; values ``[blocks, heads, block_size, value size]``.
+
+    Args:
+        shapes: by the number of the layer.
+    """
+
+    def __init__(self, shapes: Mapping[int, LayerShape], num_blocks: int, block_size: int) -> None:
+        self.shapes = dict(shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._pages = {
+            index: (
+                _zeros((num_blocks, shape.heads, shape.key_size, block_size), shape.dtype, shape.device),
+                _zeros((num_blocks, shape.heads, block_size, shape.value_size), shape.dtype, shape.device),
+            )
+            for index, shape in self.shapes.items()
+        }
+        self.is_on_host = bool(self.shapes) and all(
+            takes(shape.dtype, shape.device) for shape in self.shapes.values()
+        )
+        """Whether the host kernel can read all of it."""
+
+    @property
+    def nbytes(self) -> int:
+        return block_bytes(self.shapes, self.block_size) * self.num_blocks
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer. KeyError: it has none."""
+        return self._pages[layer]
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, key: Tensor, value: Tensor) -> None:
+        """``key``, ``value`` [tokens, heads, size] to the slots ``offsets`` of ``blocks``, both [tokens] (or all three
+        with a dim for sequences before that)."""
+        keys, values = self._pages[layer]
+        keys[blocks, :, :, offsets] = key
+        values[blocks, :, offsets] = value
+
+    def read(self, layer: int, blocks: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, stop - start, size] of the tokens from ``start`` to ``stop`` of the sequence that has
+        ``blocks``: copies."""
+        first, last = start // self.block_size, -(-stop // self.block_size)
+        inside = slice(start - first * self.block_size, stop - first * self.block_size)
+        keys, values = (pages.index_select(0, blocks[first:last]) for pages in self._pages[layer])
+        keys = keys.permute(1, 0, 3, 2).reshape(keys.shape[1], -1, keys.shape[2])
+        values = values.transpose(0, 1).reshape(values.shape[1], -1, values.shape[3])
+        return keys[:, inside], values[:, inside]
+
+    def read_slots(self, layer: int, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, tokens, size] of the slots ``offsets`` of ``blocks``, [batch, tokens]."""
+        keys, values = self._pages[layer]
+        return keys[blocks, :, :, offsets].transpose(1, 2), values[blocks, :, offsets].transpose(1, 2)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, as what is never written may be read under a mask and must be finite. On the host without touching the
+    memory, which is taken from the system when it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype).view(shape)
+
+
+def block_bytes(shapes: Mapping[int, LayerShape], block_size: int) -> int:
+    """Of one block, over all layers."""
+    return block_size * sum(shape.token_bytes for shape in shapes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one sequence for one forward: ``tokens`` from position ``start``; the keys and values of those before
+    are in the cache. ``blocks``: of the sequence, with room for ``tokens``."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)

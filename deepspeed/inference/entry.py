@@ -1,0 +1,63 @@
+"""``deepspeed.init_inference``: from arguments to an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.engine import InferenceEngine
+
+__all__ = ["default_inference_config", "init_inference"]
+
+
+def default_inference_config() -> dict[str, Any]:
+    """Every key with its default."""
+    return DeepSpeedInferenceConfig().model_dump()
+
+
+def init_inference(
+    model: nn.Module, config: str | dict[str, Any] | DeepSpeedInferenceConfig | None = None, **kwargs: Any
+) -> InferenceEngine:
+    """An engine that runs ``model`` for inference: cast, on the device, split over ranks as the config says.
+
+    Args:
+        model: any module; it is changed in place, and is ``engine.module``.
+        config: a dict, the path of a JSON file, or the finished config.
+        kwargs: single keys of the config; they must not contradict it.
+
+    Raises:
+        DeepSpeedConfigError: a key is unknown, given twice, or asks for what this release does not have.
+    """
+    return InferenceEngine(model, inference_config(config, kwargs))
+
+
+def inference_config(
+    config: str | dict[str, Any] | DeepSpeedInferenceConfig | None, more: dict[str, Any]
+) -> DeepSpeedInferenceConfig:
+    """The config with single keys added. DeepSpeedConfigError: see ``init_inference``."""
+    if isinstance(config, DeepSpeedInferenceConfig):
+        if more:
+            raise DeepSpeedConfigError(
+                f"{', '.join(sorted(more))} given beside a finished DeepSpeedInferenceConfig: set it there"
+            )
+        return config
+    given: dict[str, Any] = _read(config) if isinstance(config, str) else config or {}
+    twice = [key for key in more if key in given and given[key] != more[key]]
+    if twice:
+        key = twice[0]
+        raise DeepSpeedConfigError(
+            f"{key} is {given[key]!r} in the config and {more[key]!r} as an argument: keep one of them"
+        )
+    try:
+        return DeepSpeedInferenceConfig(**given, **{key: more[key] for key in more if key not in given})
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"init_inference: {error}") from error
+
+
+def _read(path: str) -> dict[str, Any]:
+    return json.loads(Path(path).read_text(encoding="utf-8"))

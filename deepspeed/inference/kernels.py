@@ -1,0 +1,127 @@
+"""Layers that run by kernels of ours, in the place of a model's own: found by what they are, not by lists of models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.ops.small_product import QuantizedMatrix, product, quantized_product, takes_bfloat16
+
+__all__ = ["HostLinear", "QuantizedLinear", "inject_kernels", "quantize_linears"]
+
+
+class HostLinear(nn.Linear):
+    """A linear layer of bfloat16 on the host; a single row is as fast as its weights are read."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, self.weight, self.bias)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with integer weights of 8 or 4 bits, and inputs and outputs of any floating-point dtype.
+
+    Args:
+        matrix: [outputs, inputs].
+        bias: [outputs], or None.
+        dtype: of ``weight``, as others see it.
+    """
+
+    words: Tensor
+    scales: Tensor
+
+    def __init__(self, matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.shape
+        self.bits = matrix.bits
+        self.dtype = dtype
+        self.register_buffer("words", matrix.words)
+        self.register_buffer("scales", matrix.scales)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        return QuantizedMatrix(self.bits, self.in_features, self.words, self.scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """[outputs, inputs], made anew each time."""
+        return self.matrix.values(self.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return quantized_product(input, self.matrix, self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Scales keep their dtype."""
+        scales = self.scales
+        super()._apply(fn, recurse)
+        self.scales = scales.to(self.words.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def inject_kernels(module: nn.Module) -> str:
+    """Change layers in place. Returns a line that says which, and which are as they were."""
+    changed = 0
+    for layer in module.modules():
+        if type(layer) is nn.Linear and takes_bfloat16(layer.weight) and _is_right(layer):
+            layer.__class__ = HostLinear
+            changed += 1
+    left = Counter(
+        type(layer).__name__
+        for layer in module.modules()
+        if not isinstance(layer, HostLinear) and any(True for _ in layer.parameters(recurse=False))
+    )
+    others = ", ".join(f"{count} {name}" for name, count in left.most_common(6)) or "nothing"
+    return f"{changed} linear layers run by kernels of the host; as they are: {others}"
+
+
+def _is_right(layer: nn.Linear) -> bool:
+    """Whether the kernel gives what the layer does, for one row."""
+    row = torch.linspace(-1, 1, layer.in_features, dtype=torch.bfloat16)[None]
+    with torch.no_grad():
+        wanted, found = layer(row).float(), product(row, layer.weight, layer.bias).float()
+    return bool((found - wanted).norm() <= 0.02 * wanted.norm() + 1e-6)
+
+
+def quantize_linears(module: nn.Module, bits: int, groups: int, dtype: torch.dtype) -> str:
+    """Give every linear layer integer weights, in place; weights that other modules have too stay. Returns a line that
+    says what was done.
+
+    Args:
+        bits: 8 or 4.
+        groups: scales of a row; columns are padded so that they divide it.
+        dtype: of the layers' inputs and outputs.
+
+    ValueError: other bits, or groups that do not divide the rows.
+    """
+    owners = Counter(id(param) for layer in module.modules() for param in layer._parameters.values())
+    count = before = after = 0
+    for parent, name, layer in list(_linears(module)):
+        weight = layer.weight
+        if owners[id(weight)] > 1:
+            continue
+        matrix = weight.detach() if isinstance(layer, nn.Linear) else weight.detach().T
+        columns = -(-matrix.shape[1] // (512 // bits)) * (512 // bits)
+        if columns % groups:
+            raise ValueError(
+                f"quant.weight.q_groups={groups} does not divide the {columns} columns of a layer; use 1"
+            )
+        made = QuantizedMatrix.of(matrix, bits, columns // groups)
+        parent._modules[name] = QuantizedLinear(made, layer.bias, dtype).train(layer.training)
+        count, before = count + 1, before + weight.nbytes
+        after += made.words.nbytes + made.scales.nbytes
+    return f"{count} linear layers have weights of {bits} bits: {before / 1e6:.1f} MB became {after / 1e6:.1f} MB"
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Parent, name and layer: those of torch, and GPT-2's, whose weights are transposed."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear or type(child).__name__ == "Conv1D":
+                yield parent, name, child

@@ -1,0 +1,156 @@
+"""Attention over the paged cache: by a kernel where there is one, else in plain torch, which kernels are checked by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepspeed.inference.cache.pages import PagedCache, Piece
+from deepspeed.ops import paged_attention as host
+
+_KERNEL_TOKENS = 8
+"""A longer piece is computed by torch: its products are large enough for gathering its keys to cost little."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTerms:
+    """What a layer says about its attention.
+
+    ``window``: a token sees itself and the ``window - 1`` before it; None: all before it. ``softcap``: scores s become
+    softcap * tanh(s / softcap). ``sinks`` [heads]: scores that take part in the softmax without a value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(eq=False)
+class PackedBatch:
+    """Pieces of several sequences one after another, as the layers of one forward need them."""
+
+    pieces: Sequence[Piece]
+    cache: PagedCache
+    device: torch.device
+    tokens: Tensor = field(init=False)  # [1, tokens]
+    positions: Tensor = field(init=False)  # [1, tokens]
+    blocks: Tensor = field(init=False)  # [tokens], where each token's key and value go
+    offsets: Tensor = field(init=False)  # [tokens]
+    last: Tensor = field(init=False)  # [pieces], index of each piece's last token
+    tables: list[Tensor] = field(init=False)  # [blocks] of each piece
+    kernel: host.PagedPieces | None = field(init=False)
+    by_kernel: list[bool] = field(init=False)  # of each piece
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = self.cache.block_size
+        tokens = [token for piece in self.pieces for token in piece.tokens]
+        positions = [at for piece in self.pieces for at in range(piece.start, piece.stop)]
+        blocks = [piece.blocks[at // size] for piece in self.pieces for at in range(piece.start, piece.stop)]
+        ends, end = [], -1
+        for piece in self.pieces:
+            end += piece.count
+            ends.append(end)
+        made = torch.tensor([tokens, positions, blocks], dtype=torch.long).to(self.device)
+        self.tokens, self.positions, self.blocks = made[0:1], made[1:2], made[2]
+        self.offsets = self.positions[0] % size
+        self.last = torch.tensor(ends, device=self.device)
+        self.tables = [torch.tensor(piece.blocks, device=self.device) for piece in self.pieces]
+
+        native = self.cache.is_on_host
+        self.by_kernel = [native and piece.count <= _KERNEL_TOKENS for piece in self.pieces]
+        self.kernel = None
+        if native:
+            described = [(piece.blocks, piece.start, piece.count) for piece in self.pieces]
+            self.kernel = host.PagedPieces(described, self.by_kernel)
+
+    def mask(self, piece: int, window: int | None) -> Tensor | None:
+        """Which keys the tokens of a piece see: bool [tokens, keys] of the keys from ``first_key`` on; None: all."""
+        known = (piece, window)
+        if known not in self._masks:
+            self._masks[known] = self._mask(self.pieces[piece], window)
+        return self._masks[known]
+
+    def _mask(self, piece: Piece, window: int | None) -> Tensor | None:
+        if piece.count == 1:
+            return None
+        query = torch.arange(piece.start, piece.stop, device=self.device)[:, None]
+        key = torch.arange(first_key(piece, window), piece.stop, device=self.device)
+        seen = key <= query
+        return seen if window is None else seen & (key > query - window)
+
+
+def first_key(piece: Piece, window: int | None) -> int:
+    """The first position that any token of the piece sees."""
+    return 0 if window is None else max(0, piece.start - window + 1)
+
+
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer: int, terms: AttentionTerms
+) -> Tensor:
+    """Store the tokens' keys and values [kv heads, tokens, size], and attend from each piece's queries [heads, tokens,
+    size] to all keys and values of its sequence: [tokens, heads, value size]."""
+    if batch.kernel is None:
+        batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+    else:
+        output = host.paged_attention(
+            query,
+            key,
+            value,
+            batch.cache.pages(layer),
+            batch.kernel,
+            scale=terms.scale,
+            window=terms.window or 0,
+            softcap=terms.softcap or 0.0,
+            sinks=terms.sinks,
+        )
+    start = 0
+    for index, piece in enumerate(batch.pieces):
+        stop = start + piece.count
+        if not batch.by_kernel[index]:
+            first = first_key(piece, terms.window)
+            known = batch.cache.read(layer, batch.tables[index], first, piece.stop)
+            mask = batch.mask(index, terms.window)
+            output[start:stop] = attend(query[:, start:stop], *known, mask, terms).transpose(0, 1)
+        start = stop
+    return output
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms) -> Tensor:
+    """[heads, n, size] over [kv heads, m, size] -> [heads, n, value size]. ``mask``: bool [n, m], True: seen."""
+    heads, count = query.shape[0], query.shape[1]
+    kv_heads = key.shape[0]
+    # query heads that share keys become further rows of one product: keys and values are not repeated
+    query = query.reshape(kv_heads, heads // kv_heads * count, query.shape[2])
+    if mask is not None and heads != kv_heads:
+        mask = mask.repeat(heads // kv_heads, 1)
+    if terms.softcap is None and terms.sinks is None:
+        out = functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=terms.scale
+        )[0]
+    else:
+        out = _by_scores(query, key, value, mask, terms, count)
+    return out.reshape(heads, count, value.shape[2])
+
+
+def _by_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms, count: int
+) -> Tensor:
+    scores = (query @ key.transpose(1, 2)).float() * terms.scale
+    if terms.softcap is not None:
+        scores = terms.softcap * torch.tanh(scores / terms.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.float().reshape(scores.shape[0], -1, 1).repeat_interleave(count, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1)
+    if terms.sinks is not None:
+        weights = weights[..., :-1]
+    return weights.to(value.dtype) @ value

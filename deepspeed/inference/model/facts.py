@@ -1,0 +1,71 @@
+"""What the runner has to know of a causal model of Transformers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
+class LayoutError(ValueError):
+    """A model cannot be run in a layout, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """``arguments``: of the model's forward. ``sliding_layers``: how many layers have a window, None if the config does
+    not list its layers. ``max_length``: positions that the model was made for, None if it does not say.
+    ``stop_token_ids``: that end its texts."""
+
+    name: str
+    config: Any
+    arguments: frozenset[str]
+    layers: int
+    sliding_layers: int | None
+    vocab_size: int
+    max_length: int | None
+    stop_token_ids: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelFacts:
+        """LayoutError: it is no causal language model of Transformers, or has layers that are no attention."""
+        name = type(module).__name__
+        config: Any = getattr(module, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            raise LayoutError(f"{name} has no config of Transformers")
+        if config.is_encoder_decoder or module.get_output_embeddings() is None:  # type: ignore[operator]
+            raise LayoutError(f"{name} is no causal language model: it generates by its own generate() only")
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None)
+        other = sorted(set(kinds or ()) - _ATTENTION)
+        if other:
+            raise LayoutError(
+                f"{name} has layers of type {', '.join(other)}, whose state is not keys and values of tokens"
+            )
+        first = next(module.parameters())
+        return cls(
+            name=name,
+            config=text,
+            arguments=frozenset(inspect.signature(module.forward).parameters),
+            layers=int(text.num_hidden_layers),
+            sliding_layers=None if not kinds else sum(kind == "sliding_attention" for kind in kinds),
+            vocab_size=int(text.vocab_size),
+            max_length=getattr(text, "max_position_embeddings", None),
+            stop_token_ids=_stop_tokens(module, text),
+            device=first.device,
+        )
+
+
+def _stop_tokens(module: nn.Module, config: Any) -> tuple[int, ...]:
+    """As the model's generation config says, else its config."""
+    for source in (getattr(module, "generation_config", None), config):
+        found = getattr(source, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()

@@ -1,0 +1,152 @@
+"""The packed layout: tokens of all sequences in one row, attention by ours through Transformers' attention interface.
+
+Nothing in a decoder but attention connects tokens, so a row [1, tokens] of pieces of many sequences, with their
+positions, computes all of them at once, without padding. The model stays as it is: while a forward of this layout runs,
+its config names our attention, which writes the row's keys and values into the cache and reads each sequence's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
+from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.runtime.sequence_parallel.masks import parts_of_mask
+
+NAME = "deepspeed_paged"
+"""Under which the attention is registered with Transformers."""
+
+_CAUSAL = {"causal_mask_function", "packed_sequence_mask_function", "packed_sequence_compatibility_function"}
+_SLIDING = {"sliding_window_overlay", "sliding_window_causal_mask_function"}
+_JOINING = {"and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
+_REFUSED = ("position_bias", "head_mask", "layer_head_mask", "cache", "encoder_hidden_states")
+
+
+@dataclass(eq=False)
+class Running:
+    """One forward. ``learning``: the cache is not touched, and what the layers say is noted: their shapes and windows,
+    and of which parts the model makes its masks."""
+
+    batch: PackedBatch
+    learning: bool = False
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    masks: set[str] = field(default_factory=set)
+
+
+_running: ContextVar[Running | None] = ContextVar("deepspeed_packed_forward", default=None)
+
+
+class PackedLayout:
+    """Runs ``module``, a causal model of Transformers."""
+
+    name = "packed"
+
+    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+        self.module = module
+        self.facts = facts
+        _register()
+
+    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+        """What the layers keep of a token, from a forward that keeps nothing.
+
+        LayoutError: layers compute attention of their own, or of a kind that is not known here.
+        """
+        if "position_ids" not in self.facts.arguments:
+            raise LayoutError("its forward takes no position_ids")
+        running = Running(
+            PackedBatch(pieces, PagedCache({}, 0, block_size), self.facts.device), learning=True
+        )
+        self._run(running)
+        if len(running.shapes) != self.facts.layers:
+            called = len(running.shapes)
+            raise LayoutError(f"{called} of its {self.facts.layers} layers call the registered attention")
+        unknown = running.masks - _CAUSAL - _SLIDING - _JOINING
+        if unknown:
+            raise LayoutError(f"it makes its mask with {', '.join(sorted(unknown))}")
+        told = sum(window is not None for window in running.windows.values())
+        expected = self.facts.sliding_layers
+        if told != expected if expected is not None else bool(running.masks & _SLIDING) and not told:
+            raise LayoutError("layers have a sliding window that they do not tell their attention")
+        return running.shapes
+
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+        """Logits [pieces, vocabulary] after each piece's last token."""
+        return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
+
+    def _run(self, running: Running) -> Tensor:
+        batch = running.batch
+        kept = {"logits_to_keep": batch.last} if "logits_to_keep" in self.facts.arguments else {}
+        with _attention_of(self.facts.config, running), torch.inference_mode():
+            logits = self.module(
+                input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **kept
+            ).logits
+            return logits[0] if kept else logits[0, batch.last]
+
+
+@contextlib.contextmanager
+def _attention_of(config: Any, running: Running) -> Iterator[None]:
+    before, token = config._attn_implementation, _running.set(running)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _running.reset(token)
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+
+
+def _mask(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> None:
+    """The pieces say who sees whom; what else the model wants of its mask is noted, and refused if it is unknown."""
+    running = _running.get()
+    if running is not None:
+        running.masks |= parts_of_mask(mask_function)
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The interface of Transformers' attention functions: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    running = _running.get()
+    if running is None:
+        raise LayoutError(f"the attention {NAME!r} is used by deepspeed's inference engine only")
+    layer = getattr(module, "layer_idx", None)
+    given = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if layer is None or given or attention_mask is not None or not getattr(module, "is_causal", True):
+        why = f"is given {given[0]}" if given else "is not causal attention with a number of its layer"
+        raise LayoutError(f"{type(module).__name__} {why}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    terms = AttentionTerms(scale, sliding_window, softcap or None, s_aux)
+    query, key, value = query[0], key[0], value[0]
+    batch = running.batch
+    if running.learning:
+        running.shapes[layer] = LayerShape.of(key, value)
+        running.windows[layer] = sliding_window
+        out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+    else:
+        out = paged_attention(query, key, value, batch, layer, terms)
+    return out[None], None

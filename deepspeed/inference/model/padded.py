@@ -1,0 +1,113 @@
+"""The padded layout: for models that compute attention themselves and only keep keys and values in a cache of
+Transformers.
+
+Pieces of one length form a batch. The model is given a cache whose layers store new keys and values in our pages and
+answer with those of the whole sequences, gathered and aligned at the right, as generation with left padding has them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.model.facts import LayoutError, ModelFacts
+
+
+class PaddedLayout:
+    """Runs ``module``, a causal model of Transformers."""
+
+    name = "padded"
+
+    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+        self.module = module
+        self.facts = facts
+
+    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+        """What the layers keep of a token, from a forward over a cache of Transformers.
+
+        LayoutError: the model keeps none, or not as many layers as it has.
+        """
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        with torch.inference_mode():
+            self.module(
+                input_ids=torch.tensor([list(pieces[0].tokens)], device=self.facts.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        layers: list[Any] = cache.layers
+        shapes = {
+            index: LayerShape.of(layer.keys[0], layer.values[0])
+            for index, layer in enumerate(layers)
+            if getattr(layer, "keys", None) is not None and layer.keys.numel()
+        }
+        if len(shapes) != self.facts.layers:
+            raise LayoutError(f"{len(shapes)} of its {self.facts.layers} layers keep keys and values")
+        return shapes
+
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+        """Logits [pieces, vocabulary] after each piece's last token: one forward of the model for each length."""
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for index, piece in enumerate(pieces):
+            by_length[piece.count].append(index)
+        logits: list[Tensor | None] = [None] * len(pieces)
+        for indices in by_length.values():
+            for index, row in zip(indices, self._batch([pieces[i] for i in indices], cache), strict=True):
+                logits[index] = row
+        return torch.stack([row for row in logits if row is not None])
+
+    def _batch(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+        from deepspeed.inference.model.padded_cache import cache_over
+
+        batch = PaddedBatch(pieces, cache, self.facts.device)
+        arguments: dict[str, Any] = {}
+        if "position_ids" in self.facts.arguments:
+            arguments["position_ids"] = batch.positions
+        if "logits_to_keep" in self.facts.arguments:
+            arguments["logits_to_keep"] = 1
+        with torch.inference_mode():
+            return self.module(
+                input_ids=batch.tokens,
+                attention_mask=batch.mask,
+                past_key_values=cache_over(batch, self.facts.layers),
+                use_cache=True,
+                **arguments,
+            ).logits[:, -1]
+
+
+class PaddedBatch:
+    """Pieces of the same number of tokens. ``length``: of the longest sequence; others are padded at the left.
+
+    ``tokens``, ``positions`` [pieces, count]; ``mask`` [pieces, length], 0 at padding.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], cache: PagedCache, device: torch.device) -> None:
+        self.cache = cache
+        self.count = pieces[0].count
+        self.length = max(piece.stop for piece in pieces)
+        size = cache.block_size
+        blocks, offsets, mask = [], [], []
+        for piece in pieces:
+            padding = self.length - piece.stop
+            at = range(piece.stop)
+            blocks.append([piece.blocks[0]] * padding + [piece.blocks[each // size] for each in at])
+            offsets.append([0] * padding + [each % size for each in at])
+            mask.append([0] * padding + [1] * piece.stop)
+        made = torch.tensor([blocks, offsets, mask], device=device)
+        self.blocks, self.offsets, self.mask = made[0], made[1], made[2]
+        self.tokens = torch.tensor([list(piece.tokens) for piece in pieces], device=device)
+        self.positions = torch.tensor(
+            [list(range(piece.start, piece.stop)) for piece in pieces], device=device
+        )
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [pieces, heads, count, size], and get [pieces, heads, length, size]."""
+        blocks, offsets = self.blocks[:, -self.count :], self.offsets[:, -self.count :]
+        self.cache.write(layer, blocks, offsets, key.transpose(1, 2), value.transpose(1, 2))
+        return self.cache.read_slots(layer, self.blocks, self.offsets)

@@ -1,0 +1,73 @@
+"""Trying a layout: two short sequences in pieces, compared with the plain model.
+
+The first sequence comes in two chunks, the second beside them, then each gets one token more, as in generation. Blocks
+hold two tokens and do not lie in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.model.facts import ModelFacts
+
+BLOCK_SIZE = 2
+_BLOCKS = (5, 1, 6, 3), (0, 4, 2)
+_LENGTHS = 8, 5
+_STEPS = (((0, 0, 4),), ((1, 0, 4), (0, 4, 7)), ((0, 7, 8), (1, 4, 5)))
+"""(sequence, from, to) of the pieces of each forward."""
+
+
+class Layout(Protocol):
+    """How a model is given the tokens of many sequences."""
+
+    @property
+    def name(self) -> str: ...
+    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]: ...
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor: ...
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Of the error of logits relative to their norm; in 16 bits, tokens may go to other experts."""
+    return 2e-4 if dtype.itemsize >= 4 else 0.1
+
+
+def probe_tokens(facts: ModelFacts) -> list[list[int]]:
+    return [
+        [(3 + 11 * sequence + 37 * at) % facts.vocab_size for at in range(length)]
+        for sequence, length in enumerate(_LENGTHS)
+    ]
+
+
+def learning_pieces(facts: ModelFacts) -> list[Piece]:
+    """For ``Layout.learn``."""
+    pairs = zip(probe_tokens(facts), _BLOCKS, strict=True)
+    return [Piece(tokens[: 2 * BLOCK_SIZE], 0, blocks) for tokens, blocks in pairs]
+
+
+def plain_logits(module: nn.Module, facts: ModelFacts) -> list[Tensor]:
+    """[tokens, vocabulary] of each sequence, from the model alone."""
+    with torch.inference_mode():
+        return [
+            module(input_ids=torch.tensor([tokens], device=facts.device), use_cache=False).logits[0].clone()
+            for tokens in probe_tokens(facts)
+        ]
+
+
+def error_of(
+    layout: Layout, shapes: Mapping[int, LayerShape], facts: ModelFacts, expected: Sequence[Tensor]
+) -> float:
+    """The largest error of any row of logits, relative to the row's norm; inf if one is not finite."""
+    cache = PagedCache(shapes, sum(map(len, _BLOCKS)), BLOCK_SIZE)
+    tokens, worst = probe_tokens(facts), 0.0
+    for step in _STEPS:
+        pieces = [Piece(tokens[which][start:stop], start, _BLOCKS[which]) for which, start, stop in step]
+        for row, (which, _, stop) in zip(layout.forward(pieces, cache), step, strict=True):
+            wanted = expected[which][stop - 1].float()
+            error = float((row.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+            worst = max(worst, error) if error < float("inf") else float("inf")
+    return worst

@@ -1,0 +1,93 @@
+"""Choosing the next tokens from logits, by Transformers' rules in Transformers' order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.inference.scheduling.requests import Request, SamplingParams
+
+__all__ = ["Sampler", "log_probabilities", "processed"]
+
+
+class Sampler:
+    """Draws for requests, each with random numbers of its own: what else is in a batch, and when a request was
+    preempted, makes no difference. All ranks with the same ``seed`` and the same logits choose the same tokens.
+
+    Args:
+        seed: for requests without one.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self._random: dict[int, torch.Generator] = {}
+
+    def choose(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
+        """The next token of each request, by its id. ``logits`` [requests, vocabulary]. ``logprobs`` of the requests
+        that ask for it grow by one.
+
+        ValueError: logits are not finite.
+        """
+        if all(request.params.is_plain for request in requests):
+            chosen = logits.argmax(-1).tolist()
+        else:
+            chosen = [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
+        for row, token, request in zip(logits, chosen, requests, strict=True):
+            if request.params.logprobs:
+                request.logprobs.append(float(log_probabilities(row)[token]))
+        return {request.id: token for request, token in zip(requests, chosen, strict=True)}
+
+    def forget(self, request: Request) -> None:
+        """It needs no further random numbers."""
+        self._random.pop(request.id, None)
+
+    def _one(self, logits: Tensor, request: Request) -> int:
+        params = request.params
+        scores = processed(logits, params, request.tokens, len(request.tokens) - len(request.prompt))
+        if params.temperature == 0:
+            return int(scores.argmax())
+        random = self._random.get(request.id)
+        if random is None:
+            random = self._random[request.id] = torch.Generator()
+            random.manual_seed(
+                params.seed if params.seed is not None else (self.seed * 1_000_003 + request.id) % 2**63
+            )
+        probabilities = scores.softmax(-1).cpu()
+        if not bool(probabilities.isfinite().all()):
+            raise ValueError(f"the logits of request {request.id} are not finite")
+        # the exponential race: the first of clocks with these rates, a draw with these probabilities
+        clocks = torch.empty_like(probabilities).exponential_(generator=random)
+        return int((probabilities / clocks).argmax())
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """[.., vocabulary], in fp32."""
+    return logits.float().log_softmax(-1)
+
+
+def processed(logits: Tensor, params: SamplingParams, tokens: Sequence[int], generated: int) -> Tensor:
+    """The logits [vocabulary] from which the token after ``tokens`` is drawn, ``generated`` of which are new."""
+    scores = logits.float()
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(tokens)), device=scores.device)
+        old = scores[seen]
+        penalty = params.repetition_penalty
+        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
+    if generated < params.min_new_tokens and params.stop_token_ids:
+        scores = scores.index_fill(0, torch.tensor(params.stop_token_ids, device=scores.device), -torch.inf)
+    if params.temperature == 0:
+        return scores
+    scores = scores / params.temperature
+    if 0 < params.top_k < scores.numel():
+        scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -torch.inf)
+    if params.top_p < 1:
+        ascending, order = scores.sort()
+        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        unlikely[-1] = False  # one always remains
+        scores = scores.index_fill(0, order[unlikely], -torch.inf)
+    if params.min_p > 0:
+        probabilities = scores.softmax(-1)
+        scores = scores.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
+    return scores

@@ -1,0 +1,1 @@
+"""Which tokens of which requests a forward computes: pure, without a model."""

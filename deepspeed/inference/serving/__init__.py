@@ -1,0 +1,1 @@
+"""Serving: many clients of one generator, as text, over HTTP."""

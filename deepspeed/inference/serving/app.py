@@ -1,0 +1,301 @@
+"""The HTTP server: OpenAI's completions and chats, health and metrics. Imported only where FastAPI is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from deepspeed.inference.serving import protocol
+from deepspeed.inference.serving.protocol import Answer, ChatRequest, Choice, CompletionRequest, RequestError
+from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Ticket, Update
+from deepspeed.inference.serving.text import TextStream
+from deepspeed.inference.serving.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """``model``: the name in answers. ``token``: that clients have to send, None: none. ``max_length``: tokens of a
+    prompt and its answer. ``default_tokens``: of an answer if the client does not say. ``max_body_bytes``: of a
+    request."""
+
+    model: str
+    max_length: int
+    stop_token_ids: tuple[int, ...] = ()
+    token: str | None = None
+    default_tokens: int = 1024
+    max_body_bytes: int = 4 * 2**20
+
+
+def make_app(service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The application; whoever runs it starts and closes ``service``."""
+    app = FastAPI(title="deepspeed", docs_url=None, redoc_url=None, openapi_url=None)
+    server = _Server(service, tokenizer, settings)
+
+    @app.get("/health")
+    async def health() -> Response:
+        healthy = service.healthy
+        why = {} if healthy or service.failure is None else {"error": str(service.failure)}
+        return JSONResponse({"status": "ok" if healthy else "unavailable", **why}, 200 if healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(
+            service.metrics.text(service.state()), media_type="text/plain; version=0.0.4"
+        )
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        if not server.may_enter(request):
+            return _no_entry()
+        return JSONResponse(
+            {"object": "list", "data": [{"id": settings.model, "object": "model", "owned_by": "deepspeed"}]}
+        )
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await server.answer(request, CompletionRequest)
+
+    @app.post("/v1/chat/completions")
+    async def chats(request: Request) -> Response:
+        return await server.answer(request, ChatRequest)
+
+    return app
+
+
+class _Server:
+    def __init__(self, service: Service, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.service = service
+        self.tokenizer = tokenizer
+        self.settings = settings
+
+    def may_enter(self, request: Request) -> bool:
+        token = self.settings.token
+        if token is None:
+            return True
+        given = request.headers.get("authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
+
+    async def answer(self, request: Request, kind: Any) -> Response:
+        if not self.may_enter(request):
+            return _no_entry()
+        try:
+            parsed = protocol.parse(kind, await self._body(request))
+            choices = self._choices(parsed)
+            sequences = self._submit(choices, protocol.stops_of(parsed))
+        except _TooLargeError as problem:
+            return _refusal(413, str(problem), "invalid_request_error")
+        except RequestError as problem:
+            return _refusal(400, str(problem), "invalid_request_error", problem.field)
+        except ValueError as problem:
+            return _refusal(400, str(problem), "invalid_request_error")
+        except BusyError as problem:
+            return _refusal(429, str(problem), "rate_limit_error", headers={"Retry-After": "1"})
+        except ClosedError as problem:
+            return _refusal(503, str(problem), "server_error")
+        answer = Answer(kind is ChatRequest, parsed.model or self.settings.model)
+        logprobs = bool(parsed.logprobs)
+        if parsed.stream:
+            counted = bool((parsed.stream_options or {}).get("include_usage"))
+            events = self._events(answer, sequences, logprobs, counted)
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        return await self._whole(request, answer, sequences, logprobs)
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.settings.max_body_bytes:
+                raise _TooLargeError(f"a request has at most {self.settings.max_body_bytes} bytes")
+        return bytes(body)
+
+    def _choices(self, request: Any) -> list[Choice]:
+        if isinstance(request, ChatRequest):
+            prompts = [("", self.tokenizer.chat(request.messages))]
+        else:
+            prompts = [self._tokens(each, request.echo) for each in protocol.prompts_of(request)]
+        settings, made = self.settings, []
+        for prefix, tokens in prompts:
+            room = settings.max_length - len(tokens)
+            for index in range(request.n):
+                params = protocol.params_of(
+                    request, index, room, settings.default_tokens, settings.stop_token_ids
+                )
+                made.append(Choice(len(made), tokens, params, prefix))
+        return made
+
+    def _tokens(self, prompt: str | list[int], echo: bool) -> tuple[str, list[int]]:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not tokens:
+            raise RequestError("the prompt is empty", "prompt")
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) if echo else ""
+        return text if echo else "", tokens
+
+    def _submit(self, choices: Sequence[Choice], stops: list[str]) -> list[_Sequence]:
+        """All or none."""
+        loop, made = asyncio.get_running_loop(), []
+        try:
+            for choice in choices:
+                made.append(_Sequence(self.service, choice, TextStream(self.tokenizer.decode, stops), loop))
+        except BaseException:
+            for each in made:
+                each.cancel()
+            raise
+        return made
+
+    async def _whole(
+        self, request: Request, answer: Answer, sequences: Sequence[_Sequence], logprobs: bool
+    ) -> Response:
+        finished = asyncio.ensure_future(asyncio.gather(*(each.read_all() for each in sequences)))
+        gone = asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                return Response(status_code=499)  # nobody reads it
+            texts = finished.result()
+        except ClosedError as problem:
+            return _refusal(503, str(problem), "server_error")
+        finally:
+            gone.cancel()
+            finished.cancel()
+            for each in sequences:
+                each.cancel()
+        choices = [
+            answer.choice(
+                each.choice.index, each.choice.prefix + text, each.reason, each.logprobs if logprobs else None
+            )
+            for each, text in zip(sequences, texts, strict=True)
+        ]
+        return JSONResponse(answer.whole(choices, _usage(sequences)))
+
+    async def _events(
+        self, answer: Answer, sequences: Sequence[_Sequence], logprobs: bool, counted: bool
+    ) -> AsyncIterator[str]:
+        """A client that leaves closes this iterator, and its sequences are cancelled."""
+        news: asyncio.Queue[tuple[_Sequence, str, bool] | Exception] = asyncio.Queue()
+        readers = [asyncio.ensure_future(_read_into(news, each)) for each in sequences]
+        open_ones, begun = len(sequences), set[int]()
+        try:
+            while open_ones:
+                found = await news.get()
+                if isinstance(found, Exception):
+                    yield _event(protocol.error(str(found), "server_error"))
+                    return
+                sequence, text, last = found
+                index = sequence.choice.index
+                first = index not in begun
+                if first:
+                    begun.add(index)
+                    text = sequence.choice.prefix + text
+                told = sequence.take_logprobs() if logprobs else None
+                reason = sequence.reason if last else None
+                yield _event(answer.part([answer.delta(index, text, reason, told, first)]))
+                open_ones -= last
+            if counted:
+                yield _event(answer.part([], _usage(sequences)))
+            yield "data: [DONE]\n\n"
+        finally:
+            for reader in readers:
+                reader.cancel()
+            for each in sequences:
+                each.cancel()
+
+
+class _Sequence:
+    """One sequence of an answer: updates of the service's thread arrive on the event loop and become text."""
+
+    def __init__(
+        self, service: Service, choice: Choice, text: TextStream, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.choice = choice
+        self.reason: str | None = None
+        self.new_tokens = 0
+        self.logprobs: list[tuple[str, float]] = []
+        self._service = service
+        self._text = text
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+        def listen(update: Update) -> None:
+            loop.call_soon_threadsafe(self._updates.put_nowait, update)
+
+        self._ticket: Ticket = service.submit(choice.prompt, choice.params, listen)
+
+    async def read(self) -> AsyncIterator[tuple[str, bool]]:
+        """Pieces of text, and whether it is the last. ClosedError: the service failed."""
+        while self.reason is None:
+            update = await self._updates.get()
+            if update.error is not None:
+                raise update.error
+            text = ""
+            if update.token is not None:
+                self.new_tokens += 1
+                stops = update.token in self.choice.params.stop_token_ids
+                text = "" if stops else self._text.add(update.token)
+                if update.logprob is not None:
+                    self.logprobs.append((self._text.piece(update.token), update.logprob))
+            if self._text.stopped:
+                self.reason = "stop"
+                self.cancel()
+            elif update.reason is not None:
+                text += self._text.finish()
+                self.reason = protocol.REASONS.get(update.reason, "stop")
+            if text or self.reason is not None:
+                yield text, self.reason is not None
+
+    async def read_all(self) -> str:
+        return "".join([text async for text, _ in self.read()])
+
+    def take_logprobs(self) -> list[tuple[str, float]]:
+        """Those since the last call."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
+
+    def cancel(self) -> None:
+        self._service.cancel(self._ticket)
+
+
+class _TooLargeError(ValueError):
+    pass
+
+
+async def _read_into(news: asyncio.Queue[Any], sequence: _Sequence) -> None:
+    try:
+        async for text, last in sequence.read():
+            news.put_nowait((sequence, text, last))
+    except Exception as problem:
+        news.put_nowait(problem)
+
+
+async def _until_gone(request: Request) -> None:
+    """Until the client closes the connection. The body has been read."""
+    with contextlib.suppress(RuntimeError):
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+
+def _usage(sequences: Sequence[_Sequence]) -> dict[str, int]:
+    prompts = {id(each.choice.prompt): len(each.choice.prompt) for each in sequences}
+    return protocol.usage(sum(prompts.values()), sum(each.new_tokens for each in sequences))
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def _no_entry() -> Response:
+    return _refusal(401, "the token in the header Authorization is missing or wrong", "authentication_error")
+
+
+def _refusal(
+    status: int, message: str, kind: str, field: str | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    return JSONResponse(protocol.error(message, kind, field), status, headers=headers)

@@ -1,0 +1,88 @@
+"""What the ranks of one server do before each forward: the same on all of them.
+
+Tensor-parallel ranks run the same scheduler; they need to know the same requests at the same time. The first rank hears
+from clients, and tells the others what it heard before each forward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.inference.scheduling.requests import SamplingParams
+
+
+@dataclass(slots=True)
+class Commands:
+    """``submitted``: (number, prompt, params) of new requests; ``cancelled``: numbers; ``ends``: take no forward after
+    these."""
+
+    submitted: list[tuple[int, Sequence[int], SamplingParams]] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    ends: bool = False
+
+    def to_bytes(self) -> bytes:
+        plain = {
+            "submitted": [
+                (number, list(prompt), asdict(params)) for number, prompt, params in self.submitted
+            ],
+            "cancelled": self.cancelled,
+            "ends": self.ends,
+        }
+        return json.dumps(plain).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Commands:
+        plain = json.loads(data)
+        submitted = [(number, prompt, _params(params)) for number, prompt, params in plain["submitted"]]
+        return cls(submitted, plain["cancelled"], plain["ends"])
+
+
+def _params(plain: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**plain, "stop_token_ids": tuple(plain["stop_token_ids"])})
+
+
+class Announcer(Protocol):
+    """Makes one rank's commands those of all."""
+
+    def announce(self, commands: Commands) -> Commands:
+        """All ranks call this; those that hear no clients with empty commands. Returns the first rank's."""
+        ...
+
+
+class Alone:
+    """There is one rank."""
+
+    def announce(self, commands: Commands) -> Commands:
+        return commands
+
+
+class Among:
+    """The ranks of ``group``: two small broadcasts, the second only if there is something to tell.
+
+    CommunicationError: a rank does not answer within the group's timeout.
+    """
+
+    def __init__(self, group: Communicator, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def announce(self, commands: Commands) -> Commands:
+        leads = self._group.rank == 0
+        empty = not (commands.submitted or commands.cancelled or commands.ends)
+        data = commands.to_bytes() if leads and not empty else b""
+        length = torch.tensor([len(data)], device=self._device)
+        self._group.broadcast(length, src=0).wait()
+        if not int(length):
+            return Commands()
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if leads:
+            content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        content = content.to(self._device)
+        self._group.broadcast(content, src=0).wait()
+        return commands if leads else Commands.from_bytes(bytes(content.tolist()))

@@ -1,0 +1,271 @@
+"""One generator for many clients: a thread runs it, clients submit from any thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deepspeed.inference.scheduling.requests import Request, SamplingParams, State
+from deepspeed.inference.serving.commands import Alone, Announcer, Commands
+from deepspeed.inference.serving.metrics import Metrics
+from deepspeed.utils.logging import logger
+
+_PULSE_S = 10.0
+"""How often ranks hear of an idle server, far below the timeout of a collective."""
+
+
+class BusyError(RuntimeError):
+    """More requests than the server takes: try again later."""
+
+
+class ClosedError(RuntimeError):
+    """The server ends, or has failed; the text says which."""
+
+
+class Engine(Protocol):
+    """The part of a ``Generator`` used here."""
+
+    @property
+    def has_work(self) -> bool: ...
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None: ...
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request: ...
+    def cancel(self, request: Request) -> None: ...
+    def step(self) -> list[Request]: ...
+    def state(self) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of a request: a further token, or how it ended, or both."""
+
+    token: int | None = None
+    logprob: float | None = None
+    reason: str | None = None
+    error: Exception | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+
+Listener = Callable[[Update], None]
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request of a client. ``listener`` is called on the service's thread, and must return at once."""
+
+    number: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    listener: Listener
+    arrived: float
+    request: Request | None = None
+    given: int = 0
+
+
+class Service:
+    """
+    Args:
+        engine: what generates; from now on only the service's thread uses it.
+        max_requests: that are waiting or being served at one time.
+        announcer: for several ranks. Ranks other than the first call ``follow`` instead of ``start``.
+
+    Methods may be called from any thread.
+    """
+
+    def __init__(
+        self, engine: Engine, *, max_requests: int = 256, announcer: Announcer | None = None
+    ) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self.metrics = Metrics()
+        self.failure: BaseException | None = None
+        self._announcer: Announcer = announcer or Alone()
+        self._changed = threading.Condition()
+        self._new = Commands()
+        self._tickets: dict[int, Ticket] = {}  # waiting or being served
+        self._last_number = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="deepspeed-generation", daemon=True)
+
+    # ---------------------------------------------------------------------------------------------- clients
+
+    def start(self) -> Service:
+        self._thread.start()
+        return self
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, listener: Listener) -> Ticket:
+        """Have a request served; ``listener`` is told.
+
+        Raises:
+            ValueError: the prompt is empty, or the request too long.
+            BusyError: there are ``max_requests`` already.
+            ClosedError: the service takes no more.
+        """
+        self.engine.check(prompt, params)
+        with self._changed:
+            if self._closing or self.failure is not None:
+                raise ClosedError(self._why_closed())
+            if len(self._tickets) >= self.max_requests:
+                raise BusyError(f"{len(self._tickets)} requests are being served or wait: try again later")
+            self._last_number += 1
+            ticket = Ticket(self._last_number, prompt, params, listener, time.monotonic())
+            self._tickets[ticket.number] = ticket
+            self._new.submitted.append((ticket.number, prompt, params))
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits for it any more. Nothing happens if it has ended."""
+        with self._changed:
+            if ticket.number in self._tickets:
+                self._new.cancelled.append(ticket.number)
+                self._changed.notify_all()
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Update]:
+        """The updates of one request, the last of which has a reason. A closed iterator cancels it; for the errors see
+        ``submit``, and the service's failure is raised too."""
+        updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        ticket = self.submit(prompt, params, updates.put)
+        try:
+            while True:
+                update = updates.get()
+                if update.error is not None:
+                    raise update.error
+                yield update
+                if update.is_last:
+                    return
+        finally:
+            self.cancel(ticket)
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and not self._closing and self._thread.is_alive()
+
+    def state(self) -> dict[str, float]:
+        """Values of this moment, by name."""
+        return {"requests": len(self._tickets), "healthy": self.healthy, **self.engine.state()}
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests; with ``drain`` serve those that are there, else cancel them. Waits for the end, at
+        most ``timeout`` seconds, after which what is left is cancelled."""
+        with self._changed:
+            self._closing = True
+            if not drain:
+                self._new.cancelled += list(self._tickets)
+            self._changed.notify_all()
+        if not self._thread.is_alive():
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._changed:
+                self._new.cancelled += list(self._tickets)
+                self._changed.notify_all()
+            self._thread.join()
+
+    # ------------------------------------------------------------------------------------------- the thread
+
+    def follow(self) -> None:
+        """What the other ranks do, until the first one ends."""
+        requests: dict[int, Request] = {}
+        while True:
+            commands = self._announcer.announce(Commands())
+            for number, prompt, params in commands.submitted:
+                requests[number] = self.engine.submit(prompt, params)
+            for number in commands.cancelled:
+                if number in requests:
+                    self.engine.cancel(requests[number])
+            if commands.ends:
+                return
+            if self.engine.has_work:
+                self.engine.step()
+            requests = {n: each for n, each in requests.items() if each.state is not State.FINISHED}
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("inference: the generator failed")
+            self._fail(error)
+
+    def _turn(self) -> bool:
+        """What is new, then a forward if there is work. False: the service has ended."""
+        commands = self._announcer.announce(self._take_new())
+        for number, prompt, params in commands.submitted:
+            self._tickets[number].request = self.engine.submit(prompt, params)
+        for number in commands.cancelled:
+            self._cancel(number)
+        if commands.ends:
+            return False
+        if self.engine.has_work:
+            self.engine.step()
+            self._tell()
+        return True
+
+    def _take_new(self) -> Commands:
+        with self._changed:
+            if not self.engine.has_work:
+                self._changed.wait_for(self._has_news, timeout=_PULSE_S)
+            commands, self._new = self._new, Commands()
+            commands.ends = self._closing and not (
+                self.engine.has_work or commands.submitted or commands.cancelled
+            )
+            return commands
+
+    def _has_news(self) -> bool:
+        return bool(self._new.submitted or self._new.cancelled or self._closing)
+
+    def _tell(self) -> None:
+        for ticket in list(self._tickets.values()):
+            request = ticket.request
+            if request is None:
+                continue
+            new = request.generated[ticket.given :]
+            for index, token in enumerate(new, ticket.given):
+                if index == 0:
+                    self.metrics.first_token(time.monotonic() - ticket.arrived)
+                logprob = request.logprobs[index] if request.params.logprobs else None
+                last = request.state is State.FINISHED and index + 1 == len(request.generated)
+                self._inform(ticket, Update(token, logprob, request.reason if last else None))
+            ticket.given += len(new)
+            if request.state is State.FINISHED:
+                self._end(ticket, request.reason or "stop")
+
+    def _cancel(self, number: int) -> None:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            return
+        if ticket.request is not None:
+            self.engine.cancel(ticket.request)
+        self._inform(ticket, Update(reason="cancelled"))
+        self._end(ticket, "cancelled")
+
+    def _end(self, ticket: Ticket, reason: str) -> None:
+        with self._changed:
+            del self._tickets[ticket.number]
+        self.metrics.finished(reason, len(ticket.prompt), ticket.given, time.monotonic() - ticket.arrived)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failure = error
+            tickets = list(self._tickets.values())
+        for ticket in tickets:
+            self._inform(ticket, Update(error=ClosedError(self._why_closed())))
+            self._end(ticket, "failed")
+
+    def _inform(self, ticket: Ticket, update: Update) -> None:
+        try:
+            ticket.listener(update)
+        except Exception:
+            logger.exception(f"inference: the listener of request {ticket.number} raised")
+
+    def _why_closed(self) -> str:
+        if self.failure is not None:
+            return f"the generator has failed: {type(self.failure).__name__}: {self.failure}"
+        return "the server is shutting down"

@@ -1,0 +1,82 @@
+"""Sharing the layers of a model among ranks, and what else engines do before they generate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.collectives import Communicator, communicator
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.tensor_parallel.applying import apply_plan
+from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
+from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.utils.logging import log_dist
+
+
+def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Communicator:
+    """``size`` neighbouring ranks of this job, or those of ``group`` or of a model-parallel unit.
+
+    DeepSpeedConfigError: the group that is given has another size, or the job has no multiple of ``size`` ranks.
+    """
+    dist.init_distributed()
+    given = mpu.get_model_parallel_group() if group is None and mpu is not None else group
+    if given is None:
+        world = dist.get_world_size()
+        if world % size:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.tp_size={size} with {world} ranks: start a multiple of {size} (deepspeed --num_gpus)"
+            )
+        return ProcessMesh.build(tp=size).communicator("tp")
+    found = communicator(given)
+    if found.size != size:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.tp_size={size}, but the group that is given has {found.size} ranks"
+        )
+    return found
+
+
+def split_over(module: nn.Module, group: Communicator, grain: int = 1) -> None:
+    """Each rank of ``group`` keeps its part of the layers, by the model's graph. Collective.
+
+    DeepSpeedConfigError: the model cannot be followed.
+    """
+    try:
+        plan = plan_module(module, group.size, grain=grain)
+        apply_plan(module, plan, group, lambda *_: None)
+    except PlanError as error:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"
+        ) from error
+    log_dist(f"inference: {plan.describe()}", ranks=[0])
+
+
+@contextlib.contextmanager
+def same_random_numbers(group: Communicator | None) -> Iterator[None]:
+    """A block in which the ranks of ``group`` draw the same numbers, after which each goes on with its own. Collective;
+    without a group nothing happens."""
+    if group is None:
+        yield
+        return
+    accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    seed = torch.randint(2**31, (1,)).to(device)
+    group.broadcast(seed, src=0).wait()
+    with torch.random.fork_rng([] if device.type == "cpu" else [accelerator.current_device()]):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> None:
+    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens."""
+    given = kwargs.get("input_ids", inputs[0] if inputs else None)
+    if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest:
+        raise RuntimeError(
+            f"a prompt of {given.shape[1]} tokens is longer than max_out_tokens={longest}: raise it in the config"
+        )

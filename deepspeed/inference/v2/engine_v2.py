@@ -1,0 +1,232 @@
+"""``InferenceEngineV2``: the model runner and the paged cache for clients that schedule themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
+from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.splitting import split_over, tensor_parallel_group
+from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
+from deepspeed.inference.v2.policy import InferenceV2Policy
+from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
+from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
+
+BLOCK_SIZE = 64
+MARK = "ds_engine.json"
+"""The file by which a folder of ``serialize`` is known."""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A sequence of a client: all its tokens are in the cache."""
+
+    tokens: list[int] = field(default_factory=list)
+    table: BlockTable = field(default_factory=BlockTable)
+
+
+class InferenceEngineV2:
+    """
+    Args:
+        policy: builds the model.
+        engine_config: its limits, and the ranks that share its layers.
+
+    Raises:
+        DeepSpeedConfigError: the config asks for what this release does not have, or memory holds no block.
+        LayoutError: the model cannot be run over a paged cache.
+    """
+
+    def __init__(self, policy: InferenceV2Policy, engine_config: RaggedInferenceEngineConfig) -> None:
+        _refuse_missing(engine_config)
+        self._policy = policy
+        self._config = engine_config
+        manager = engine_config.state_manager
+        self._model = policy.build_model()
+        size = engine_config.tensor_parallel.tp_size
+        self._group = None if size == 1 else tensor_parallel_group(size)
+        if self._group is not None:
+            split_over(self._model, self._group)
+        self.runner = ModelRunner(self._model, BLOCK_SIZE)
+        self._max_context = min(manager.max_context, self.runner.facts.max_length or manager.max_context)
+        num_blocks = self._num_blocks(manager)
+        self.runner.allocate(num_blocks)
+        self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE)
+        self._sequences: dict[int, Tracked] = {}
+
+    @property
+    def free_blocks(self) -> Tensor:
+        """[cache groups], int: blocks that nobody uses."""
+        return torch.tensor([self._blocks.pool.num_free])
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """All layers have the same blocks."""
+        return 1
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    def put(
+        self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True
+    ) -> Tensor:
+        """Append tokens to sequences and compute them.
+
+        Args:
+            batch_uids: the client's numbers of the sequences; unknown ones begin.
+            batch_tokens: int [tokens] for each, on any device.
+            do_checks: ``can_schedule`` is asked first.
+
+        Returns:
+            Logits [sequences, vocabulary] after the last token of each.
+
+        Raises:
+            SchedulingError: a limit stands in the way; nothing has happened then.
+        """
+        uids = [int(uid) for uid in batch_uids]
+        tokens = [[int(token) for token in each.flatten().tolist()] for each in batch_tokens]
+        if len(uids) != len(tokens) or len(set(uids)) != len(uids) or not all(tokens) or not uids:
+            raise ValueError(
+                f"{len(uids)} uids, {len(tokens)} lists of tokens: each uid once, with its tokens"
+            )
+        if do_checks:
+            result = self.can_schedule(uids, [len(each) for each in tokens])
+            if result is not SchedulingResult.Success:
+                raise SchedulingError(result)
+        pieces = self._reserve(uids, tokens)
+        logits = self.runner.forward(pieces)
+        for uid, piece in zip(uids, pieces, strict=True):
+            sequence = self._sequences[uid]
+            sequence.tokens += piece.tokens
+            self._blocks.publish(sequence.table, sequence.tokens, len(sequence.tokens))
+        return logits
+
+    def query(
+        self, uid: int, max_request_tokens: int, max_request_blocks: int | Tensor
+    ) -> tuple[int, Tensor]:
+        """How many of ``max_request_tokens`` further tokens of a sequence can be put with at most so many further
+        blocks, and how many blocks [cache groups] these take."""
+        sequence = self._sequences.get(uid)
+        if sequence is None and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
+            return 0, torch.tensor([0])
+        length = len(sequence.tokens) if sequence is not None else 0
+        room = self.get_remaining_block_capacity(uid)
+        allowed = room + max(0, int(max_request_blocks)) * BLOCK_SIZE
+        tokens = max(0, min(int(max_request_tokens), allowed, self._max_context - length))
+        return tokens, torch.tensor([self._blocks.blocks_for(max(0, tokens - room))])
+
+    def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
+        """Whether so many tokens of these sequences can be put at once."""
+        manager = self._config.state_manager
+        uids, lengths = list(uids), list(lengths)
+        if len(uids) > manager.max_ragged_sequence_count:
+            return SchedulingResult.BatchSequenceLimitExceeded
+        new = sum(uid not in self._sequences for uid in uids)
+        if len(self._sequences) + new > manager.max_tracked_sequences:
+            return SchedulingResult.EngineSequenceLimitExceeded
+        blocks = 0
+        for uid, length in zip(uids, lengths, strict=True):
+            sequence = self._sequences.get(uid)
+            known = len(sequence.tokens) if sequence is not None else 0
+            if known + length > self._max_context:
+                return SchedulingResult.SequenceTokenLimitExceeded
+            blocks += self._blocks.blocks_for(known + length) - self._blocks.blocks_for(known)
+        if sum(lengths) > manager.max_ragged_batch_size:
+            return SchedulingResult.BatchTokenLimitExceeded
+        if blocks > self._blocks.pool.num_free:
+            return SchedulingResult.KVCacheLimitExceeded
+        return SchedulingResult.Success
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens for which a sequence needs no further block."""
+        sequence = self._sequences.get(uid)
+        return 0 if sequence is None else -len(sequence.tokens) % BLOCK_SIZE
+
+    def flush(self, uid: int) -> None:
+        """Forget a sequence. Nothing happens if it is not known."""
+        sequence = self._sequences.pop(uid, None)
+        if sequence is not None:
+            self._blocks.release(sequence.table)
+
+    def serialize(self, save_path: str) -> None:
+        """Write model and weights to a folder, from which ``build_engine_from_ds_checkpoint`` makes engines for any
+        number of ranks. One rank writes."""
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        from safetensors.torch import save_file
+
+        folder = Path(save_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        source = self._policy._checkpoint_engine
+        source.model_config.save_pretrained(folder)
+        unshared: dict[int, str] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, value in source.parameters():  # of weights under several names one is enough
+            if unshared.setdefault(value.data_ptr(), name) == name or not value.numel():
+                tensors[name] = value.detach().cpu().contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / MARK).write_text(json.dumps({"version": 1, "weights": "model.safetensors"}))
+
+    # -------------------------------------------------------------------------------------------------- parts
+
+    def _reserve(self, uids: Sequence[int], tokens: Sequence[list[int]]) -> list[Piece]:
+        """Blocks for all, or SchedulingError and for none."""
+        pieces, begun = [], []
+        for uid, new in zip(uids, tokens, strict=True):
+            sequence = self._sequences.get(uid)
+            if sequence is None:
+                sequence = self._sequences[uid] = Tracked()
+                begun.append(uid)
+                found = self._blocks.adopt(sequence.table, new)
+                sequence.tokens, new = new[:found], new[found:]
+            length = len(sequence.tokens)
+            if not self._blocks.reserve(sequence.table, length + len(new)):
+                for each in begun:
+                    self.flush(each)
+                raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
+            pieces.append(Piece(new, length, sequence.table.blocks))
+        return pieces
+
+    def _num_blocks(self, manager: DSStateManagerConfig) -> int:
+        """As ``memory_config`` says, though not more than all sequences can use; the same on all ranks."""
+        memory = manager.memory_config
+        if AllocationMode(memory.mode) is AllocationMode.ALLOCATE:
+            return memory.size
+        accelerator = get_accelerator()
+        free = accelerator.available_memory() - memory.size
+        if accelerator.device_name() == "cpu":  # others live on the host as well
+            free = min(free, accelerator.available_memory() // 2)
+        most = manager.max_tracked_sequences * -(-self._max_context // BLOCK_SIZE)
+        blocks = min(most, int(free) // self.runner.block_bytes)
+        if self._group is not None:
+            least = torch.tensor([-float(blocks)], dtype=torch.float64, device=self.runner.facts.device)
+            self._group.all_reduce_max(least).wait()
+            blocks = int(-least.item())
+        if blocks < 1:
+            raise DeepSpeedConfigError(
+                f"state_manager.memory_config: no block of {self.runner.block_bytes} bytes is left beside the "
+                f"{memory.size} bytes that are to stay free"
+            )
+        return blocks
+
+
+def _refuse_missing(config: RaggedInferenceEngineConfig) -> None:
+    if config.quantization.quantization_mode is not None:
+        raise DeepSpeedConfigError(
+            f"quantization.quantization_mode={config.quantization.quantization_mode!r} is not implemented in this "
+            "release: leave it out"
+        )
+    if config.state_manager.offload:
+        raise DeepSpeedConfigError(
+            "state_manager.offload=true is not implemented in this release: leave it out"
+        )

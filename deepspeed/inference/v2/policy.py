@@ -1,0 +1,44 @@
+"""From a source of weights to a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.inference.loading import load_weights
+from deepspeed.inference.v2.checkpoint.base_engine import CheckpointEngineBase
+from deepspeed.utils.init_on_device import OnDevice
+
+
+class InferenceV2Policy:
+    """Builds the causal model of Transformers that ``checkpoint_engine.model_config`` describes: no model needs a
+    policy of its own."""
+
+    def __init__(self, checkpoint_engine: CheckpointEngineBase) -> None:
+        self._checkpoint_engine = checkpoint_engine
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, as the model's config says; fp32 if it does not."""
+        found: Any = getattr(self._checkpoint_engine.model_config, "dtype", None)
+        return found if isinstance(found, torch.dtype) else torch.float32
+
+    def build_model(self) -> nn.Module:
+        """With all weights, in evaluation mode, on the device.
+
+        DeepSpeedConfigError: weights are missing, or have other shapes.
+        """
+        from transformers import AutoModelForCausalLM
+
+        source: Any = self._checkpoint_engine
+        with OnDevice(dtype=self.dtype, device="meta"):
+            module = AutoModelForCausalLM.from_config(source.model_config, dtype=self.dtype)
+        name = getattr(source, "model_name_or_path", type(source).__name__)
+        load_weights(module, source.parameters(), str(name))
+        generation = getattr(source, "generation_config", None)
+        if generation is not None:
+            module.generation_config = generation
+        return module.eval().to(get_accelerator().current_device_name())

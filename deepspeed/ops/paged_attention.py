@@ -1,0 +1,113 @@
+"""The host kernel for attention over a paged cache; ``deepspeed.inference.model.attention`` has the same in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.native import DTYPE_CODES, library
+
+__all__ = ["PagedPieces", "paged_attention", "takes"]
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = [
+        ("blocks", ctypes.c_void_p),
+        ("start", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+        ("writes", ctypes.c_int32),
+        ("attends", ctypes.c_int32),
+    ]
+
+
+_POINTERS = ("keys", "values", "query", "new_keys", "new_values", "output", "sinks")
+_SIZES = (
+    *("heads", "kv_heads", "block_size", "key_size", "value_size"),
+    *("query_head_stride", "query_token_stride", "key_head_stride", "key_token_stride"),
+    *("value_head_stride", "value_token_stride", "window"),
+)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    ]
+
+
+class PagedPieces:
+    """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, whose
+    tokens lie one after another. ``attends``: whether the kernel computes a piece's attention, or only stores its keys
+    and values."""
+
+    def __init__(self, pieces: Sequence[tuple[Sequence[int], int, int]], attends: Sequence[bool]) -> None:
+        made, self._blocks, row = [], [], 0
+        for (blocks, start, count), wanted in zip(pieces, attends, strict=True):
+            numbers = (ctypes.c_int64 * len(blocks))(*blocks)
+            self._blocks.append(numbers)  # the array below has their address only
+            made.append((ctypes.addressof(numbers), start, count, row, 1, int(wanted)))
+            row += count
+        self.array = (_Piece * len(made))(*made)
+        self.tokens = row
+
+
+def takes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is there for a cache of this dtype on this device."""
+    return device.type == "cpu" and dtype in DTYPE_CODES and library() is not None
+
+
+def paged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: tuple[Tensor, Tensor],
+    pieces: PagedPieces,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Store the keys and values of new tokens, and compute the attention of pieces over their own sequences.
+
+    Args:
+        query: [heads, tokens, key size].
+        key, value: [kv heads, tokens, key size or value size], all of one dtype.
+        pages: keys [blocks, kv heads, key size, block size] and values [.., block size, value size] of the cache.
+        scale: of the products of queries and keys.
+        window: a token sees itself and the ``window - 1`` before it; 0: all before it.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they do not.
+        sinks: [heads], scores that take part in each softmax without a value.
+
+    Returns:
+        [tokens, heads, value size]; rows of pieces that are not attended are not set.
+    """
+    lib = library()
+    assert lib is not None
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    keys, values = pages
+    heads, tokens, key_size = query.shape
+    output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype)
+    wide = None if sinks is None else sinks.float().contiguous()
+    layer = _Layer(
+        keys.data_ptr(),
+        values.data_ptr(),
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        output.data_ptr(),
+        None if wide is None else wide.data_ptr(),
+        heads,
+        *(keys.shape[1], keys.shape[3], key_size, value.shape[-1]),
+        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        *(window, scale, softcap, DTYPE_CODES[query.dtype]),
+    )
+    lib.ds_paged_attention(ctypes.byref(layer), pieces.array, len(pieces.array), torch.get_num_threads())
+    return output

@@ -1,0 +1,146 @@
+"""The hybrid engine: rollouts between training steps, at every kind of sharding, with and without adapters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+from tests.clients.kit import clean_clients
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+peft = pytest.importorskip("peft", reason="the clients extra is not installed")
+
+from tests.clients.architectures import make  # noqa: E402
+
+
+def config(stage: int, **section: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+        },
+        "hybrid_engine": {"enabled": True, **section},
+    }
+
+
+def adapted() -> Any:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # they begin at zero
+            torch.nn.init.normal_(param, 0, 0.3)
+    return model
+
+
+def engine_of(model: Any, stage: int, **section: Any) -> Any:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=params, config=config(stage, **section))[0]
+
+
+def prompt(rank: int) -> Tensor:
+    return torch.randint(3, 90, (2, 5 + rank), generator=torch.Generator().manual_seed(rank))
+
+
+def settings(rank: int = 0) -> Any:
+    return transformers.GenerationConfig(max_new_tokens=4 + 3 * rank, do_sample=False, pad_token_id=0)
+
+
+def train(engine: Any, rank: int) -> None:
+    tokens = prompt(rank)
+    engine.train()
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def check_rollouts(kind: str, stage: int) -> None:
+    """Each rank with a prompt and a length of its own, synced or not, by the engine or its module."""
+    rank = torch.distributed.get_rank()
+    make_model = adapted if kind == "adapted" else lambda: make("llama")
+    plain, undisturbed = engine_of(make_model(), stage), engine_of(make_model(), stage)
+    for step in range(2):
+        train(plain, rank)
+        train(undisturbed, rank)
+        with deepspeed.zero.GatheredParameters(list(undisturbed.module.parameters())):
+            state = {name: each.detach().clone() for name, each in undisturbed.module.state_dict().items()}
+        alone = make_model()
+        alone.load_state_dict(state)
+        wanted = alone.eval().generate(input_ids=prompt(rank), generation_config=settings(rank))
+        plain.eval()
+        generate = plain.generate if step else plain.module.generate
+        found = generate(input_ids=prompt(rank), generation_config=settings(rank), synced_gpus=True)
+        assert torch.equal(found, wanted)
+        assert not plain.adapters.fused and len(plain.adapters) == (4 if kind == "adapted" else 0)
+        with torch.no_grad():  # log-probabilities are those of training
+            torch.testing.assert_close(plain(input_ids=found).logits, alone(input_ids=found).logits)
+    for engine in (plain, undisturbed):
+        train(engine, rank)
+    everything = [list(each.module.parameters()) for each in (plain, undisturbed)]
+    with deepspeed.zero.GatheredParameters(everything[0] + everything[1]):
+        for one, other in zip(*everything, strict=True):
+            assert torch.equal(one, other)
+
+
+@distributed(world_size=2)
+def test_rollouts_between_steps_at_stage_3() -> None:
+    with clean_clients(deepspeed_state=False):
+        check_rollouts("plain", 3)
+
+
+@distributed(world_size=2)
+def test_rollouts_with_adapters() -> None:
+    with clean_clients(deepspeed_state=False):
+        check_rollouts("adapted", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "stage"), [("plain", 0), ("plain", 1), ("adapted", 3), ("adapted", 0)])
+@distributed(world_size=2)
+def test_rollouts_at_other_stages(kind: str, stage: int) -> None:
+    with clean_clients(deepspeed_state=False):
+        check_rollouts(kind, stage)
+
+
+@distributed(world_size=2)
+def test_all_weights_stay_whole_from_the_first_token_to_the_last() -> None:
+    with clean_clients(deepspeed_state=False):
+        engine = engine_of(make("llama"), 3)
+        engine.eval()
+        params, whole = list(engine.module.parameters()), []
+
+        def look(*_: Any) -> None:
+            whole.append(all(param.shape == param.ds_shape for param in params))
+
+        engine.module.lm_head.register_forward_hook(look)
+        engine.generate(input_ids=prompt(0), generation_config=settings())
+        assert whole == [True] * 4
+        assert all(param.numel() == 0 for param in params)
+
+
+@distributed(world_size=1)
+def test_what_is_refused_and_what_copies_do() -> None:
+    with clean_clients(deepspeed_state=False):
+        engine = engine_of(make("llama"), 0, max_out_tokens=6)
+        assert type(engine) is deepspeed.DeepSpeedHybridEngine
+        engine.eval()
+        wanted = engine.generate(input_ids=prompt(0), generation_config=settings())
+        with pytest.raises(RuntimeError, match="7 tokens is longer than max_out_tokens=6"):
+            engine.generate(input_ids=prompt(2), generation_config=settings())
+        copied = copy.deepcopy(engine.module)
+        assert torch.equal(copied.generate(input_ids=prompt(0), generation_config=settings()), wanted)
+        copied.generate(input_ids=prompt(2), generation_config=settings())  # the limit is the engine's
+        engine.fuse_lora_weight()
+        engine.unfuse_lora_weight()
+        engine.retake_inference_cache()
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"Linear has no generate"):
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config(0))
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"inference_tp_size"):
+            engine_of(make("llama"), 0, inference_tp_size=2)

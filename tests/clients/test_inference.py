@@ -1,0 +1,142 @@
+"""Models of Transformers as they are, by continuous batching: the tokens of `generate`, every one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.inference.generator import Generator
+from deepspeed.inference.model.facts import LayoutError
+from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.scheduling.requests import SamplingParams
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+from tests.clients.architectures import make  # noqa: E402
+
+NEW = 12
+LENGTHS = (3, 21, 9, 14, 5)
+PACKED = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi phi3 gpt2 gpt_neox gpt_bigcode opt olmo2 cohere2 starcoder2 "
+    "mixtral qwen2_moe deepseek_v3 gpt_oss"
+).split()
+PADDED = "gptj gpt_neo bloom mpt falcon falcon_grouped falcon_alibi".split()
+WINDOWS = ("mistral", "gemma2", "gemma3", "phi3", "cohere2", "starcoder2", "gpt_oss")
+
+
+@functools.cache
+def model(name: str, **more: Any) -> nn.Module:
+    return make(name, **more).eval()
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 90, (length,), generator=numbers).tolist() for length in lengths]
+
+
+def expected(module: Any, given: list[list[int]], new: int = NEW) -> list[list[int]]:
+    """Each alone."""
+    settings = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return [
+        module.generate(torch.tensor([prompt]), generation_config=settings)[0].tolist() for prompt in given
+    ]
+
+
+def generator(module: nn.Module, **more: Any) -> Generator:
+    settings = {"token_budget": 16, "max_sequences": 4, "block_size": 4, "num_blocks": 64, "max_length": 60}
+    return Generator(module, **{**settings, **more})
+
+
+@pytest.mark.parametrize("name", [*PACKED, *PADDED])
+def test_mixed_lengths_give_the_tokens_of_generate(name: str) -> None:
+    """Prompts are cut, share forwards, wait, and lose their blocks to each other."""
+    more = {"sliding_window": 6} if name in WINDOWS else {}
+    module = model(name, **more)
+    wanted = expected(module, prompts())
+    engine = generator(module, num_blocks=14)
+    assert engine.runner.layout.name == ("packed" if name in PACKED else "padded")
+    params = SamplingParams(max_new_tokens=NEW, stop_token_ids=engine.runner.facts.stop_token_ids)
+    found = engine.generate(prompts(), params)
+    assert [request.tokens for request in found] == wanted
+    assert engine.counts.preemptions > 0
+    assert module.config._attn_implementation != "deepspeed_paged"
+    assert expected(module, prompts()[:1]) == wanted[:1]  # the model is what it was
+
+
+def test_a_common_beginning_is_computed_once() -> None:
+    module = model("llama")
+    common = prompts((17,))[0]
+    given = [[*common, 5, 6], [*common, 7], [*common, 5, 6, 8], common]
+    wanted = expected(module, given)
+    engine = generator(module)
+    first = engine.generate(given[:1], SamplingParams(max_new_tokens=NEW))
+    rest = engine.generate(given[1:], SamplingParams(max_new_tokens=NEW))
+    assert [request.tokens for request in first + rest] == wanted
+    assert [request.shared for request in rest] == [16, 16, 16]
+
+
+def test_draws_do_not_depend_on_what_is_beside_them() -> None:
+    module = model("qwen2")
+    params = [SamplingParams(max_new_tokens=8, temperature=1.0, top_k=20, seed=seed) for seed in range(4)]
+    together = generator(module).generate(prompts()[:4], params)
+    alone = [generator(module).generate([p], [q])[0] for p, q in zip(prompts()[:4], params, strict=True)]
+    assert [request.tokens for request in together] == [request.tokens for request in alone]
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    module = model("llama")
+    request = generator(module).generate(prompts()[:1], SamplingParams(max_new_tokens=5, logprobs=True))[0]
+    with torch.no_grad():
+        rows = module(torch.tensor([request.tokens])).logits[0].log_softmax(-1)
+    start = len(request.prompt) - 1
+    wanted = [float(rows[start + i, token]) for i, token in enumerate(request.generated)]
+    assert request.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_stream_gives_tokens_as_they_come_and_can_be_closed() -> None:
+    module = model("llama")
+    wanted = expected(module, prompts()[:1])[0][len(prompts()[0]) :]
+    engine = generator(module)
+    assert list(engine.stream(prompts()[0], SamplingParams(max_new_tokens=NEW))) == wanted
+    stream = engine.stream(prompts()[0], SamplingParams(max_new_tokens=NEW))
+    assert [next(stream), next(stream)] == wanted[:2]
+    stream.close()
+    assert not engine.has_work and engine.scheduler.blocks.pool.num_free == 64
+
+
+def test_sixteen_bits() -> None:
+    module = make("llama").eval().to(torch.bfloat16)
+    engine = generator(module)
+    request = engine.generate(prompts()[:2], SamplingParams(max_new_tokens=4))[0]
+    assert len(request.generated) == 4 and engine.runner.shapes[0].dtype is torch.bfloat16
+
+
+def test_what_cannot_be_run_is_refused_with_reasons() -> None:
+    with pytest.raises(LayoutError, match="no causal language model"):
+        ModelRunner(model("t5"))
+    with pytest.raises(LayoutError, match="no config of Transformers"):
+        ModelRunner(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="max_length=100: the model was made for 64"):
+        generator(model("opt"), max_length=100)
+
+    class Odd(nn.Module):
+        """Its logits depend on how many tokens it is given at once."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.config = inner, inner.config
+
+        def get_output_embeddings(self) -> Any:
+            return self.inner.get_output_embeddings()
+
+        def forward(self, input_ids: Any, position_ids: Any = None, **more: Any) -> Any:
+            out = self.inner(input_ids=input_ids, position_ids=position_ids, **more)
+            out.logits = out.logits + input_ids.shape[1]
+            return out
+
+    with pytest.raises(LayoutError, match="packed: logits differ .* padded: logits differ"):
+        ModelRunner(Odd(model("llama")))

@@ -1,0 +1,75 @@
+"""A generator without a model, and a tokenizer of bytes: what the tests of serving share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.inference.cache.blocks import BlockManager, BlockPool
+from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.inference.scheduling.scheduler import Scheduler
+
+REPLY = "Grüße, wörld 🙂! "
+
+
+class Bytes:
+    """One token for each byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        return self.encode("".join(f"<{each['role']}>{each['content']}" for each in messages))
+
+
+class Parrot:
+    """Says REPLY again and again, and ``delay`` seconds pass in each forward. ``fails_at``: the number of the forward
+    that raises."""
+
+    def __init__(self, *, delay: float = 0.0, fails_at: int | None = None, num_blocks: int = 256) -> None:
+        manager = BlockManager(BlockPool(num_blocks), 4)
+        self.scheduler = Scheduler(manager, token_budget=64, max_sequences=16)
+        self.delay = delay
+        self.fails_at = fails_at
+        self.forwards = 0
+        self._next = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.scheduler.check(Request(0, prompt, params))
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        request = Request(self._next, prompt, params)
+        self._next += 1
+        self.scheduler.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        self.scheduler.cancel(request)
+
+    def step(self) -> list[Request]:
+        self.forwards += 1
+        if self.forwards == self.fails_at:
+            raise RuntimeError("the device is gone")
+        time.sleep(self.delay)
+        chunks = self.scheduler.schedule()
+        reply = REPLY.encode()
+        tokens = {}
+        for chunk in chunks:
+            request = chunk.request
+            if chunk.is_last:
+                tokens[request.id] = reply[len(request.generated) % len(reply)]
+                if request.params.logprobs:
+                    request.logprobs.append(-0.5)
+        self.scheduler.complete(chunks, tokens)
+        return []
+
+    def state(self) -> dict[str, float]:
+        return {"free_blocks": self.scheduler.blocks.pool.num_free}

@@ -1,0 +1,219 @@
+"""``init_inference`` on plain modules: the config's keys, casts, weights, measuring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.engine import InferenceEngine
+from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
+from deepspeed.ops import native
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+        self.register_buffer("shift", torch.ones(4))
+        self.word = "said by the module"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.drop(self.first(inputs))) + self.shift
+
+
+def test_a_module_is_cast_and_evaluates() -> None:
+    module = Small()
+    engine = deepspeed.init_inference(module, dtype=torch.bfloat16)
+    assert type(engine) is InferenceEngine is deepspeed.InferenceEngine
+    assert engine.module is module and not module.training and module.first.weight.dtype is torch.bfloat16
+    inputs = torch.randn(2, 4, dtype=torch.bfloat16)
+    torch.testing.assert_close(engine(inputs), module(inputs))
+    assert engine.word == "said by the module" and not engine.cuda_graph_created
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.no_such_thing
+    with pytest.raises(AttributeError, match="generate"):
+        engine.generate(torch.zeros(1, 1, dtype=torch.long))
+
+
+def test_the_config_comes_as_dict_file_object_and_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "inference.json"
+    path.write_text(json.dumps({"dtype": "fp32", "max_out_tokens": 7}))
+    given: list[tuple[Any, dict[str, Any]]] = [
+        ({"dtype": "fp32", "max_tokens": 7}, {}),
+        ({"dtype": "float"}, {"max_out_tokens": 7}),
+        (str(path), {}),
+        (str(path), {"dtype": "fp32"}),
+        (DeepSpeedInferenceConfig(dtype=torch.float32, max_out_tokens=7), {}),
+        (None, {"dtype": torch.float32, "max_out_tokens": 7, "mp_size": 1, "replace_method": "auto"}),
+    ]
+    for config, more in given:
+        engine = deepspeed.init_inference(Small(), config, **more)
+        assert (engine._config.dtype, engine._config.max_out_tokens) == (torch.float32, 7)
+    assert deepspeed.default_inference_config()["max_out_tokens"] == 1024
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"dtype is 'fp16' in the config and 'fp32' as an argument"
+    ):
+        deepspeed.init_inference(Small(), {"dtype": "fp16"}, dtype="fp32")
+    with pytest.raises(DeepSpeedConfigError, match="dtyp"):
+        deepspeed.init_inference(Small(), {"dtyp": "fp16"})
+    with pytest.raises(DeepSpeedConfigError, match="given beside a finished"):
+        deepspeed.init_inference(Small(), DeepSpeedInferenceConfig(), dtype="fp32")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"dtype": "int8", "mp_size": 2}, "dtype=int8 with tensor_parallel"),
+        ({"dtype": "int8", "quant": {"weight": {"q_type": "asymmetric"}}}, "quant.weight.q_type=asymmetric"),
+        ({"moe": {"ep_size": 2}}, "moe.ep_size"),
+        ({"ep_size": 2}, "moe.ep_size"),
+        ({"zero": {"stage": 3}}, "zero.stage"),
+        ({"save_mp_checkpoint_path": "/tmp/x"}, "save_mp_checkpoint_path"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=f"{words} is not implemented in this release"):
+        deepspeed.init_inference(Small(), config)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="takes a module, not dict"):
+        deepspeed.init_inference({}, dtype="fp32")  # type: ignore[arg-type]
+
+
+def test_weights_come_from_files_for_a_module_without_them(tmp_path: Path) -> None:
+    source = Small()
+    state = source.state_dict()
+    halves = [{k: v for k, v in state.items() if k.startswith("first")}, {}]
+    halves[1] = {k: v for k, v in state.items() if k not in halves[0]}
+    torch.save(halves[0], tmp_path / "one.bin")
+    save_file(halves[1], tmp_path / "two.safetensors")
+    save_file(state, tmp_path / "model.safetensors")
+    listed = {"type": "GPT", "checkpoints": ["one.bin", "two.safetensors"], "version": 1.0}
+    (tmp_path / "files.json").write_text(json.dumps(listed))
+    inputs = torch.randn(2, 4)
+    checkpoints: list[tuple[Any, dict[str, Any]]] = [
+        ([str(tmp_path / "one.bin"), str(tmp_path / "two.safetensors")], {}),
+        (listed, {"base_dir": str(tmp_path)}),
+        ({**listed, "base_dir": str(tmp_path)}, {}),
+        (str(tmp_path / "files.json"), {}),
+        (str(tmp_path), {}),
+        ("model.safetensors", {"base_dir": str(tmp_path)}),
+    ]
+    for checkpoint, more in checkpoints:
+        with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+            module = Small()
+        engine = deepspeed.init_inference(module, dtype="fp32", checkpoint=checkpoint, **more)
+        torch.testing.assert_close(engine(inputs), source.eval()(inputs))
+
+
+def test_missing_and_unreadable_weights_are_named(tmp_path: Path) -> None:
+    source = Small()
+    save_file({"first.weight": source.first.weight.detach()}, tmp_path / "part.safetensors")
+    save_file({"first.weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
+    refused: list[tuple[Any, str]] = [
+        (None, "on the meta device"),
+        ([str(tmp_path / "part.safetensors")], "no values for first.bias and 3 more"),
+        ([str(tmp_path / "other.safetensors")], r"first.weight is \[3, 3\], the model's is \[8, 4\]"),
+        ([str(tmp_path / "none.bin")], "none.bin"),
+        ([], "the list is empty"),
+        (str(tmp_path / "none"), "neither weights"),
+        ({"type": "Megatron", "checkpoints": ["a"]}, "type 'Megatron'"),
+    ]
+    for checkpoint, words in refused:
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            deepspeed.init_inference(Small().to("meta"), dtype="fp32", checkpoint=checkpoint)
+
+
+def test_times_of_forwards() -> None:
+    engine = deepspeed.init_inference(Small(), dtype="fp32")
+    with pytest.raises(AssertionError, match="profile_model_time"):
+        engine.model_times()
+    engine.profile_model_time()
+    engine.profile_model_time(use_cuda_events=False)
+    for _ in range(3):
+        engine(torch.randn(2, 4))
+    times = engine.model_times()
+    assert len(times) == 3 and all(time > 0 for time in times) and engine.model_times() == []
+    engine.destroy()
+    engine(torch.randn(2, 4))
+    assert not engine.module._forward_hooks
+
+
+def test_compile() -> None:
+    engine = deepspeed.init_inference(Small(), dtype="fp32")
+    assert not engine.is_compiled
+    engine.compile(backend="eager")
+    assert engine.is_compiled and engine(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_computed_buffers_keep_their_precision() -> None:
+    module = Small()
+    module.register_buffer("frequencies", torch.ones(3), persistent=False)
+    engine = deepspeed.init_inference(module, dtype="bf16")
+    assert engine.shift.dtype is torch.bfloat16 and engine.frequencies.dtype is torch.float32
+
+
+class Wide(nn.Module):
+    """Two linear layers, of which one shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.first, self.head = (
+            nn.Embedding(12, 96),
+            nn.Linear(96, 96),
+            nn.Linear(96, 12, bias=False),
+        )
+        self.norm = nn.LayerNorm(96)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.first(self.table(tokens))))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_injected_kernels_give_what_the_layers_do(rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    plain = deepspeed.init_inference(Wide(), dtype="bf16")
+    module = Wide()
+    engine = deepspeed.init_inference(module, dtype="bf16", replace_with_kernel_inject=True)
+    if native.library() is not None:
+        assert [type(layer) for layer in (module.first, module.head)] == [HostLinear] * 2
+    tokens = torch.arange(rows) % 12
+    with torch.no_grad():
+        torch.testing.assert_close(engine(tokens), plain(tokens), rtol=2e-2, atol=2e-2)
+    assert list(module.state_dict()) == list(plain.module.state_dict())
+    assert inject_kernels(Wide()).startswith("0 linear layers")  # fp32 is as fast as memory already
+
+
+@pytest.mark.parametrize(("bits", "groups", "error"), [(8, 1, 0.02), (8, 2, 0.02), (4, 1, 0.25)])
+def test_weights_of_few_bits(bits: int, groups: int, error: float) -> None:
+    module, tokens = Wide(), torch.arange(3)
+    wanted = module(tokens).detach()
+    table = module.table.weight.detach().clone()
+    quant = {"weight": {"num_bits": bits, "q_groups": groups}}
+    engine = deepspeed.init_inference(module, dtype="int8", quant=quant)
+    assert (
+        isinstance(module.first, QuantizedLinear) and type(module.head) is nn.Linear
+    )  # its weight is the table's
+    assert module.first.words.nbytes == 96 * 128 * bits // 8 and module.first.scales.shape == (96, groups)
+    torch.testing.assert_close(module.table.weight.float(), table, rtol=1e-2, atol=1e-2)
+    for given in (tokens, tokens.repeat(4)):
+        with torch.no_grad():
+            found = engine(given)[:3].float()
+        assert float((found - wanted).norm() / wanted.norm()) < error
+    again = Wide()
+    deepspeed.init_inference(again, dtype="int8", quant=quant)
+    again.load_state_dict(module.state_dict())
+    assert again.to(torch.float32).first.scales.dtype is torch.float32
+    with pytest.raises(DeepSpeedConfigError, match="q_groups=5 does not divide"):
+        deepspeed.init_inference(Wide(), dtype="int8", quant={"weight": {"q_groups": 5}})

@@ -1,0 +1,178 @@
+"""Many clients of one generator, without a model and without HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.inference.serving.commands import Among, Commands
+from deepspeed.inference.serving.service import BusyError, ClosedError, Service, Update
+from deepspeed.inference.serving.text import TextStream
+from tests.inference.standin import REPLY, Bytes, Parrot
+from tests.tensor_parallel.threads import ThreadGroup, run_ranks
+
+EXPECTED = list(REPLY.encode())
+
+
+def params(new: int = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, **more)
+
+
+def tokens(updates: list[Update]) -> list[int]:
+    return [update.token for update in updates if update.token is not None]
+
+
+def test_clients_on_many_threads_get_their_own_tokens() -> None:
+    engine = Parrot()
+    service = Service(engine).start()
+    found: dict[int, list[Update]] = {}
+
+    def client(number: int) -> None:
+        found[number] = list(service.stream([number + 1] * (1 + number % 7), params(1 + number % 11)))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for number in range(40):
+        assert tokens(found[number]) == EXPECTED[: 1 + number % 11]
+        assert found[number][-1].reason == "length"
+    service.close()
+    assert engine.scheduler.blocks.pool.num_free == 256 and service.state()["requests"] == 0
+    text = service.metrics.text(service.state())
+    assert 'deepspeed_requests_total{reason="length"} 40' in text
+    assert "deepspeed_time_to_first_token_seconds_count 40" in text and "deepspeed_free_blocks 256" in text
+
+
+def test_a_closed_stream_frees_its_blocks() -> None:
+    engine = Parrot(delay=0.002)
+    service = Service(engine).start()
+    stream = service.stream([1, 2, 3], params(900))
+    assert next(stream).token == EXPECTED[0]
+    stream.close()
+    wait_for(lambda: engine.scheduler.blocks.pool.num_free == 256)
+    assert not engine.has_work
+    service.close()
+
+
+def test_more_requests_than_it_takes_are_refused() -> None:
+    service = Service(Parrot(delay=0.002), max_requests=2).start()
+    updates: list[Update] = []
+    tickets = [service.submit([1], params(900), updates.append) for _ in range(2)]
+    with pytest.raises(BusyError, match="2 requests"):
+        service.submit([1], params(), updates.append)
+    with pytest.raises(ValueError, match="more than the 1024"):
+        service.submit([1], params(2000), updates.append)
+    service.cancel(tickets[0])
+    wait_for(lambda: any(update.reason == "cancelled" for update in updates))
+    service.submit([1], params(2), updates.append)
+    service.close(drain=False)
+    assert sum(update.is_last for update in updates) == 3
+
+
+def test_closing_serves_what_is_there_and_takes_no_more() -> None:
+    service = Service(Parrot(delay=0.001)).start()
+    updates: list[Update] = []
+    service.submit([1], params(30), updates.append)
+    closing = threading.Thread(target=service.close)
+    closing.start()
+    wait_for(lambda: not service.healthy)
+    with pytest.raises(ClosedError, match="shutting down"):
+        service.submit([1], params(), updates.append)
+    closing.join(30)
+    assert tokens(updates) == (EXPECTED * 2)[:30] and updates[-1].reason == "length"
+
+
+def test_closing_does_not_wait_forever() -> None:
+    service = Service(Parrot(delay=0.01)).start()
+    updates: list[Update] = []
+    service.submit([1], params(1000), updates.append)
+    service.close(timeout=0.1)
+    assert updates[-1].reason == "cancelled"
+
+
+def test_a_failure_is_told_to_everyone() -> None:
+    service = Service(Parrot(delay=0.005, fails_at=4)).start()
+    streams = [service.stream([1], params(50)) for _ in range(3)]
+    for stream in streams:
+        with pytest.raises(ClosedError, match="RuntimeError: the device is gone"):
+            list(stream)
+    assert not service.healthy
+    with pytest.raises(ClosedError, match="has failed"):
+        service.submit([1], params(), print)
+    service.close()
+
+
+def test_a_listener_that_raises_harms_nobody() -> None:
+    def broken(update: Update) -> None:
+        raise ValueError("no")
+
+    service = Service(Parrot()).start()
+    service.submit([1], params(), broken)
+    assert tokens(list(service.stream([1], params()))) == EXPECTED[:8]
+    service.close()
+
+
+def test_other_ranks_do_the_same() -> None:
+    """Cancelled requests as well."""
+
+    def rank(group: ThreadGroup) -> tuple[list[int], int]:
+        engine = Parrot()
+        service = Service(engine, announcer=Among(group, torch.device("cpu")))
+        found: list[Update] = []
+        if group.rank == 0:
+            service.start()
+            cancelled = service.stream([5], params(900))
+            next(cancelled)
+            cancelled.close()
+            found = list(service.stream([1, 2], params(5, temperature=0.5, stop_token_ids=(7,))))
+            service.close()
+        else:
+            service.follow()
+        return tokens(found), engine.scheduler.counts.forwards
+
+    (first, forwards), (_, same) = run_ranks(2, rank)
+    assert first == EXPECTED[:5] and forwards == same
+
+
+def test_commands_arrive_as_they_were() -> None:
+    commands = Commands([(3, [1, 2], params(4, stop_token_ids=(1, 9), seed=5))], [1, 2], True)
+    assert Commands.from_bytes(commands.to_bytes()) == commands
+
+
+def said(text: str, *stops: str) -> tuple[list[str], bool]:
+    stream = TextStream(Bytes().decode, stops)
+    parts = [stream.add(token) for token in text.encode()]
+    return [*parts, stream.finish()], stream.stopped
+
+
+def test_text_comes_in_whole_characters() -> None:
+    parts, _ = said("aü🙂b")
+    assert "".join(parts) == "aü🙂b" and all("\ufffd" not in part for part in parts)
+    assert parts[0] == "a"
+
+
+def test_what_never_becomes_a_character_is_told_at_the_end() -> None:
+    stream = TextStream(Bytes().decode)
+    assert [stream.add(0xF0), stream.finish()] == ["", "\ufffd"]
+
+
+def test_a_stop_is_not_part_of_the_text() -> None:
+    parts, stopped = said("one two END three", "END", "never")
+    assert "".join(parts) == "one two " and stopped
+    parts, stopped = said("one EN two E", "END")
+    assert "".join(parts) == "one EN two E" and not stopped
+    assert "".join(said("abcabd", "abd", "")[0]) == "abc"
+
+
+def wait_for(holds: Any, seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.002)
