@@ -259,6 +259,7 @@ def test_killing_all_ranks_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("delay_ms", [1, 30, 90])
 @pytest.mark.usefixtures("nothing_stays")
 def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
+    """Over gloo the wait sometimes ends only with the timeout: see docs/communication.md."""
     results = run_ranks(
         tmp_path,
         transport,
@@ -275,6 +276,7 @@ def test_killed_in_the_middle_of_a_collective(tmp_path, transport, delay_ms):
             print(error)
             os._exit(3)
         """,
+        timeout_s=60 if transport == "gloo" else 300,
     )
     assert results[1][0] == -signal.SIGKILL
     code, output, seconds = results[0]
