@@ -68,8 +68,7 @@ def init_distributed(
             "dist_init_required=False, but torch.distributed is not initialised: call "
             "torch.distributed.init_process_group first, or leave dist_init_required out"
         )
-    backend = dist_backend or get_accelerator().communication_backend_name()
-    _check_backend(backend)
+    backend = _usable_backend(dist_backend or get_accelerator().communication_backend_name())
     if "gloo" in backend:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connect pairs on first use: new groups cost 1/5
     if init_method is None and rank < 0 and world_size < 0:
@@ -83,10 +82,19 @@ def init_distributed(
     tell_accelerate(backend)
 
 
-def _check_backend(backend: str) -> None:
-    """ValueError if the first collective would fail, or hang, because a device or the library is missing."""
+def _usable_backend(backend: str) -> str:
+    """The backend to create the group with: scripts that name NCCL run over gloo if torch is built for CPUs.
+
+    Where torch is built for GPUs and finds none, or has no NCCL, something is broken, perhaps on this host alone:
+    a ValueError, because the first collective would fail or hang.
+    """
     if "nccl" not in backend:
-        return
+        return backend
+    if torch.version.cuda is None and torch.version.hip is None:
+        logger.warning(
+            f"dist_backend={backend!r}: this torch is built for CPUs, without NCCL; using gloo, which moves CPU tensors"
+        )
+        return "gloo"
     remedy = "leave dist_backend out to have a working one chosen, or pass 'gloo', which moves CPU tensors"
     if not dist.is_nccl_available():
         raise ValueError(f"dist_backend={backend!r}: this torch is built without NCCL; {remedy}")
@@ -94,6 +102,7 @@ def _check_backend(backend: str) -> None:
         raise ValueError(
             f"dist_backend={backend!r}: NCCL needs a GPU, and torch finds none on this host; {remedy}"
         )
+    return backend
 
 
 def _choose_transports(config: DeepSpeedConfig) -> None:

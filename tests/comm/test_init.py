@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from deepspeed import constants
 from deepspeed.comm import init
@@ -167,14 +168,26 @@ def test_one_process_without_any_environment():
     )
 
 
-def test_a_backend_that_needs_a_gpu_is_refused_without_one():
+def test_a_backend_that_needs_a_gpu_is_refused_where_the_gpu_is_missing():
     start_body = """
+        torch.version.cuda = "13.0"  # a build for GPUs on a host that has none, or whose driver is broken
         try: dist.init_distributed("nccl")
         except ValueError as error: print(error)
         assert not torch.distributed.is_initialized()
     """
     said = finish(start(start_body, CUDA_VISIBLE_DEVICES=""))
     assert "dist_backend='nccl'" in said and "leave dist_backend out" in said
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
+def test_scripts_that_name_nccl_run_where_torch_is_built_for_cpus():
+    body = """
+        dist.init_distributed("nccl")
+        assert torch.distributed.get_backend() == "gloo"
+        tensor = torch.ones(2); dist.all_reduce(tensor)
+    """
+    said = finish(start(body))
+    assert "dist_backend='nccl'" in said and "using gloo" in said
 
 
 def test_a_batch_script_says_how_to_get_the_other_tasks():
