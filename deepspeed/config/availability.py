@@ -118,12 +118,6 @@ MISSING: tuple[Missing, ...] = (
         _OTHER_OPTIMIZER,
         value="OneBitAdam, OneBitLamb, ZeroOneAdam",
     ),
-    Missing(
-        "optimizer.type",
-        _optimizer("muadam", "muadamw", "musgd"),
-        _OTHER_OPTIMIZER,
-        value="MuAdam, MuAdamW, MuSGD",
-    ),
     # Parallelism
     *(
         Missing(

@@ -21,6 +21,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.optim.mu_parametrization import mu_adam, mu_adamw, mu_sgd
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
 
 __all__ = ["available_names", "build_optimizer", "check_optimizer", "is_elementwise"]
@@ -49,9 +50,12 @@ BUILT_IN: dict[str, BuiltIn] = {
     "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
     "sgd": BuiltIn(SGD, torch_name="SGD"),
     "muon": BuiltIn(build_muon),
+    "muadam": BuiltIn(mu_adam),
+    "muadamw": BuiltIn(mu_adamw),
+    "musgd": BuiltIn(mu_sgd),
 }
 
-NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")
+NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam")
 """Documented names that have no implementation in this release."""
 
 

@@ -1,0 +1,85 @@
+"""Adam, AdamW and SGD with learning rates per width (muP: "Tensor Programs V", arXiv 2203.03466).
+
+The ``mup`` package knows which dimensions of a parameter grow with the width (``mup.set_base_shapes``, called by the
+user) and cuts parameter groups accordingly; the update itself is ours, so that every stage of ZeRO can partition it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.sgd import SGD
+
+
+def mu_adam(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    adam_w_mode: bool = False,
+) -> torch.optim.Optimizer:
+    """Adam over the groups of ``mup.MuAdam``: matrices get ``lr`` divided by the multiple of their base width.
+
+    Raises:
+        DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
+    """
+    own = partial(FusedAdam, bias_correction=bias_correction, adam_w_mode=adam_w_mode)
+    return _by_width(
+        "MuAdam", params, own, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    )
+
+
+def mu_adamw(
+    params: Any,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> torch.optim.Optimizer:
+    """``mu_adam`` with decoupled weight decay."""
+    return mu_adam(params, lr, bias_correction, betas, eps, weight_decay, adam_w_mode=True)
+
+
+def mu_sgd(
+    params: Any,
+    lr: float = 1e-3,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+) -> torch.optim.Optimizer:
+    """SGD over the groups of ``mup.MuSGD``: vectors get more, matrices less, as their widths say.
+
+    Raises:
+        DeepSpeedConfigError: ``mup`` is not installed, or a parameter has no base shape.
+    """
+    settings = {"lr": lr, "weight_decay": weight_decay}
+    return _by_width(
+        "MuSGD", params, partial(SGD, momentum=momentum, dampening=dampening, nesterov=nesterov), settings
+    )
+
+
+def _by_width(name: str, params: Any, own: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        import mup  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise DeepSpeedConfigError(
+            f"optimizer.type={name!r} needs the package mup, which knows the base widths: pip install mup"
+        ) from error
+
+    def without_empty(groups: list[dict[str, Any]], **rest: Any) -> torch.optim.Optimizer:
+        return own([group for group in groups if group["params"]], **rest)
+
+    try:
+        return getattr(mup, name)(params, impl=without_empty, **settings)
+    except AssertionError as error:  # a parameter without a base shape; mup says so and how to mend it
+        raise DeepSpeedConfigError(f"optimizer.type={name!r}: {error}") from error
