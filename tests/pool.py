@@ -372,7 +372,7 @@ class Pool:
     ) -> list[bytes]:
         self.jobs += 1
         store_file = str(Path(self.folder.name, f"store_{self.jobs}"))
-        port = _free_port()
+        port = free_port()
         try:
             return [
                 pickle.dumps(
@@ -398,7 +398,7 @@ class Pool:
             raise RankError(f"the arguments of a distributed test must pickle: {named}: {error}") from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

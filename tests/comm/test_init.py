@@ -17,7 +17,7 @@ from deepspeed.utils import environment
 from deepspeed.utils.environment import Identity, discover, first_host
 from tests import forked
 from tests.launcher.programs import deepspeed
-from tests.pool import ROOT
+from tests.pool import ROOT, free_port
 
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -144,12 +144,6 @@ def finish(process: forked.Process) -> str:
         process.kill()
     assert process.returncode == 0, output
     return output
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def test_one_process_without_any_environment():
