@@ -13,7 +13,6 @@ from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
 
 Checkpoint = str | dict[str, Any] | Sequence[str]
-_OWN_LAYOUT = ("megatron", "ds_model")
 
 
 def weight_files(checkpoint: Checkpoint, base_dir: str = "") -> list[Path]:
@@ -37,7 +36,7 @@ def weight_files(checkpoint: Checkpoint, base_dir: str = "") -> list[Path]:
     if isinstance(checkpoint, dict):
         kind = str(checkpoint.get("type", "")).lower()
         listed = checkpoint.get("checkpoints")
-        if kind in _OWN_LAYOUT or isinstance(listed, dict) or listed is None:
+        if kind == "megatron" or isinstance(listed, dict) or listed is None:
             raise DeepSpeedConfigError(
                 f"checkpoint: type {checkpoint.get('type')!r} with checkpoints of type {type(listed).__name__} cannot "
                 "be read: give a list of files that hold whole weights under the model's names"
