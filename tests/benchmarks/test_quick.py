@@ -42,15 +42,22 @@ def test_quick_form_prints_its_table(script: str) -> None:
         assert text in printed
 
 
+WITH_CLIENTS = {
+    "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
+    "tensor_parallel.py": ["tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"],
+}
+
+
 @pytest.mark.slow
-def test_quick_form_of_shared_layers_and_sequences_prints_its_table() -> None:
+@pytest.mark.parametrize("script", WITH_CLIENTS)
+def test_quick_form_with_a_client_prints_its_table(script: str) -> None:
     pytest.importorskip("transformers", reason="the clients extra is not installed")
-    printed = run("tensor_parallel.py", "--quick")
-    for text in ("tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"):
+    printed = run(script, "--quick")
+    for text in WITH_CLIENTS[script]:
         assert text in printed
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "gpu/train_step.py", "tensor_parallel.py"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *WITH_CLIENTS, "gpu/train_step.py"])
 def test_help(script: str) -> None:
     assert "--quick" in run(script, "--help")
 

@@ -108,3 +108,28 @@ def test_short_form(name: str, tmp_path: Path) -> None:
     # A client shows its own progress. An engine that the script makes itself speaks, and warns of nothing.
     assert levels == ({"INFO"} if name in MAKES_ITS_ENGINE else set())
     check(done.stdout, 2 if launcher else 1)
+
+
+def test_generate_text(tmp_path: Path) -> None:
+    script = str(REPOSITORY / "examples" / "generate_text" / "generate.py")
+
+    def printed(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    alone = printed(script, "--steps", "40", "--tokens", "24", "--output", str(tmp_path))
+    assert "init_inference on 1 rank(s): the first 24 of 24 tokens" in alone
+    assert numbers(r"int8 weights: the first (\S+) of", alone)[0] > 0
+    one_by_one, together, same = numbers(
+        r"one by one (\S+) tokens/s, together (\S+); (\S+) with the same", alone
+    )
+    assert same == 16 and together > one_by_one
+    split = printed(*OURS, script, "--model", str(tmp_path / "model"), "--tokens", "24")
+    assert "init_inference on 2 rank(s): the first 24 of 24 tokens" in split
