@@ -254,10 +254,15 @@ def progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def described(job: Job) -> dict[str, Any]:
+    """What the first rank says of itself."""
+    return job.call("describe")[0]
+
+
 def measure(
-    rows: Sequence[Contender], rounds: int, steps: int, *, reporting: int = 0
+    rows: Sequence[Contender], rounds: int, steps: int, tell: Callable[[Job], dict[str, Any]] = described
 ) -> dict[str, dict[str, Any]]:
-    """Seconds and CPU seconds per step of each round, and what rank ``reporting`` says of itself, by contender."""
+    """Seconds and CPU seconds per step of each round, and what ``tell`` finds at the end, by contender."""
     cpu: dict[str, list[float]] = {row.name: [] for row in rows}
 
     def seconds_per_step(job: Job) -> float:
@@ -268,6 +273,6 @@ def measure(
     with started(rows) as jobs:
         seconds = round_robin(jobs, rounds, seconds_per_step)
         return {
-            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **job.call("describe")[reporting]}
+            name: {"seconds": seconds[name], "cpu_seconds": cpu[name], **tell(job)}
             for name, job in jobs.items()
         }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from jobs import OURS, Contender, Spread, measure, ratios
 from moe_rank import mlp
 from report import Report, common_arguments
 
@@ -61,21 +61,15 @@ def contenders(arguments: argparse.Namespace, k: int) -> list[Contender]:
 
 
 def layers(report: Report, arguments: argparse.Namespace, k: int) -> None:
-    rows, cpu = contenders(arguments, k), dict[str, list[float]]()
-
-    def seconds_per_step(job: Job) -> float:
-        seconds = max(job.call("run", steps=arguments.steps))
-        cpu.setdefault(job.name, []).append(max(job.call("cpu")))
-        return seconds
-
-    with started(rows) as jobs:
-        seconds = round_robin(jobs, arguments.rounds, seconds_per_step)
+    rows = contenders(arguments, k)
+    found = measure(rows, arguments.rounds, arguments.steps, lambda job: {})
+    base = found[rows[0].name]["seconds"]
     cells = [
         [
             row.name,
-            f"{Spread.of(seconds[row.name]).median * 1e3:.1f}",
-            f"{Spread.of(cpu[row.name]).median * 1e3:.1f}",
-            ratios(seconds[row.name], seconds[rows[0].name]).show(),
+            f"{Spread.of(found[row.name]['seconds']).median * 1e3:.1f}",
+            f"{Spread.of(found[row.name]['cpu_seconds']).median * 1e3:.1f}",
+            ratios(found[row.name]["seconds"], base).show(),
             f"<= {row.goal:.2f}" if row.goal is not None else "",
         ]
         for row in rows
@@ -86,7 +80,9 @@ def layers(report: Report, arguments: argparse.Namespace, k: int) -> None:
         ["", "ms", "CPU ms", "to dense, median [min .. max]", "goal"],
         cells,
     )
-    report.data[f"top{k}"] = {"seconds": seconds, "cpu_seconds": cpu}
+    report.data[f"top{k}"] = {
+        key: {name: each[key] for name, each in found.items()} for key in ("seconds", "cpu_seconds")
+    }
 
 
 class Dispatch:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("pipeline", arguments)
     for precision in arguments.precisions:
         rows = contenders(arguments, precision)
-        data = measure(rows, arguments.rounds, arguments.steps, reporting=-1)
+        data = measure(rows, arguments.rounds, arguments.steps, lambda job: job.call("describe")[-1])
         report.table(
             f"{arguments.size} GPT, {precision}, {arguments.stages} stages, {arguments.micro_batches} micro-batches of "
             f"{arguments.batch} x {arguments.context} tokens, {arguments.rounds} rounds of {arguments.steps} steps",

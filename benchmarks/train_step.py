@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tempfile import gettempdir
 from typing import Any
 
-from jobs import OURS, Contender, Job, Spread, pack, ratios, round_robin, started
+from jobs import OURS, Contender, Job, Spread, described, measure, pack, ratios
 from report import Report, common_arguments
 
 PARAMETERS = {"tiny": 0.4e6, "10M": 10.5e6, "50M": 47.1e6}
@@ -105,27 +105,8 @@ def offloading(kind: str, folder: str) -> dict[str, Any]:
     return section
 
 
-def measure(run: Sequence[Contender], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Times, memory and description of each contender that is held in memory together with the others."""
-    cpu: dict[str, list[float]] = {contender.name: [] for contender in run}
-
-    def seconds_per_step(job: Job) -> float:
-        seconds = max(job.call("run", steps=steps))
-        cpu[job.name].append(max(job.call("cpu")))
-        return seconds
-
-    with started(run) as jobs:
-        seconds = round_robin(jobs, rounds, seconds_per_step)
-        return {
-            name: {
-                "seconds": seconds[name],
-                "cpu_seconds": cpu[name],
-                "ddp_seconds": seconds[run[0].name],
-                "peak_bytes": max(job.call("peak_memory")),
-                **job.call("describe")[0],
-            }
-            for name, job in jobs.items()
-        }
+def with_peak(job: Job) -> dict[str, Any]:
+    return {"peak_bytes": max(job.call("peak_memory")), **described(job)}
 
 
 def compare(arguments: argparse.Namespace, size: str, precision: str, report: Report) -> None:
@@ -133,7 +114,10 @@ def compare(arguments: argparse.Namespace, size: str, precision: str, report: Re
     steps = arguments.steps or STEPS[size]
     data: dict[str, dict[str, Any]] = {}
     for run in pack(others, [ddp], arguments.memory_gib):
-        data = {**measure(run, arguments.rounds, steps), **data}  # DDP as in the first run
+        found = measure(run, arguments.rounds, steps, with_peak)
+        baseline = found[ddp.name]["seconds"]
+        found = {name: {**each, "ddp_seconds": baseline} for name, each in found.items()}
+        data = {**found, **data}  # DDP as in the first run
     report.table(
         f"{size} GPT, {precision}, {arguments.ranks} ranks, {arguments.rounds} rounds of {steps} steps",
         ["", "ms/step", "CPU ms", "ratio to DDP, median [min .. max]", "goal", "peak GiB/rank", "loss"],
