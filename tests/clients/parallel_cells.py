@@ -41,22 +41,6 @@ class Cell:
 REFUSED: dict[Cell, str] = {}
 """What the error says, of those that do not train."""
 
-NOT_RUN: dict[tuple[str, str], tuple[int, ...]] = {
-    ("TP", "LoRA"): (2,),
-    ("TP", "checkpointing"): (0, 1),
-    ("TP", "compile"): (0, 1, 2),
-    ("TP", "bf16"): (2, 3),
-    ("SP", "offload"): (0, 2, 3),
-    ("SP", "LoRA"): (0, 1, 3),
-    ("SP", "checkpointing"): (0, 1, 2),
-    ("SP", "compile"): (1, 2, 3),
-    ("SP", "bf16"): (0, 2, 3),
-    ("TP x SP", "checkpointing"): (0, 1, 3),
-    ("TP x SP", "compile"): (0, 1, 2, 3),
-    ("TP x SP", "bf16"): (1, 2, 3),
-}
-"""Stages, by axis and feature, whose cell nobody has seen train yet: the table claims nothing of them."""
-
 
 def cells(axis: str, stage: int) -> list[Cell]:
     """Every feature alone."""
@@ -234,9 +218,7 @@ def table() -> str:
 
 
 def _mark(cell: Cell) -> str:
-    if cell in REFUSED:
-        return "refused"
-    return "" if cell.stage in NOT_RUN.get((cell.axis, cell.features[0]), ()) else "yes"
+    return "refused" if cell in REFUSED else "yes"
 
 
 if __name__ == "__main__":
