@@ -15,7 +15,6 @@ are not finite: an overflow of gradients stays visible after the sum over ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -133,7 +132,6 @@ def unpack_signs(packed: Tensor, numel: int) -> Tensor:
     return table[packed.int()].flatten(-2)[..., :numel]
 
 
-@cache
 def _signs_of_bytes(device: torch.device) -> Tensor:
     """[256, 8]: the signs that each byte stands for."""
     bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1

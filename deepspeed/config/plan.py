@@ -165,9 +165,6 @@ class Packing:
     """Neighbouring ranks that hold a copy of all weights together (hpZ); gathers stay among them."""
 
 
-PLAIN = Packing()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     precision: PrecisionPlan
@@ -177,7 +174,7 @@ class Plan:
     axes: Axes = Axes(1, "")
     state_offload: StateOffload | None = None
     param_offload: ParamOffload | None = None
-    packing: Packing = PLAIN
+    packing: Packing = Packing()
     max_bad_steps: int = 50
     """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
 
@@ -210,7 +207,7 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
 def _packing(config: DeepSpeedConfig) -> Packing:
     zero = config.zero_config
     if zero.stage < 1:
-        return PLAIN
+        return Packing()
     loco = zero.zeropp_loco_param
     gradients = 4 if zero.zero_quantized_gradients else 0
     feedback = (float(loco.err_beta), int(loco.reset_T)) if loco is not None and gradients else None

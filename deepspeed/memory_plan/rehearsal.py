@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.pending import DONE
-from deepspeed.config.plan import ParamOffload, Plan
+from deepspeed.config.plan import Packing, ParamOffload, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -232,7 +232,7 @@ class PaperLinks(GatherLinks):
     """Ranks that answer immediately."""
 
     def __init__(self, scopes: PaperScopes, meter: Meter) -> None:
-        super().__init__(scopes)
+        super().__init__(scopes, Packing())
         self.meter = meter
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import default_timeout
-from deepspeed.config.plan import PLAIN, Packing
+from deepspeed.config.plan import Packing
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
 from deepspeed.runtime.zero.gathering.packets import PacketServers, PieceChannel, make_pieces
@@ -40,7 +40,7 @@ class ShardedModel:
         budget: LiveBudget,
         prefetch_numel: int,
         storage: ParamStorage,
-        packing: Packing = PLAIN,
+        packing: Packing,
     ) -> None:
         self.storage = storage
         self.buckets = list(buckets)
@@ -87,7 +87,7 @@ class ShardedModel:
 class GatherLinks:
     """How this rank reaches the slices of the others."""
 
-    def __init__(self, scopes: ScopeTable, packing: Packing = PLAIN) -> None:
+    def __init__(self, scopes: ScopeTable, packing: Packing) -> None:
         self.scopes = scopes
         self.packing = packing
 
