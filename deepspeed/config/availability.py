@@ -86,31 +86,6 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.zero_optimization.zenflow is not None,
         "remove it or set it to null",
     ),
-    Missing(
-        "zero_optimization.zero_hpz_partition_size",
-        lambda c: c.zero_optimization.zero_hpz_partition_size > 1,
-        "use 1",
-    ),
-    Missing(
-        "zero_optimization.zero_quantized_weights",
-        lambda c: c.zero_optimization.zero_quantized_weights,
-        _REMOVE,
-    ),
-    Missing(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
-        _REMOVE,
-    ),
-    Missing(
-        "zero_optimization.zero_quantized_gradients",
-        lambda c: c.zero_optimization.zero_quantized_gradients,
-        _REMOVE,
-    ),
-    Missing(
-        "zero_optimization.zeropp_loco_param",
-        lambda c: c.zero_optimization.zeropp_loco_param is not None,
-        "set it to null",
-    ),
     # Optimizers
     Missing(
         "optimizer.type",

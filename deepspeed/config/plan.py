@@ -150,6 +150,22 @@ class GradientPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What travels in packets of a few bits per element, and among whom (ZeRO++, G. Wang et al. 2023)."""
+
+    weights: int = 0
+    """Bits of gathered weights at stage 3 (qwZ); 0: as they are."""
+    frozen_weights: int = 0
+    """The same for those that are not trained."""
+    gradients: int = 0
+    """Bits of gradients where each rank keeps a slice of their sum (qgZ)."""
+    feedback: tuple[float, int] | None = None
+    """Weight of the old error, and sums after which it is dropped (LoCo)."""
+    group: int = 1
+    """Neighbouring ranks that hold a copy of all weights together (hpZ); gathers stay among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     precision: PrecisionPlan
     zero: ZeroPlan
@@ -158,6 +174,7 @@ class Plan:
     axes: Axes = Axes(1, "")
     state_offload: StateOffload | None = None
     param_offload: ParamOffload | None = None
+    packing: Packing = Packing()
     max_bad_steps: int = 50
     """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
 
@@ -183,6 +200,26 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
         axes=config.axes,
         state_offload=_state_offload(config),
         param_offload=_param_offload(config),
+        packing=_packing(config),
+    )
+
+
+def _packing(config: DeepSpeedConfig) -> Packing:
+    zero = config.zero_config
+    if zero.stage < 1:
+        return Packing()
+    loco = zero.zeropp_loco_param
+    gradients = 4 if zero.zero_quantized_gradients else 0
+    feedback = (float(loco.err_beta), int(loco.reset_T)) if loco is not None and gradients else None
+    if zero.stage < 3:
+        return Packing(gradients=gradients, feedback=feedback)
+    weights = 8 if zero.zero_quantized_weights else 0
+    return Packing(
+        weights=weights,
+        frozen_weights=8 if zero.zero_quantized_nontrainable_weights else weights,
+        gradients=gradients,
+        feedback=feedback,
+        group=max(1, int(zero.zero_hpz_partition_size)),
     )
 
 

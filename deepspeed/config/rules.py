@@ -175,6 +175,34 @@ def mics_needs_stage_3(config: TrainingConfig) -> Iterator[Finding]:
         yield Finding(("zero_optimization.mics_shard_size", STAGE), what, False)
 
 
+def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
+    """ZeRO++: what its options need."""
+    zero = config.zero_optimization
+    group = zero.zero_hpz_partition_size
+    for name, on, needed in (
+        ("zero_hpz_partition_size", group > 1, 3),
+        ("zero_quantized_weights", zero.zero_quantized_weights, 3),
+        ("zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights, 3),
+        ("zero_quantized_gradients", zero.zero_quantized_gradients, 1),
+    ):
+        if on and zero.stage < needed:
+            what = (
+                f"has no effect at stage {zero.stage}; it needs stage {needed}{' or higher' * (needed < 3)}"
+            )
+            yield Finding((f"zero_optimization.{name}", STAGE), what, False)
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield Finding(
+            ("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients"),
+            "has no effect without zero_quantized_gradients: it corrects errors of their quantization",
+            False,
+        )
+    if group > 1 and zero.mics_shard_size > 0 and zero.stage == 3:
+        yield Finding(
+            ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"),
+            "cannot be combined: with MiCS, gathers stay within a group already; set zero_hpz_partition_size to 1",
+        )
+
+
 def old_stage_one(config: TrainingConfig) -> Iterator[Finding]:
     if config.zero_optimization.legacy_stage1:
         yield Finding(
@@ -317,6 +345,7 @@ RULES: tuple[Rule, ...] = (
     summed_gradients,
     offload_makes_sense,
     mics_needs_stage_3,
+    packets_make_sense,
     old_stage_one,
     optimizer_is_known,
     scheduler_is_known,

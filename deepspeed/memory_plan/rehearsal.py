@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.exchanged_sums import SCRATCH_BYTES
 from deepspeed.comm.pending import DONE
-from deepspeed.config.plan import ParamOffload, Plan
+from deepspeed.config.plan import Packing, ParamOffload, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.gathering.coordinator import Frame, ParamCoordinator
 from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
+from deepspeed.runtime.zero.gathering.scheduled_gather import GatherChannel
 from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket, Status
 from deepspeed.runtime.zero.gathering.sharded_model import GatherLinks, make_gatherer
@@ -144,6 +145,19 @@ class PaperCommunicator(Communicator):
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
         return DONE
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+    ) -> Pending:
+        """Of packets: what is sent, what is received, and what is decoded of one of them."""
+        packed = input.nbytes + output.nbytes
+        self.meter.change(Kind.COMMUNICATION, packed)
+        self.meter.change(Kind.COMMUNICATION, -packed)
+        return DONE
+
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
         return DONE
 
@@ -210,7 +224,7 @@ class PaperServers(ShardServers):
     def __init__(self) -> None:
         self.buckets, self.servers = [], {}
 
-    def fetch(self, index: int, full: Tensor) -> None:
+    def fetch(self, index: int, full: Tensor, phase: object) -> None:
         pass
 
 
@@ -218,14 +232,14 @@ class PaperLinks(GatherLinks):
     """Ranks that answer immediately."""
 
     def __init__(self, scopes: PaperScopes, meter: Meter) -> None:
-        super().__init__(scopes)
+        super().__init__(scopes, Packing())
         self.meter = meter
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         return PaperServers()
 
-    def channel(self, scope: str) -> Communicator:
-        return PaperCommunicator(self.shards(scope), self.meter)
+    def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
+        return [PaperCommunicator(self.shards(bucket.layout.scope), self.meter) for bucket in buckets]
 
 
 class PaperStorage(ParamStorage):

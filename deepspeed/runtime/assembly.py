@@ -321,6 +321,7 @@ def shard_module(
         budget=live_budget(zero),
         prefetch_numel=int(zero.prefetch_bucket_size),
         storage=storage,
+        packing=plan.packing,
     )
 
 

@@ -156,9 +156,9 @@ class DeepSpeedEngine(EngineState):
         self.num_experts = place_experts(model, self.mesh)
         self.has_moe_layers = bool(self.num_experts)
         checkpointing.keep_layers(self._checkpointing, model)
-        self.scopes = Scopes(self.mesh, int(self._config.zero_config.mics_shard_size)).find(
-            model.parameters()
-        )
+        self.scopes = Scopes(
+            self.mesh, int(self._config.zero_config.mics_shard_size), self.plan.packing.group
+        ).find(model.parameters())
         find_placements(model.parameters(), self.mesh, self.scopes)
         check_ranks_agree(model, self.scopes.everyone)
         broadcast_weights(model, self.scopes)

@@ -31,17 +31,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}},
     ),
     ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
-    ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"zero_hpz_partition_size": 8}}),
-    ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
-    (
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-    ),
-    ("zero_optimization.zero_quantized_gradients", {"zero_optimization": {"zero_quantized_gradients": True}}),
-    (
-        "zero_optimization.zeropp_loco_param",
-        {"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 10}}},
-    ),
     ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("optimizer.type", {"optimizer": {"type": "MuSGD"}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),

@@ -2,8 +2,8 @@
 
 A format takes this rank's sum of a whole bucket and returns the part of the total that this rank keeps. ``DenseSum`` is
 the plain one. The others wrap a format and may be combined: ``ReplicatedSum`` adds a sum over ranks that hold the same
-slice (MiCS), ``RowSum`` sends only the rows of an embedding that were touched. A new format is a class with a ``start``
-method; ``gradient_sum`` decides which ones a bucket gets.
+slice (MiCS), ``RowSum`` sends only the rows of an embedding that were touched; ``QuantizedSum`` (in a file of its own)
+replaces the plain one. A new format is a class with a ``start`` method; ``wiring.py`` decides which ones a bucket gets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.pending import DONE
-from deepspeed.config.plan import Plan
 from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.layout import BucketLayout
-from deepspeed.runtime.zero.scopes import Scope
 
 
 class InFlight(NamedTuple):
@@ -184,21 +182,3 @@ class RowSum:
             table[touched_by_any] = total.mul_(after).to(self.dtype).to(table.dtype)
 
         return add_up
-
-
-def gradient_sum(
-    layout: BucketLayout,
-    scope: Scope,
-    pool: BufferPool,
-    plan: Plan,
-    rows_of: torch.Size | None = None,
-) -> GradientSum:
-    """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
-    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
-    for wrap in plan.gradients.formats:
-        result = wrap(result)
-    if rows_of is not None:
-        result = RowSum(result, layout, scope.shard, rows_of)
-    if scope.replicas.size > 1:
-        result = ReplicatedSum(result, scope.replicas)
-    return result

@@ -239,6 +239,10 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         """The whole reduced gradient in fp32; None if there is none yet. Collective."""
         return self.access.full_gradient(param)
 
+    def quantize_nontrainable_params(self) -> None:
+        """Nothing is left to do: with ``zero_quantized_nontrainable_weights`` the engine gathers frozen weights in 8
+        bits from its first step on."""
+
     def empty_partition_cache(self) -> None:
         """Release every parameter that is gathered and not in use."""
         self.parameter_offload.empty_partition_cache()

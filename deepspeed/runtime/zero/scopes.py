@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -66,6 +66,14 @@ def scope_name(param: torch.Tensor) -> str:
     )
 
 
+class Levels(NamedTuple):
+    """Groups of neighbouring ranks (ZeRO++): those of this rank's group, and those with its place in every group. Slice
+    r = g * near.size + i is that of place i in group g."""
+
+    near: Communicator
+    across: Communicator
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Scope:
     """``everyone``, the ranks that hold these weights, is ``shard`` x ``replicas``: this rank's slice is one of
@@ -83,6 +91,8 @@ class Scope:
     divided: bool = False
     """Whether ``replicas`` are tensor-parallel ranks that divide the tokens. As with dense weights, each writes its own
     copy to checkpoints, and placements say which one counts in the norm."""
+    levels: Levels | None = None
+    """Groups within ``shard`` that are linked faster than the rest, if the config says so."""
 
     @property
     def first_replica(self) -> bool:
@@ -113,21 +123,30 @@ class Scope:
             )
         if shard_size == self.everyone.size:
             return self
-        me = self.everyone.ranks[self.everyone.rank]
-        inner = split_ranks(self.everyone.ranks, me, shard_size, inner=True)
-        across = split_ranks(self.everyone.ranks, me, shard_size, inner=False)
-        return replace(
-            self, shard=_communicator(inner, self.everyone), replicas=_communicator(across, self.everyone)
-        )
+        inner, across = _split(self.everyone, shard_size)
+        return replace(self, shard=inner, replicas=across)
+
+    def grouped(self, size: int) -> Scope:
+        """With groups of ``size`` neighbours, if they divide the ranks into several groups of several. Collective."""
+        if size <= 1 or size >= self.shard.size or self.shard.size % size:
+            return self
+        return replace(self, levels=Levels(*_split(self.shard, size)))
 
 
 class Scopes:
     """The scopes of a run. ``everyone``: all ranks that hold the same model and reduce its gradients together.
     ``across``: by axis, the ranks that hold other parts of the model (tensor and pipeline parallelism) and take a step
-    together with this one: norm and skips are common, gradients are not."""
+    together with this one: norm and skips are common, gradients are not. ``group_size``: neighbouring ranks that are
+    linked faster than the rest (ZeRO++'s hpZ), within the ranks that share a copy."""
 
-    def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1) -> None:
+    def __init__(self, mesh: ProcessMesh, mics_shard_size: int = -1, group_size: int = 1) -> None:
+        self.group_size = group_size
         self.everyone = mesh.communicator("dp", "sp")
+        if group_size > 1 and self.everyone.size > group_size and self.everyone.size % group_size:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.zero_hpz_partition_size={group_size} must divide the number of data-parallel "
+                f"ranks, {self.everyone.size}; the number of ranks per host is a good value"
+            )
         self.across = {axis: mesh.communicator(axis) for axis in ("tp", "pp") if mesh.size(axis) > 1}
         self.mics_shard_size = mics_shard_size
         self._mesh = mesh
@@ -162,7 +181,9 @@ class Scopes:
         return {name: scope.shard.size for name, scope in self._known.items()}
 
     def _sharded(self, scope: Scope) -> Scope:
-        return scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope
+        return (
+            scope.mics(self.mics_shard_size) if self.mics_shard_size > 0 else scope.grouped(self.group_size)
+        )
 
     def _shared(self, name: str, everyone: Sequence[int], same: Sequence[int]) -> Scope:
         """A weight on several stages: the gradients of all stages add up, and their mean is over the data. Each stage
@@ -193,6 +214,14 @@ class Scopes:
         others.all_gather(every, torch.tensor(same, dtype=torch.int64, device=device)).wait()
         everyone = _communicator(tuple(sorted(every.tolist())), self.everyone)
         return replace(scope, everyone=everyone, replicas=others, divided=True)
+
+
+def _split(ranks: Communicator, block: int) -> tuple[Communicator, Communicator]:
+    """Those of this rank's run of ``block`` neighbours, and those with the same place in every run. Collective."""
+    me = ranks.ranks[ranks.rank]
+    runs = (split_ranks(ranks.ranks, me, block, inner=inner) for inner in (True, False))
+    inner, across = (_communicator(run, ranks) for run in runs)
+    return inner, across
 
 
 def _communicator(ranks: tuple[int, ...], everyone: Communicator) -> Communicator:

@@ -20,12 +20,14 @@ from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.gradient_sums import gradient_sum
+from deepspeed.runtime.zero.gradient_sums import DenseSum, GradientSum, ReplicatedSum, RowSum
+from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.zero.quantized_sum import ErrorFeedback, QuantizedSum, codec_for
 from deepspeed.runtime.zero.reducer import GradReducer
-from deepspeed.runtime.zero.scopes import ScopeTable
+from deepspeed.runtime.zero.scopes import Scope, ScopeTable
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -74,6 +76,29 @@ def make_grad_buckets(
                 host=host if off_host(first.device) and tier.takes(layout) else None,
             )
         )
+    return result
+
+
+def gradient_sum(
+    layout: BucketLayout,
+    scope: Scope,
+    pool: BufferPool,
+    plan: Plan,
+    rows_of: torch.Size | None = None,
+) -> GradientSum:
+    """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
+    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
+    codec = codec_for(layout, plan.packing.gradients)
+    if codec is not None:
+        feedback = plan.packing.feedback
+        encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
+        result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
+    for wrap in plan.gradients.formats:
+        result = wrap(result)
+    if rows_of is not None:
+        result = RowSum(result, layout, scope.shard, rows_of)
+    if scope.replicas.size > 1:
+        result = ReplicatedSum(result, scope.replicas)
     return result
 
 

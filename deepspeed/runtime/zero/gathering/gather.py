@@ -167,16 +167,11 @@ class FetchingGather(LocalGather):
         self.server = server
 
     def gather(self, index: int, phase: Phase = Phase.FORWARD) -> None:
-        bucket = self.buckets[index]
         full = self.transitions.begin(index)
         try:
-            self.server.fetch(index, full)
+            self.server.fetch(index, full, phase)
         finally:
             self.transitions.arrived(index)
-        # This rank sends as many bytes for the others' copies as it receives.
-        size = bucket.communicator.size
-        bucket.communicator.collectives["fetch"] += 1
-        bucket.communicator.bytes_sent += full.numel() * full.element_size() * (size - 1) // size
 
     def changed(self) -> None:
         self.server.advance()

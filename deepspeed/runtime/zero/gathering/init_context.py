@@ -202,8 +202,6 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         super().__init__(enabled, mem_efficient_linear, settings, dtype)
         if not enabled:
             return
-        if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise NotImplementedError("zero.Init with quantized weights is not implemented in this release")
         remote_device = remote_device or _offload_param(settings).get("device")
         self.keep = _swap_file(settings).put if remote_device == "nvme" else None
         dist.init_distributed()

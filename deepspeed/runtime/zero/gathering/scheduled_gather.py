@@ -18,10 +18,12 @@ Entries of its order that a pass did not use are gathered and released at its en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.runtime.zero.gathering.gather import FetchingGather
@@ -70,17 +72,25 @@ class Evaluation:
     observed: list[int] = field(default_factory=list)
 
 
+class GatherChannel(Protocol):
+    """The ranks among whom a bucket is gathered."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        """``output`` [padded_numel] = the slices of all ranks; ``input`` [shard_numel] is this rank's."""
+        ...
+
+
 class ScheduledGather(FetchingGather):
     """Collectives in an agreed order (Note: which order), launched ahead up to ``prefetch_numel`` elements.
 
-    ``everyone`` joins all ranks that take a step together; ``channels``, by scope, those that hold one copy of
-    the weights.
+    ``everyone`` joins all ranks that take a step together; ``channels``, by bucket, those that hold one copy of its
+    weights.
     """
 
     def __init__(
         self,
         buckets: Sequence[ShardedBucket],
-        channels: Mapping[str, Communicator],
+        channels: Sequence[GatherChannel],
         server: ShardServers,
         *,
         prefetch_numel: int,
@@ -111,22 +121,22 @@ class ScheduledGather(FetchingGather):
                 self._launch_up_to(self.order.find(index, beyond_sums=phase is not Phase.FORWARD))
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._need_in_evaluation(self._evaluation, index)
-        elif phase is Phase.BY_HAND and not foreseen and self._meet(("by hand", index), [index]):
+        elif phase is Phase.BY_HAND and not foreseen and self._meet_by_hand(index):
             self._launch_gather(index)
-        self._make_whole(index, foreseen, launched)
+        self._make_whole(index, phase, foreseen, launched)
         if phase.trains:
             self._advance()
         elif phase is Phase.EVALUATION and self._evaluation is not None:
             self._prefetch_evaluation(self._evaluation)
 
-    def _make_whole(self, index: int, foreseen: bool, launched: int) -> None:
+    def _make_whole(self, index: int, phase: Phase, foreseen: bool, launched: int) -> None:
         if index in self.in_flight:
             older = list(self.in_flight)[: list(self.in_flight).index(index) + 1]
             for i in older:  # what was skipped becomes idle, and is released when memory is needed
                 self._finish(i)
         if self.buckets[index].status is Status.SHARDED:
             self.counts.fetches += 1
-            super().gather(index)
+            super().gather(index, phase)
         elif foreseen:
             self.counts.hits += 1
         else:
@@ -165,12 +175,12 @@ class ScheduledGather(FetchingGather):
         self.counts.collectives += 1
         if bucket.status is Status.SHARDED and keep:
             full = self.transitions.begin(index)
-            self.in_flight[index] = self.channels[bucket.layout.scope].all_gather(full, bucket.own_slice())
+            self.in_flight[index] = self.channels[index].all_gather(full, bucket.own_slice())
             return
         # Already whole here, or not needed: the others still need this rank's slice.
         assert bucket.shard is not None
         spare = torch.empty(bucket.layout.padded_numel, dtype=bucket.layout.dtype, device=bucket.device)
-        self.channels[bucket.layout.scope].all_gather(spare, bucket.shard.to(bucket.device)).wait()
+        self.channels[index].all_gather(spare, bucket.shard.to(bucket.device)).wait()
 
     def _advance(self) -> None:
         """Launch entries whose turn has come and that are ready: gathers within the window, complete sums."""
@@ -268,6 +278,10 @@ class ScheduledGather(FetchingGather):
 
     def _whole(self) -> list[int]:
         return [i for i, b in enumerate(self.buckets) if b.status is not Status.SHARDED and not b.persistent]
+
+    def _meet_by_hand(self, index: int) -> bool:
+        """By hand one sees the slices as they are: what a collective rounds is fetched."""
+        return self.server.is_exact(index) and bool(self._meet(("by hand", index), [index]))
 
     def _meet(self, intent: tuple[Hashable, ...], proposal: list[int]) -> list[int]:
         """The order of a pass that all ranks are making now; empty if they are not."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from deepspeed.runtime.zero.gathering.meeting import Visit
+from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.shard_server import ShardServer
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.scopes import DENSE, ScopeTable
@@ -31,14 +32,22 @@ class ShardServers:
             if scopes[name].shard.size > 1
         }
 
-    def fetch(self, index: int, full: Tensor) -> None:
-        """Fill ``full`` with the slices of bucket ``index``."""
+    def fetch(self, index: int, full: Tensor, phase: Phase) -> None:
+        """Fill ``full`` with the slices of bucket ``index``, for a use in this phase."""
         bucket = self.buckets[index]
         server = self.servers.get(bucket.layout.scope)
         if server is None:
             full.copy_(bucket.own_slice())
         else:
             server.fetch(self._place[index], full)
+        # This rank sends as many bytes for the others' copies as it receives.
+        size = bucket.communicator.size
+        bucket.communicator.collectives["fetch"] += 1
+        bucket.communicator.bytes_sent += full.numel() * full.element_size() * (size - 1) // size
+
+    def is_exact(self, index: int) -> bool:
+        """Whether a gather gives what the slices hold, in every phase."""
+        return True
 
     def advance(self) -> None:
         for server in self.servers.values():

@@ -53,6 +53,7 @@ class ShardedBucket(ParamBucket):
         self.keep = keep
         self.everyone = everyone or communicator
         self.persistent = persistent
+        self.lossy = False  # whether gathers round the weights
         self.status = Status.SHARDED
         self.transitions: Any = None  # set by its owner
         self.on_change: Callable[[], None] = lambda: None
@@ -176,7 +177,7 @@ class ShardedBucket(ParamBucket):
     def read_param(self, position: int, out: Tensor) -> None:
         """Fill ``out`` with the whole parameter, moving only its own bytes. Collective."""
         flat = out.view(-1)
-        if self.status is Status.GATHERED:
+        if self.status is Status.GATHERED and not self.lossy:
             flat.copy_(self.views[position].reshape(-1))
             return
         mine = self.local_part(position)

@@ -10,11 +10,13 @@ from torch import nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import default_timeout
+from deepspeed.config.plan import Packing
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
+from deepspeed.runtime.zero.gathering.packets import PacketServers, PieceChannel, make_pieces
 from deepspeed.runtime.zero.gathering.param_storage import ParamStorage
 from deepspeed.runtime.zero.gathering.row_norms import RowNorms
-from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
+from deepspeed.runtime.zero.gathering.scheduled_gather import GatherChannel, ScheduledGather
 from deepspeed.runtime.zero.gathering.shard_servers import ShardServers
 from deepspeed.runtime.zero.gathering.sharded_bucket import ShardedBucket
 from deepspeed.runtime.zero.offload.host_copies import off_host
@@ -38,6 +40,7 @@ class ShardedModel:
         budget: LiveBudget,
         prefetch_numel: int,
         storage: ParamStorage,
+        packing: Packing,
     ) -> None:
         self.storage = storage
         self.buckets = list(buckets)
@@ -47,7 +50,7 @@ class ShardedModel:
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.gatherer = make_gatherer(
-            self.buckets, GatherLinks(scopes), storage, device=device, prefetch_numel=prefetch_numel
+            self.buckets, GatherLinks(scopes, packing), storage, device=device, prefetch_numel=prefetch_numel
         )
         self.coordinator = ParamCoordinator(self.buckets, self.gatherer, budget)
         self.transitions = self.coordinator.transitions
@@ -84,8 +87,9 @@ class ShardedModel:
 class GatherLinks:
     """How this rank reaches the slices of the others."""
 
-    def __init__(self, scopes: ScopeTable) -> None:
+    def __init__(self, scopes: ScopeTable, packing: Packing) -> None:
         self.scopes = scopes
+        self.packing = packing
 
     @property
     def everyone(self) -> Communicator:
@@ -97,11 +101,25 @@ class GatherLinks:
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
         """Fetches whole buckets from the ranks that hold their slices. Collective."""
-        return ShardServers(buckets, self.scopes, default_timeout().total_seconds())
+        timeout_s = default_timeout().total_seconds()
+        pieces = make_pieces(buckets, self.scopes, self.packing)
+        if pieces:
+            return PacketServers(buckets, self.scopes, timeout_s, pieces)
+        return ShardServers(buckets, self.scopes, timeout_s)
 
-    def channel(self, scope: str) -> Communicator:
-        """The ranks that hold one copy, for its gathers alone. Collective."""
-        return _second_group(self.scopes[scope].shard)
+    def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
+        """By bucket, the ranks that hold one copy of it, for gathers alone. Collective."""
+        names = sorted({bucket.layout.scope for bucket in buckets})
+        plain = {name: _second_group(self.scopes[name].shard) for name in names}
+        result: list[GatherChannel] = [plain[bucket.layout.scope] for bucket in buckets]
+        if isinstance(server, PacketServers):
+            near = {
+                name: _second_group(levels.near) for name in names if (levels := self.scopes[name].levels)
+            }
+            for index, piece in server.pieces.items():
+                name = piece.scope.name
+                result[index] = PieceChannel(piece, near.get(name, plain[name]))
+        return result
 
 
 def make_gatherer(
@@ -123,9 +141,12 @@ def make_gatherer(
         return LocalGather(buckets)
     server = links.server(buckets)
     if prefers_collectives(device.type):
-        channels = {name: links.channel(name) for name in used}
         return ScheduledGather(
-            buckets, channels, server, prefetch_numel=prefetch_numel, everyone=links.everyone
+            buckets,
+            links.channels(buckets, server),
+            server,
+            prefetch_numel=prefetch_numel,
+            everyone=links.everyone,
         )
     return FetchingGather(buckets, server)
 

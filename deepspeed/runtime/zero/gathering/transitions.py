@@ -196,12 +196,14 @@ class Transitions:
     def hold(self, b: int) -> None:
         """Gathered by hand, until ``let_go``."""
         with self.lock:
+            if self.buckets[b].lossy:  # by hand one sees the weights, not what a gather makes of them
+                self._release_if_idle(b)
             self.take((b,), Phase.BY_HAND)
 
     def let_go(self, b: int) -> None:
         with self.lock:
             self.drop((b,))
-            if not self.keeps_all:
+            if not self.keeps_all or self.buckets[b].lossy:
                 self._release_if_idle(b)
 
     def keep(self, buckets: Iterable[int]) -> None:
