@@ -39,7 +39,6 @@ INSTEAD = {
     "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
     "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
     "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
-    "deepspeed.profiling": "Until then use torch.utils.flop_counter.FlopCounterMode.",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",
     "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
     "deepspeed.runtime.checkpoint_engine": "Until then save with engine.save_checkpoint().",
@@ -225,15 +224,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "return_tuple=False, training=True): from_dict from_json_file",
         "class DeepSpeedTransformerLayer(config, initial_weights=None, initial_biases=None): "
         "init_transformer_weights forward",
-    ),
-    "deepspeed.profiling.flops_profiler.profiler": (
-        "class FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0): start_profile "
-        "stop_profile reset_profile end_profile get_total_flops get_total_macs get_total_duration "
-        "get_total_params is_expert_tensor_parallelism_enabled print_model_profile "
-        "print_model_aggregated_profile",
-        "def get_model_profile(model, input_shape=None, args=[], kwargs={}, print_profile=True, "
-        "detailed=True, module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, "
-        "ignore_modules=None, mode='forward')",
     ),
     "deepspeed.runtime.checkpoint_engine.utils": (
         "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",

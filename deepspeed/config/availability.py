@@ -179,7 +179,6 @@ MISSING: tuple[Missing, ...] = (
         "sums are waited for where they are needed",
         False,
     ),
-    Missing("flops_profiler.enabled", lambda c: c.flops_profiler.enabled, "nothing is profiled", False),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing(
         "datastates_ckpt",

@@ -65,6 +65,8 @@ class EngineBase(EngineAccessors, nn.Module):
     # made by observers
     timers: Any
     tput_timer: Any
+    flops_profiler: Any = None
+    """With the section ``flops_profiler``; its numbers are there once the step has been profiled."""
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""

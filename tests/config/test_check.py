@@ -103,14 +103,12 @@ def test_unreadable_config() -> None:
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text(json.dumps({"train_batch_size": 16, "flops_profiler": {"enabled": True}}))
+    good.write_text(json.dumps({"train_batch_size": 16, "nebula": {"enabled": True}}))
     bad.write_text('{\n "train_batch_size": 16,\n "graident_clipping": 1\n}')
     assert main([str(good), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
     assert (
-        "train_micro_batch_size_per_gpu 2 (derived)" in out
-        and "1 warning" in out
-        and "flops_profiler.enabled" in out
+        "train_micro_batch_size_per_gpu 2 (derived)" in out and "1 warning" in out and "nebula.enabled" in out
     )
     assert main([str(bad), "--gpus", "8"]) == 1
     out = capsys.readouterr().out

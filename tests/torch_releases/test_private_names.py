@@ -28,6 +28,8 @@ NAMES: dict[str, str | None] = {
     "torch.Tensor._make_wrapper_subclass": None,  # its first argument is the class
     "torch._C.DisableTorchFunctionSubclass": None,
     "torch._C._are_functorch_transforms_active": None,  # utils/transforms.py, called below
+    "torch._C._autograd._get_sequence_nr": None,  # numbers of autograd's nodes: profiling/flops_profiler/counting.py
+    "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
     "torch._C._functorch.peek_interpreter_stack": None,
     "torch._dynamo.config.ignore_logger_methods": None,
@@ -54,6 +56,7 @@ NAMES: dict[str, str | None] = {
     "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
     "torch.utils._python_dispatch.TorchDispatchMode": None,
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
     "torch.utils._pytree.keystr": "kp",
     "torch.utils._pytree.tree_flatten": "tree",
     "torch.utils._pytree.tree_flatten_with_path": "tree",

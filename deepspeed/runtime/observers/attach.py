@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.experts import watch_experts
+from deepspeed.runtime.observers.flops import FlopsOfOneStep
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.same_inputs import SameInputs
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def attach_observers(engine: EngineBase) -> None:
-    """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``) and subscribe what the config asks
-    for."""
+    """Create the documented attributes (``timers``, ``tput_timer``, ``monitor``, ``flops_profiler``) and subscribe what
+    the config asks for."""
     config = engine._config
     engine.timers = SynchronizedWallClockTimer() if config.wall_clock_breakdown else NoopTimer()
     engine.tput_timer = ThroughputTimer(
@@ -47,6 +48,8 @@ def attach_observers(engine: EngineBase) -> None:
         elapsed_ms = WallClock(engine).elapsed_ms
     if _print_interval(engine):
         Throughput(engine)
+    if config.flops_profiler_config.enabled:
+        engine.flops_profiler = FlopsOfOneStep(engine).profiler
     engine.monitor = MonitorMaster(config.monitor_config)
     if engine.monitor.enabled and is_rank_zero():
         Curves(engine, engine.monitor, elapsed_ms)

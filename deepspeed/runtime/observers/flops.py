@@ -1,0 +1,116 @@
+"""The section ``flops_profiler``: one step is profiled and printed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.profiling.flops_profiler.report import Ranks, Times
+from deepspeed.utils.logging import is_rank_zero
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine_base import EngineBase
+
+
+class FlopsOfOneStep:
+    """Profiles the step ``profile_step`` on every rank: what it counts and times is the mean of the step's
+    micro-batches. Rank 0 prints it. Before that step it costs one call per forward, after it nothing."""
+
+    def __init__(self, engine: EngineBase) -> None:
+        self.engine = engine
+        self.config = engine._config.flops_profiler_config
+        self.profiler = FlopsProfiler(engine.module, engine, self.config.recompute_fwd_factor)
+        self._began: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._during = (
+            ("after_forward", self.after_forward),
+            ("before_backward", lambda **_: self._begin("backward")),
+            ("after_backward", lambda **_: self._end("backward")),
+            ("at_boundary", self.stop),
+            ("after_step", self.report),
+            ("on_error", self.give_up),
+            ("on_destroy", self.give_up),
+        )
+        engine.events.on("before_forward", self.before_forward)
+
+    def before_forward(self, **_: Any) -> None:
+        engine = self.engine
+        if not self._seconds:
+            trains = torch.is_grad_enabled() and engine.module.training
+            if engine.global_steps < self.config.profile_step or not (trains or engine.core is None):
+                return
+            self._seconds = dict.fromkeys(("forward", "backward", "step"), 0.0)
+            for event, subscriber in self._during:
+                engine.events.on(event, subscriber)
+            self.profiler.start_profile()
+        self._begin("forward")
+
+    def after_forward(self, **_: Any) -> None:
+        self._end("forward")
+        if self.engine.core is None:
+            self.profiler.stop_profile()
+            self._print()
+
+    def stop(self, **_: Any) -> None:
+        """The update is next: it is timed, and not counted."""
+        self.profiler.stop_profile(self.engine.gradient_accumulation_steps())
+        self._begin("step")
+
+    def report(self, **_: Any) -> None:
+        if self.profiler.started:  # not a boundary
+            return
+        self._end("step")
+        passes = self.engine.gradient_accumulation_steps()
+        seconds = self._seconds
+        self.profiler.times = Times(
+            seconds["forward"] / passes, seconds["backward"] / passes, seconds["step"]
+        )
+        self._print()
+
+    def give_up(self, **_: Any) -> None:
+        """An exception ends the batch: the next one is profiled instead."""
+        self.profiler.end_profile()
+        self._seconds, self._began = {}, {}
+        for event, subscriber in self._during:
+            self.engine.events.off(event, subscriber)
+
+    def _begin(self, what: str) -> None:
+        get_accelerator().synchronize()
+        self._began[what] = time.perf_counter()
+
+    def _end(self, what: str) -> None:
+        if what in self._began:
+            get_accelerator().synchronize()
+            self._seconds[what] += time.perf_counter() - self._began.pop(what)
+
+    def _print(self) -> None:
+        engine, config = self.engine, self.config
+        self.profiler.ranks = Ranks(
+            engine.world_size,
+            engine.dp_world_size,
+            engine.mp_world_size,
+            engine.train_micro_batch_size_per_gpu(),
+            self._flops_of_all_ranks(),
+        )
+        if is_rank_zero():
+            self.profiler.print_model_profile(
+                engine.global_steps,
+                config.module_depth,
+                config.top_modules,
+                config.detailed,
+                config.output_file,
+            )
+        engine.events.off("before_forward", self.before_forward)
+        self.give_up()
+
+    def _flops_of_all_ranks(self) -> int:
+        if self.engine.world_size == 1:
+            return self.profiler.flops
+        total = torch.tensor([self.profiler.flops], dtype=torch.int64, device=self.engine.device)
+        dist.all_reduce(total)
+        return int(total)
