@@ -58,6 +58,7 @@ LAYER_OF = {
     "deepspeed.utils.zero_to_fp32": "tools",
     # schemas stand beside the mechanism that they configure
     "deepspeed*.config": "schemas and plan",
+    "deepspeed.elasticity.elasticity": "schemas and plan",
     "deepspeed*_config": "schemas and plan",
     "deepspeed.runtime.constants": "schemas and plan",
     "deepspeed.config*": "schemas and plan",

@@ -19,7 +19,6 @@ INSTEAD = {
     "deepspeed.compression": "Until then use torch.ao.quantization or torch.nn.utils.prune.",
     "deepspeed.compression.config": "deepspeed.check_config reads and checks the section compression_training.",
     "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
-    "deepspeed.elasticity": "Until then choose train_batch_size for one world size, and resume on any other.",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
@@ -124,15 +123,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class compression_scheduler(model, compression_config): make_init check_weight_quantization "
         "check_activation_quantization check_sparse_pruning check_head_pruning check_row_pruning "
         "check_channel_pruning check_all_modules step",
-    ),
-    "deepspeed.elasticity.elastic_agent": (
-        "class DSElasticAgent(spec, env, start_method='spawn', exit_barrier_timeout=300, log_dir=None)",
-    ),
-    "deepspeed.elasticity.elasticity": (
-        "def compute_elastic_config(ds_config, target_deepspeed_version, world_size=0, "
-        "return_microbatch=False)",
-        "def elasticity_enabled(ds_config)",
-        "def ensure_immutable_elastic_config(runtime_elastic_config_dict)",
     ),
     "deepspeed.linear.config": (
         "class LoRAConfig(**data)",

@@ -21,11 +21,13 @@ from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
 from deepspeed.config.keys import Key, allowed, choices_of, documented_name, field_at, homes, keys_of
 from deepspeed.config.meaning import plain_meaning
-from deepspeed.config.problems import Problem, Remedy, misspelt, nearest, shown
+from deepspeed.config.problems import DeepSpeedConfigError, Problem, Remedy, misspelt, nearest, shown
 from deepspeed.config.reader import ConfigSource, Path, copy_containers
 from deepspeed.config.rules import check_rules
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections import LenientConfigModel, collect_notes, extra_facts, is_auto, note
+from deepspeed.elasticity.config import ElasticityConfig, ElasticityConfigError, ElasticityError
+from deepspeed.elasticity.elasticity import ELASTICITY, elastic_batch
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, read_zero_config_deprecated
 
 BATCH_KEYS = (batch.TRAIN, batch.MICRO, batch.GAS)
@@ -55,10 +57,18 @@ class Analysis:
     doubtful: set[str] = field(default_factory=set)
     """Keys whose value is not known because it was refused, or stands under a misspelt key."""
 
-    def error(self, path: Path | str, message: str, remedy: Remedy | None = None) -> None:
+    def error(
+        self,
+        path: Path | str,
+        message: str,
+        remedy: Remedy | None = None,
+        raised_as: type[DeepSpeedConfigError] | None = None,
+    ) -> None:
         path = tuple(path.split(".")) if isinstance(path, str) else path
         key = ".".join(str(part) for part in path) or "config"
-        self.errors.append(Problem(key, message, self.source.place(path), remedy, path))
+        if raised_as is None and path and path[0] == ELASTICITY:
+            raised_as = ElasticityConfigError
+        self.errors.append(Problem(key, message, self.source.place(path), remedy, path, raised_as))
 
 
 def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = False) -> Analysis:
@@ -80,7 +90,11 @@ def analyse(source: ConfigSource, axes: Axes | None, *, auto_is_open: bool = Fal
                 result.error(problem.key, problem.message)
         fits = axes is not None and not axes.problems and not result.doubtful & set(BATCH_KEYS)
         if fits and axes is not None and result.config is not None:
-            _resolve_batch(result.config, axes, auto_is_open, result)
+            section = result.config.elasticity
+            if section is not None and section.enabled:
+                _resolve_elastic_batch(section, axes, result)
+            else:
+                _resolve_batch(result.config, axes, auto_is_open, result)
     result.warnings = notes
     return result
 
@@ -315,7 +329,7 @@ def _check_rules(config: TrainingConfig, result: Analysis) -> None:
         if any(spoiled(key) for key in finding.keys) or finding.keys[0] in result.auto_keys:
             continue
         if finding.is_error:
-            result.error(finding.keys[0], finding.message, finding.remedy)
+            result.error(finding.keys[0], finding.message, finding.remedy, finding.raised_as)
         else:
             note(f"config key '{finding.keys[0]}' {finding.message}")
     for row in missing_features(config):
@@ -365,3 +379,27 @@ def _resolve_batch(config: TrainingConfig, axes: Axes, auto_is_open: bool, resul
                 f"no number was filled in"
             )
         result.error(error.key, message)
+
+
+def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analysis) -> None:
+    """The batch that the `elasticity` section means for these ranks, whatever the batch keys say."""
+    if any(problem.path[:1] == (ELASTICITY,) for problem in result.errors):
+        return
+    shared = axes.layout.sp * axes.layout.tp if axes.layout is not None else section.model_parallel_size
+    if shared != section.model_parallel_size:
+        result.error(
+            f"{ELASTICITY}.model_parallel_size",
+            f"{section.model_parallel_size} is not the number of ranks that share a batch here, {shared} "
+            "(tensor-parallel times sequence-parallel ranks)",
+        )
+        return
+    try:
+        found = elastic_batch(section, axes.data_parallel)
+    except ElasticityError as error:
+        kind = type(error) if isinstance(error, DeepSpeedConfigError) else ElasticityConfigError
+        result.error(ELASTICITY, str(error), raised_as=kind)
+        return
+    assert found.micro is not None
+    accumulation = found.train // (found.micro * axes.data_parallel)
+    origin = dict.fromkeys(BATCH_KEYS, ELASTICITY)
+    result.batch = Batch(found.train, found.micro, accumulation, axes.data_parallel, origin)

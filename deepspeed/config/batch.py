@@ -27,7 +27,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Three consistent numbers, and where each came from ("given", "derived" or "default")."""
+    """Three consistent numbers, and where each came from ("given", "derived", "default" or "elasticity")."""
 
     train: int
     micro: int

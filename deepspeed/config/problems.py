@@ -49,6 +49,8 @@ class Problem:
     remedy: Remedy | None = field(default=None, compare=False)
     path: tuple[str | int, ...] = field(default=(), compare=False)
     """The key in its parts, which may hold dots themselves."""
+    raised_as: type[DeepSpeedConfigError] | None = field(default=None, compare=False)
+    """The documented exception for this problem, where it has one of its own."""
 
     @property
     def line(self) -> int | None:
@@ -68,10 +70,12 @@ class DeepSpeedConfigError(ValueError, AssertionError):
 
     @classmethod
     def of(cls, problems: Iterable[Problem], source: str = FROM_DICT) -> DeepSpeedConfigError:
+        """One error for all of them, of the class that is documented for the first that has one."""
         listed = list(problems)
         count = "1 error" if len(listed) == 1 else f"{len(listed)} errors"
         text = "\n".join(f"  {problem}" for problem in listed)
-        return cls(f"{count} in {named(source)}:\n{text}", problems=listed)
+        raised = next((problem.raised_as for problem in listed if problem.raised_as is not None), cls)
+        return raised(f"{count} in {named(source)}:\n{text}", problems=listed)
 
 
 def named(source: str) -> str:

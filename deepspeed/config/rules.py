@@ -21,8 +21,9 @@ from deepspeed.config.arguments import (
     wrong_optimizer_arguments,
     wrong_schedule_arguments,
 )
-from deepspeed.config.problems import Remedy, nearest, shown
+from deepspeed.config.problems import DeepSpeedConfigError, Remedy, nearest, shown
 from deepspeed.config.schema import TrainingConfig
+from deepspeed.elasticity.config import ElasticityConfigError
 from deepspeed.runtime.constants import (
     BUILT_IN_OPTIMIZERS,
     ONE_BIT_OPTIMIZERS,
@@ -36,6 +37,7 @@ class Finding:
     message: str
     is_error: bool = True
     remedy: Remedy | None = None
+    raised_as: type[DeepSpeedConfigError] | None = None
 
 
 Rule = Callable[[TrainingConfig], Iterator[Finding]]
@@ -303,20 +305,15 @@ def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:
     section = config.elasticity
     if section is None or not section.enabled:
         return
-    for name in ("max_train_batch_size", "micro_batch_sizes"):
-        if name not in section.model_fields_set:
-            yield Finding((f"elasticity.{name}",), "is missing: elasticity needs it")
-    if section.max_gpus < section.min_gpus:
-        yield Finding(
-            ("elasticity.max_gpus", "elasticity.min_gpus"),
-            f"{section.max_gpus} is below min_gpus ({section.min_gpus})",
-        )
+    for name, message in section.problems():
+        yield Finding((f"elasticity.{name}",), message)
     if not section.ignore_non_elastic_batch_info:
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if getattr(config, name) is not None:
                 yield Finding(
                     (name, "elasticity.enabled"),
                     "is decided by elasticity: remove it, or set elasticity.ignore_non_elastic_batch_info",
+                    raised_as=ElasticityConfigError,
                 )
 
 

@@ -190,6 +190,11 @@ def extra_facts(field: FieldInfo) -> dict[str, Any]:
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
+def _says_nothing(value: Any, default: Any) -> bool:
+    """Whether an old key was given its default, or, if that is empty, another empty value."""
+    return value is None or value == default or not (value or default)
+
+
 @cache
 def _special_fields(model: type[BaseModel]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """(deprecated fields, fields that `enabled: true` requires, fields with a choice "auto") of a model class."""
@@ -244,7 +249,7 @@ class DeepSpeedConfigModel(BaseModel):
         text += f" ({facts['deprecated_msg']})" if facts.get("deprecated_msg") else ""
         note(text)
         default = type(self).model_fields[name].get_default()
-        if not target or not facts.get("set_new_param", True) or (getattr(self, name) or default) == default:
+        if not target or not facts.get("set_new_param", True) or _says_nothing(getattr(self, name), default):
             return  # nothing to carry over, or the old switch stays where it is
         owner: Any = self
         *parents, leaf = target.split(".")

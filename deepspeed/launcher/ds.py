@@ -44,6 +44,12 @@ TOOLS = {
         "MODEL",
         "an HTTP server for text generation, as clients of OpenAI's interface expect it",
     ),
+    "elastic": Tool(
+        "deepspeed.elasticity.command",
+        "main",
+        "-c CONFIG [-w N]",
+        "batch size and numbers of ranks of an `elasticity` section",
+    ),
     "io": Tool(
         "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "speed of reads or writes of files"
     ),

@@ -19,6 +19,7 @@ from deepspeed.config.problems import DeepSpeedConfigError, Problem
 from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
 from deepspeed.config.schema import TrainingConfig
 from deepspeed.config.sections import DtypeEnum, ScientificNotationEncoder
+from deepspeed.elasticity.elasticity import ELASTICITY, ensure_immutable_elastic_config
 from deepspeed.monitor.config import MONITORS, DeepSpeedMonitorConfig
 from deepspeed.runtime import constants
 from deepspeed.runtime.constants import (
@@ -108,6 +109,8 @@ class DeepSpeedConfig:
                 logger.warning(warning)
         self._param_dict: dict[str, Any] = source.data
         self._schema: TrainingConfig = analysis.config
+        if self._schema.elasticity is not None and self._schema.elasticity.enabled:
+            ensure_immutable_elastic_config(source.data[ELASTICITY])
         self.batch: Batch = analysis.batch
         self._read_batch(self._schema, self.batch)
         self._read_gradients(self._schema)
