@@ -65,6 +65,7 @@ class EngineBase(EngineAccessors, nn.Module):
     # made by observers
     timers: Any
     tput_timer: Any
+    compression_scheduler: Any
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
