@@ -16,8 +16,6 @@ INSTEAD = {
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
     "deepspeed.compat": "On Python 3.10 and newer use inspect.get_annotations.",
     "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
-    "deepspeed.compression": "Until then use torch.ao.quantization or torch.nn.utils.prune.",
-    "deepspeed.compression.config": "deepspeed.check_config reads and checks the section compression_training.",
     "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
@@ -110,19 +108,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.compile.passes.zero3_compile": (
         "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
         "mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.compression.compress": (
-        "def init_compression(model, deepspeed_config, teacher_model=None, mpu=None)",
-        "def redundancy_clean(model, deepspeed_config, mpu=None)",
-        "def student_initialization(student_model, teacher_model, deepspeed_config)",
-    ),
-    "deepspeed.compression.helper": (
-        "def module_replacement(model, module_name, compression_technique=None, mpu=None)",
-    ),
-    "deepspeed.compression.scheduler": (
-        "class compression_scheduler(model, compression_config): make_init check_weight_quantization "
-        "check_activation_quantization check_sparse_pruning check_head_pruning check_row_pruning "
-        "check_channel_pruning check_all_modules step",
     ),
     "deepspeed.linear.config": (
         "class LoRAConfig(**data)",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from deepspeed.config.sections import Float, Int, LenientConfigModel, Says, required
 
@@ -42,6 +43,14 @@ class WeightQuantizationGroupParams(LenientConfigModel):
     target_bits: Int = Field(ge=1, description="Bits at the end.")
     quantization_period: Int = Field(default=1, ge=0, description="Steps per reduction of the bits.")
 
+    @model_validator(mode="after")
+    def _not_more_bits(self) -> WeightQuantizationGroupParams:
+        if self.target_bits > self.start_bits:
+            raise ValueError(
+                f"target_bits={self.target_bits} must be at most start_bits={self.start_bits}, from which they fall"
+            )
+        return self
+
 
 class WeightQuantizationGroup(_Group):
     params: WeightQuantizationGroupParams = Field(description="How strongly.")
@@ -77,7 +86,7 @@ class WeightQuantizationTraining(LenientConfigModel):
 
 
 class ActivationQuantizationGroupParams(LenientConfigModel):
-    bits: Int = Field(ge=1, description="Bits.")
+    bits: Int = Field(ge=4, description="Bits.")
 
 
 class ActivationQuantizationGroup(_Group):
@@ -239,3 +248,75 @@ class WeightQuantConfig(LenientConfigModel):
     post_init_quant: dict[str, Any] = Field(
         default={}, description="Quantize the built model: module name to `num_bits`, `group_size`, ..."
     )
+
+
+# Documented functions that read a config as written. ---------------------------------------------------------
+
+Section = dict[str, Any]
+Reader = Callable[[Mapping[str, Any]], Section]
+
+
+def get_compression_config(param_dict: Mapping[str, Any]) -> Section:
+    """The section `compression_training` of a config, with the defaults of what it leaves out."""
+    return CompressionConfig.model_validate(param_dict.get("compression_training", {})).model_dump()
+
+
+def get_quantize_enabled(param_dict: Mapping[str, Any]) -> bool:
+    """Whether a config asks for quantized weights."""
+    return get_compression_config(param_dict)["weight_quantization"]["shared_parameters"]["enabled"]
+
+
+def get_layer_reduction_enabled(param_dict: Mapping[str, Any]) -> bool:
+    """Whether the section `compression_training` asks for fewer layers."""
+    return get_layer_reduction(param_dict)["enabled"]
+
+
+def get_layer_reduction_params(param_dict: Mapping[str, Any]) -> Section:
+    """Its `layer_reduction` without the switch."""
+    return {key: value for key, value in get_layer_reduction(param_dict).items() if key != "enabled"}
+
+
+def _section_from(name: str) -> Reader:
+    """Reads one technique of the section `compression_training`."""
+
+    def reader(param_dict: Mapping[str, Any]) -> Section:
+        return CompressionConfig.model_validate({name: param_dict.get(name, {})}).model_dump()[name]
+
+    return _named(reader, f"get_{name}", f"The part `{name}` of the section `compression_training`.")
+
+
+def _part_from(technique: str, part: str) -> Reader:
+    """Reads `shared_parameters` or `different_groups` of a technique, which is the argument."""
+
+    def reader(param_dict: Mapping[str, Any]) -> Section:
+        section = {technique: {part: param_dict.get(part, {})}}
+        return CompressionConfig.model_validate(section).model_dump()[technique][part]
+
+    return _named(reader, f"get_{technique}_{part}", f"`{part}` of the part `{technique}`.")
+
+
+def _named(reader: Reader, name: str, doc: str) -> Reader:
+    reader.__name__ = reader.__qualname__ = name
+    reader.__doc__ = doc
+    return reader
+
+
+get_layer_reduction = _section_from("layer_reduction")
+get_weight_quantization = _section_from("weight_quantization")
+get_weight_quantization_shared_parameters = _part_from("weight_quantization", "shared_parameters")
+get_weight_quantization_different_groups = _part_from("weight_quantization", "different_groups")
+get_activation_quantization = _section_from("activation_quantization")
+get_activation_quantization_shared_parameters = _part_from("activation_quantization", "shared_parameters")
+get_activation_quantization_different_groups = _part_from("activation_quantization", "different_groups")
+get_sparse_pruning = _section_from("sparse_pruning")
+get_sparse_pruning_shared_parameters = _part_from("sparse_pruning", "shared_parameters")
+get_sparse_pruning_different_groups = _part_from("sparse_pruning", "different_groups")
+get_row_pruning = _section_from("row_pruning")
+get_row_pruning_shared_parameters = _part_from("row_pruning", "shared_parameters")
+get_row_pruning_different_groups = _part_from("row_pruning", "different_groups")
+get_head_pruning = _section_from("head_pruning")
+get_head_pruning_shared_parameters = _part_from("head_pruning", "shared_parameters")
+get_head_pruning_different_groups = _part_from("head_pruning", "different_groups")
+get_channel_pruning = _section_from("channel_pruning")
+get_channel_pruning_shared_parameters = _part_from("channel_pruning", "shared_parameters")
+get_channel_pruning_different_groups = _part_from("channel_pruning", "different_groups")

@@ -1,15 +1,50 @@
-"""Small documented helpers of compression: submodules by dotted name, and `Conv1D` of GPT-2 as `nn.Linear`."""
+"""Documented helpers of compression: submodules by dotted name, `Conv1D` of GPT-2 as `nn.Linear`, single modules made
+compressible and ordinary again, and pruners in a training loop without an engine."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["convert_conv1d_to_linear", "recursive_getattr", "recursive_setattr"]
+from deepspeed.compression import constants as keys
+from deepspeed.compression.basic_layer import (
+    BNLayer_Compress,
+    ColumnParallelLinear_Compress,
+    Conv2dLayer_Compress,
+    Embedding_Compress,
+    LinearLayer_Compress,
+    RowParallelLinear_Compress,
+)
+from deepspeed.compression.snip import SnipMomentum
+from deepspeed.compression.techniques import SNIP, Compressible
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.utils.logging import logger
+
+__all__ = [
+    "compression_preparation",
+    "convert_conv1d_to_linear",
+    "fix_compression",
+    "generate_pruners",
+    "is_module_compressible",
+    "module_replacement",
+    "recursive_getattr",
+    "recursive_setattr",
+    "register_on_step_begin",
+    "rewrite_optimizer_step",
+]
 
 M = TypeVar("M", bound=nn.Module)
+Params = Mapping[str, Any]
+
+LAYERS: tuple[tuple[type[nn.Module], type[Compressible]], ...] = (
+    (nn.Linear, LinearLayer_Compress),
+    (nn.Conv2d, Conv2dLayer_Compress),
+    (nn.Embedding, Embedding_Compress),
+    (nn.BatchNorm2d, BNLayer_Compress),
+)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -58,3 +93,194 @@ def _linear_from(conv: Any) -> nn.Linear:
     if isinstance(conv.bias, torch.Tensor):
         linear.bias = nn.Parameter(conv.bias.detach(), conv.bias.requires_grad)
     return linear.train(conv.training)
+
+
+# Modules ----------------------------------------------------------------------------------------------------
+
+
+def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] | None:
+    """The class that makes `module` compressible; None if there is none, or it computes in a way of its own."""
+    if mpu is not None:
+        for name, compressed in (
+            ("ColumnParallelLinear", ColumnParallelLinear_Compress),
+            ("RowParallelLinear", RowParallelLinear_Compress),
+        ):
+            parallel = getattr(mpu, name, None)
+            if parallel is not None and isinstance(module, parallel):
+                return compressed
+    for plain, compressed in LAYERS:
+        if isinstance(module, plain) and type(module).forward is plain.forward:
+            embedding = module if isinstance(module, nn.Embedding) else None
+            return compressed if embedding is None or embedding.max_norm is None else None
+    return None
+
+
+def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
+    """Whether the module is a linear layer, embedding, convolution or batch norm, or one of `mpu`'s parallel linears;
+    not a subclass with its own forward, and not an embedding with `max_norm`, which changes its table in forward."""
+    return isinstance(module, Compressible) or _compressed_class(module, mpu) is not None
+
+
+def module_replacement(
+    model: nn.Module,
+    module_name: str,
+    compression_technique: Mapping[str, Params] | None = None,
+    mpu: Any = None,
+) -> None:
+    """Make a module compressible and prepare it for techniques: name -> its parameters, those of the group and the
+    shared ones together. The module stays the same object, and its parameters as well.
+
+    ValueError: the module cannot be compressed, or not in this way.
+    """
+    module = recursive_getattr(model, module_name)
+    if not isinstance(module, Compressible):
+        compressed = _compressed_class(module, mpu)
+        if compressed is None:
+            raise ValueError(f"{module_name} ({type(module).__name__}) cannot be compressed")
+        module = compressed.take(module)
+        if isinstance(module, (ColumnParallelLinear_Compress, RowParallelLinear_Compress)):
+            module.mpu = mpu
+    for technique, params in (compression_technique or {}).items():
+        with GatheredParameters([module.weight]):
+            try:
+                _prepare(module, technique, params)
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{technique} of {module_name}: {error}") from error
+
+
+def _prepare(module: Any, technique: str, params: Params) -> None:
+    if technique == keys.WEIGHT_QUANTIZATION:
+        module.enable_weight_quantization(
+            params["start_bits"],
+            params["target_bits"],
+            params["quantization_period"],
+            params["quantize_weight_in_forward"],
+            params["quantization_type"],
+            params["quantize_groups"],
+            params["rounding"],
+        )
+    elif technique == keys.ACTIVATION_QUANTIZATION:
+        module.enable_activation_quantization(
+            params["bits"], params["quantization_type"], params["range_calibration"]
+        )
+    elif technique == keys.HEAD_PRUNING:
+        module.enable_head_pruning(params["dense_ratio"], params["method"], params["num_heads"])
+    elif technique in (keys.SPARSE_PRUNING, keys.ROW_PRUNING, keys.CHANNEL_PRUNING):
+        getattr(module, f"enable_{technique}")(params["dense_ratio"], params["method"])
+    else:
+        raise ValueError(f"unknown technique; known are {', '.join(keys.TECHNIQUES)}")
+
+
+def compression_preparation(
+    model: M, compression_technique_list: Sequence[Sequence[Any]], mpu: Any = None
+) -> M:
+    """Prepare the modules named in the result of `get_compress_methods`, and those related to them."""
+    for names, related, techniques in compression_technique_list:
+        for name in (name for group in names for name in group):
+            module_replacement(model, name, techniques, mpu=mpu)
+        for i, patterns in enumerate(related or ()):
+            for group in patterns:
+                for main, name in zip(names[i], group, strict=True):
+                    module_replacement(model, name, mpu=mpu)
+                    follower = recursive_getattr(model, name)
+                    if isinstance(follower, BNLayer_Compress):
+                        # in a tuple: it is no submodule of the batch norm
+                        vars(follower)["mask_from"] = (recursive_getattr(model, main),)
+    return model
+
+
+def fix_compression(
+    model: nn.Module,
+    module_name: str,
+    compression_technique: Mapping[str, Params],
+    mask: Tensor | None = None,
+    dim_reduction: bool = False,
+) -> Tensor | None:
+    """Make one technique of a module permanent. Of row, head and channel pruning: returns what is kept, which is the
+    `mask` for related modules."""
+    module = recursive_getattr(model, module_name)
+    if not isinstance(module, Compressible):
+        raise ValueError(f"{module_name} was not prepared: call init_compression before training")
+    if keys.WEIGHT_QUANTIZATION in compression_technique:
+        return module.fix_weight_quantization()
+    if keys.SPARSE_PRUNING in compression_technique:
+        return module.fix_sparse_pruning_helper()
+    fixed: Any = module
+    if keys.ROW_PRUNING in compression_technique:
+        return fixed.fix_row_col_pruning_helper(mask, dim_reduction=dim_reduction)
+    if keys.HEAD_PRUNING in compression_technique:
+        heads = compression_technique[keys.HEAD_PRUNING]["num_heads"]
+        return fixed.fix_head_pruning_helper(mask, num_heads=heads, dim_reduction=dim_reduction)
+    if keys.CHANNEL_PRUNING in compression_technique:
+        return fixed.fix_channel_pruning_helper(mask, dim_reduction=dim_reduction)
+    return None
+
+
+# Pruners ----------------------------------------------------------------------------------------------------
+
+
+class Pruner(Protocol):
+    """What a training loop tells a pruner."""
+
+    def on_step_begin(self, local_step: int) -> None: ...
+    def on_before_optimizer_step(self) -> None: ...
+    def on_after_optimizer_step(self) -> None: ...
+
+
+def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
+    """Pruners for the modules that are prepared for "snip_momentum"; they are `model.pruners` from then on.
+
+    `config`: a whole config, its section `compression_training`, or the shared parameters of `sparse_pruning`.
+    """
+    shared = config.get(keys.COMPRESSION_TRAINING, config)
+    shared = shared.get(keys.SPARSE_PRUNING, {}).get(keys.SHARED_PARAMETERS, shared)
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, Compressible) and module.sparse_pruning_method == SNIP
+    }
+    pruner = SnipMomentum(
+        modules,
+        begin=int(shared.get("schedule_offset", 0)),
+        end=int(shared.get("schedule_offset_end", 0)),
+        stride=int(shared.get("schedule_offset_stride", 1)),
+        pattern=shared.get("block_pattern", "4x1"),
+        dense_ratio=float(shared.get("dense_ratio", 0.1)),
+    )
+    for name, module in modules.items():
+        with GatheredParameters([module.weight]):
+            if not pruner.fits(module.weight):
+                logger.warning(
+                    f"sparse_pruning leaves {name} dense: its shape {tuple(module.weight.shape)} does not consist of "
+                    f"blocks {shared.get('block_pattern', '4x1')}"
+                )
+                del pruner.modules[name]
+    vars(model)["pruners"] = [pruner] if pruner.modules else []
+    return vars(model)["pruners"]
+
+
+def register_on_step_begin(model: nn.Module) -> Any:
+    """Have `model.pruners` told of each forward. Returns the handle of the hook."""
+
+    def tell(module: nn.Module, inputs: Any) -> None:
+        for pruner in vars(module).get("pruners", ()):
+            pruner.on_step_begin(0)
+
+    return model.register_forward_pre_hook(tell)
+
+
+def rewrite_optimizer_step(opt: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Have `opt.pruners`, a list that you set, told before and after each `opt.step()`. Returns `opt`."""
+    plain: Callable[..., Any] = opt.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        pruners: Sequence[Pruner] = vars(opt).get("pruners") or ()
+        for pruner in pruners:
+            pruner.on_before_optimizer_step()
+        result = plain(*args, **kwargs)
+        for pruner in pruners:
+            pruner.on_after_optimizer_step()
+        return result
+
+    opt.step = step  # type: ignore[method-assign]
+    return opt

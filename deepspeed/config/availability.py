@@ -39,10 +39,6 @@ def _optimizer(*names: str) -> Predicate:
     return lambda c: c.optimizer is not None and (c.optimizer.type or "").lower() in names
 
 
-def _compression(technique: str) -> Predicate:
-    return lambda c: getattr(c.compression_training, technique).shared_parameters.enabled
-
-
 def _expert_parallel(key: str) -> Predicate:
     """Whether the section is on and says something else than "as the model does"."""
     default = AutoEPConfig.model_fields[key].default
@@ -106,24 +102,6 @@ MISSING: tuple[Missing, ...] = (
         "use 1, or share the layers in training as well (tensor_parallel.autotp_size)",
     ),
     # Compression and data efficiency
-    Missing(
-        "compression_training.layer_reduction.enabled",
-        lambda c: c.compression_training.layer_reduction.enabled,
-        _REMOVE,
-    ),
-    *(
-        Missing(
-            f"compression_training.{technique}.shared_parameters.enabled", _compression(technique), _REMOVE
-        )
-        for technique in (
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "head_pruning",
-            "channel_pruning",
-        )
-    ),
     Missing(
         "quantize_training.eigenvalue.enabled",
         lambda c: (

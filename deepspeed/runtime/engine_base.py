@@ -65,6 +65,7 @@ class EngineBase(EngineAccessors, nn.Module):
     # made by observers
     timers: Any
     tput_timer: Any
+    compression_scheduler: Any
     flops_profiler: Any = None
     """With the section ``flops_profiler``; its numbers are there once the step has been profiled."""
 

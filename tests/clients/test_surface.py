@@ -58,6 +58,11 @@ NAMES: dict[str, tuple[Any, str]] = {
         "hidden_size expert num_experts ep_size k min_capacity use_residual noisy_gate_policy",
     ),
     "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": (CALLABLE, "param_groups"),
+    "deepspeed.compression.compress.init_compression": (
+        CALLABLE,
+        "model deepspeed_config teacher_model mpu",
+    ),
+    "deepspeed.compression.compress.redundancy_clean": (CALLABLE, "model deepspeed_config mpu"),
     "deepspeed.compression.helper.recursive_getattr": (CALLABLE, "model module_name"),
     "deepspeed.compression.helper.recursive_setattr": (CALLABLE, "model module_name module"),
     "deepspeed.checkpointing.configure": (
@@ -268,8 +273,6 @@ RLTD = "deepspeed.runtime.data_pipeline"
 
 # documented name -> the name that the refusal tells (where aliases lead elsewhere)
 REFUSED: dict[str, str] = {
-    "deepspeed.compression.compress.init_compression": "",
-    "deepspeed.compression.compress.redundancy_clean": "",
     f"{RLTD}.data_routing.helper.convert_to_random_ltd": "",
     f"{RLTD}.data_routing.helper.save_without_random_ltd": "",
     f"{RLTD}.data_sampling.data_analyzer.DataAnalyzer": "",

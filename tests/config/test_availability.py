@@ -74,37 +74,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
-    (
-        "compression_training.layer_reduction.enabled",
-        {
-            "compression_training": {
-                "layer_reduction": {
-                    "enabled": True,
-                    "keep_number_layer": 1,
-                    "module_name_prefix": "x",
-                    "teacher_layer": [0],
-                    "other_module_name": [],
-                }
-            }
-        },
-    ),
-    *(
-        (
-            f"compression_training.{technique}.shared_parameters.enabled",
-            {"compression_training": {technique: {"shared_parameters": {"enabled": True}}}},
-        )
-        for technique in (
-            "weight_quantization",
-            "activation_quantization",
-            "sparse_pruning",
-            "row_pruning",
-            "channel_pruning",
-        )
-    ),
-    (
-        "compression_training.head_pruning.shared_parameters.enabled",
-        {"compression_training": {"head_pruning": {"shared_parameters": {"enabled": True, "num_heads": 4}}}},
-    ),
     ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True}}}),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),

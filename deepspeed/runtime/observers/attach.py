@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.flops import FlopsOfOneStep
@@ -61,6 +62,7 @@ def attach_observers(engine: EngineBase) -> None:
         print_json_dist(config._param_dict, ranks=[0])
     if engine.mesh.size("tp") > 1:
         SameInputs(engine)
+    attach_compression(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 

@@ -1,0 +1,380 @@
+"""The documented compressed layers: linear, embedding, convolution, batch norm, and Megatron's parallel linears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape
+from deepspeed.runtime.tensor_parallel.cuts import Cut
+from deepspeed.runtime.tensor_parallel.mappings import copy_to, gather_from, reduce_from, split_to
+from deepspeed.utils import groups
+
+__all__ = [
+    "BNLayer_Compress",
+    "ColumnParallelLinear_Compress",
+    "Conv2dLayer_Compress",
+    "Embedding_Compress",
+    "LinearLayer_Compress",
+    "QuantAct",
+    "RowParallelLinear_Compress",
+    "copy_to_model_parallel_region",
+    "gather_from_model_parallel_region",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "split_tensor_along_last_dim",
+]
+
+
+class Embedding_Compress(Compressible, nn.Embedding):
+    """An embedding whose table may be quantized."""
+
+    def __init__(self, *kargs: Any, **kwargs: Any) -> None:
+        nn.Embedding.__init__(self, *kargs, **kwargs)
+        self._begin(nn.Embedding)
+
+    def extra_repr(self) -> str:
+        return f"{nn.Embedding.extra_repr(self)}, {_described(self)}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(
+            input,
+            self.compressed_weight(),
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+
+
+class LinearLayer_Compress(Compressible, nn.Linear):
+    """A linear layer whose weight and input may be quantized, and its weights, rows or heads pruned."""
+
+    def __init__(self, *kargs: Any, bias: bool = True, **kwargs: Any) -> None:
+        nn.Linear.__init__(self, *kargs, bias=bias, **kwargs)
+        self._begin(nn.Linear)
+
+    def _begin(self, plain: type[nn.Module]) -> None:
+        super()._begin(plain)
+        self.row_pruning_enabled = self.head_pruning_enabled = False
+        self.row_pruning_method: str | None = None
+        self.head_pruning_method: str | None = None
+        self.num_heads: int | None = None
+
+    def extra_repr(self) -> str:
+        return f"{nn.Linear.extra_repr(self)}, {_described(self)}"
+
+    def enable_row_pruning(self, ratio: float, method: str) -> None:
+        """Prepare for keeping the share ``ratio`` of output features: those with the largest sum of |weight| ("l1",
+        fixed now) or the largest learned scores ("topk")."""
+        self._enable_rows("row", ratio, method)
+
+    def enable_head_pruning(self, ratio: float, method: str, num_heads: int) -> None:
+        """Prepare for keeping the share ``ratio`` of attention heads, whose outputs are this layer's input features,
+        by learned scores. ValueError: another method than "topk", or heads that do not fit."""
+        if method != TOPK:
+            raise ValueError(f"head_pruning.method is {TOPK!r}, not {method!r}")
+        inputs = _shape(self.weight)[1]
+        if num_heads < 1 or inputs % num_heads:
+            raise ValueError(f"head_pruning.num_heads={num_heads} does not divide {inputs} input features")
+        self.num_heads, self.head_pruning_ratio, self.head_pruning_method = num_heads, ratio, method
+        self.head_pruning_scores = self._scores(1, num_heads)
+
+    def head_pruning_reshape(self, w: Tensor, mask: Tensor) -> Tensor:
+        """``w`` [outputs, inputs] with each head's input features multiplied by its entry of ``mask``."""
+        heads = mask.numel()
+        return (w.view(w.shape[0], heads, -1) * mask.view(1, heads, 1)).view(w.shape)
+
+    def compressed_weight(self) -> Tensor:
+        weight = super().compressed_weight()
+        if self.row_pruning_enabled:
+            weight = weight * self.get_mask("row")
+        if self.head_pruning_enabled:
+            weight = self.head_pruning_reshape(weight, self.get_mask("head"))
+        return weight
+
+    def compressed_bias(self) -> Tensor | None:
+        if self.bias is None or not self.row_pruning_enabled:
+            return self.bias
+        return self.bias * self.get_mask("row").view(-1)
+
+    def forward(self, input: Tensor, skip_bias_add: bool = False) -> Any:
+        """With ``skip_bias_add``: (output without the bias, bias)."""
+        inputs = self._quantized_input(input, _rows(input))
+        if skip_bias_add:
+            return F.linear(inputs, self.compressed_weight()), self.compressed_bias()
+        return F.linear(inputs, self.compressed_weight(), self.compressed_bias())
+
+    @torch.no_grad()
+    def fix_row_col_pruning_helper(
+        self, mask: Tensor | None = None, dim_reduction: bool = False
+    ) -> Tensor | None:
+        """Make row pruning permanent and return which rows are kept; with the ``mask`` of the layer before, remove
+        this layer's input features. ``dim_reduction``: remove what is pruned instead of setting it to zero."""
+        if mask is not None:
+            kept = mask.view(-1).bool()
+            if dim_reduction:
+                self._keep("weight", kept, dim=1)
+            else:
+                self.weight.data = self.weight.data * kept
+            self.in_features = self.weight.shape[1]
+            return None
+        kept = self.get_mask("row").detach().view(-1).bool()
+        self._fix_rows(kept, dim_reduction)
+        self._drop_mask("row")
+        return kept
+
+    def _fix_rows(self, kept: Tensor, dim_reduction: bool) -> None:
+        if dim_reduction:
+            self._keep("weight", kept)
+            self._keep("bias", kept)
+            self.out_features = self.weight.shape[0]
+        else:
+            self._silence(kept)
+
+    @torch.no_grad()
+    def fix_head_pruning_helper(
+        self, mask: Tensor | None = None, num_heads: int | None = None, dim_reduction: bool = False
+    ) -> Tensor | None:
+        """The same for heads: of the layer with the scores its input features; with its ``mask`` of the layers before
+        the attention (query, key, value) the output features of its ``num_heads`` heads."""
+        if mask is not None:
+            heads = mask.view(-1).bool()
+            per_head = self.weight.shape[0] // (num_heads or heads.numel())
+            self._fix_rows(heads.repeat_interleave(per_head), dim_reduction)
+            return None
+        kept = self.get_mask("head").detach().view(-1).bool()
+        features = kept.repeat_interleave(self.weight.shape[1] // kept.numel())
+        if dim_reduction:
+            self._keep("weight", features, dim=1)
+            self.in_features = self.weight.shape[1]
+        else:
+            self.weight.data = self.weight.data * features
+        self._drop_mask("head")
+        return kept
+
+
+class Conv2dLayer_Compress(Compressible, nn.Conv2d):
+    """A convolution whose weight and input may be quantized, and its weights or output channels pruned."""
+
+    row_width = 3
+
+    def __init__(self, *kargs: Any, **kwargs: Any) -> None:
+        nn.Conv2d.__init__(self, *kargs, **kwargs)
+        self._begin(nn.Conv2d)
+
+    def _begin(self, plain: type[nn.Module]) -> None:
+        super()._begin(plain)
+        self.channel_pruning_enabled = False
+        self.channel_pruning_method: str | None = None
+
+    def extra_repr(self) -> str:
+        return f"{nn.Conv2d.extra_repr(self)}, {_described(self)}"
+
+    def enable_channel_pruning(self, ratio: float, method: str) -> None:
+        """Prepare for keeping the share ``ratio`` of output channels: those with the largest sum of |weight| ("l1",
+        fixed now) or the largest learned scores ("topk")."""
+        self._enable_rows("channel", ratio, method)
+
+    def forward(self, input: Tensor) -> Tensor:
+        inputs = self._quantized_input(input, input.shape[0] if input.dim() == 4 else 1)
+        weight, bias = self.compressed_weight(), self.bias
+        if self.channel_pruning_enabled:
+            mask = self.get_mask("channel")
+            vars(self)["applied_mask"] = mask.detach()  # for the batch norm behind it
+            weight = weight * mask
+            bias = bias * mask.view(-1) if bias is not None else None
+        if self.padding_mode == "zeros":
+            return F.conv2d(inputs, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        inputs = F.pad(inputs, self._pads(), mode=self.padding_mode)
+        return F.conv2d(inputs, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+    def _pads(self) -> list[int]:
+        """Of the last dimension first, as ``F.pad`` takes them."""
+        pads: list[int] = []
+        for dim in (1, 0):
+            if self.padding == "same":
+                total = self.dilation[dim] * (self.kernel_size[dim] - 1)
+                pads += [total // 2, total - total // 2]
+            else:
+                pads += [0, 0] if self.padding == "valid" else [int(self.padding[dim])] * 2
+        return pads
+
+    @torch.no_grad()
+    def fix_channel_pruning_helper(
+        self, mask: Tensor | None = None, dim_reduction: bool = False
+    ) -> Tensor | None:
+        """Make channel pruning permanent and return which channels are kept; with the ``mask`` of the layer before,
+        remove this layer's input channels. ``dim_reduction``: remove what is pruned instead of setting it to zero."""
+        if mask is not None:
+            kept = mask.view(-1).bool()
+            if self.groups != 1:
+                raise ValueError("channel_pruning: a related convolution must not have groups")
+            if dim_reduction:
+                self._keep("weight", kept, dim=1)
+                self.in_channels = self.weight.shape[1]
+            else:
+                self.weight.data = self.weight.data * kept.view(1, -1, 1, 1)
+            return None
+        kept = self.get_mask("channel").detach().view(-1).bool()
+        if dim_reduction and self.groups == 1:
+            self._keep("weight", kept)
+            self._keep("bias", kept)
+            self.out_channels = self.weight.shape[0]
+        else:
+            self._silence(kept)
+        self._drop_mask("channel")
+        return kept
+
+
+class BNLayer_Compress(Compressible, nn.BatchNorm2d):
+    """A batch norm behind a convolution whose channels are pruned: those stay zero behind it as well."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        nn.BatchNorm2d.__init__(self, *args, **kwargs)
+        self._begin(nn.BatchNorm2d)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        source = vars(self).get("mask_from")
+        if source is None or not source[0].channel_pruning_enabled:
+            return output
+        return output * vars(source[0])["applied_mask"].view(1, -1, 1, 1)
+
+    @torch.no_grad()
+    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
+        """Remove the channels that ``mask`` does not keep, or set their scale and shift to zero."""
+        kept = mask.view(-1).bool()
+        if dim_reduction:
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                self._keep(name, kept)
+            self.num_features = int(kept.sum())
+        elif self.affine:
+            self.weight.data, self.bias.data = self.weight.data * kept, self.bias.data * kept
+        vars(self).pop("mask_from", None)
+
+
+def _rows(inputs: Tensor) -> int:
+    """Tokens, each of which has a range of its own."""
+    return max(inputs.numel() // inputs.shape[-1], 1)
+
+
+def _described(layer: Compressible) -> str:
+    return (
+        f"weight_quantization={layer.weight_quantization_enabled}, "
+        f"activation_quantization={layer.activation_quantization_enabled}, "
+        f"sparse_pruning={layer.sparse_pruning_enabled}"
+    )
+
+
+# Parallel layers --------------------------------------------------------------------------------------------
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> tuple[Tensor, ...]:
+    """Equal parts of the last dimension. ValueError: it has another number of elements."""
+    if tensor.shape[-1] % num_partitions:
+        raise ValueError(f"{tensor.shape[-1]} features are not {num_partitions} equal parts")
+    parts = tensor.split(tensor.shape[-1] // num_partitions, dim=-1)
+    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
+
+
+def _ranks(mpu: Any = None) -> Communicator:
+    """Those that share a layer: of ``mpu``, else of the newest engine."""
+    if mpu is not None:
+        group = getattr(mpu, "get_tensor_model_parallel_group", None) or mpu.get_model_parallel_group
+        return Communicator(group())
+    mesh = groups.get_mesh()
+    return Communicator(groups.get_tensor_model_parallel_group() if mesh is not None else None)
+
+
+def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
+    """The same tensor, whose gradient is summed over the ranks that share a layer."""
+    return copy_to(input_, _ranks())
+
+
+def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
+    """The sum over the ranks that share a layer."""
+    return reduce_from(input_, _ranks())
+
+
+def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
+    """This rank's part of the last dimension."""
+    ranks = _ranks()
+    return split_to(input_, ranks, Cut.even(input_.dim() - 1, input_.shape[-1], ranks.size))
+
+
+def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
+    """All ranks' parts of the last dimension, which are equally long, side by side."""
+    ranks = _ranks()
+    return gather_from(input_, ranks, Cut.even(input_.dim() - 1, input_.shape[-1] * ranks.size, ranks.size))
+
+
+class ColumnParallelLinear_Compress(LinearLayer_Compress):
+    """Megatron's linear layer of which each rank of ``mpu`` has some output features. Returns (output, bias or
+    None)."""
+
+    def __init__(
+        self,
+        mpu: Any,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        skip_bias_add: bool = False,
+    ) -> None:
+        ranks = _ranks(mpu)
+        super().__init__(input_size, _share(output_size, ranks), bias=bias)
+        self.mpu, self.gather_output, self.skip_bias_add = mpu, gather_output, skip_bias_add
+
+    def forward(self, input_: Tensor) -> Any:  # type: ignore[override]
+        ranks = _ranks(self.mpu)
+        inputs = copy_to(input_, ranks)
+        if self.skip_bias_add:
+            output, bias = super().forward(inputs, True)
+        else:
+            output, bias = super().forward(inputs), None
+        if self.gather_output:
+            cut = Cut.even(output.dim() - 1, output.shape[-1] * ranks.size, ranks.size)
+            output = gather_from(output, ranks, cut)
+        return output, bias
+
+
+class RowParallelLinear_Compress(LinearLayer_Compress):
+    """Megatron's linear layer of which each rank of ``mpu`` has some input features. Returns (output, bias or None)."""
+
+    def __init__(
+        self,
+        mpu: Any,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        skip_bias_add: bool = False,
+    ) -> None:
+        ranks = _ranks(mpu)
+        super().__init__(_share(input_size, ranks), output_size, bias=bias)
+        self.mpu, self.input_is_parallel, self.skip_bias_add = mpu, input_is_parallel, skip_bias_add
+
+    def forward(self, input_: Tensor) -> Any:  # type: ignore[override]
+        ranks = _ranks(self.mpu)
+        inputs = input_
+        if not self.input_is_parallel:
+            inputs = split_to(input_, ranks, Cut.even(input_.dim() - 1, input_.shape[-1], ranks.size))
+        partial, bias = super().forward(inputs, True)
+        output = reduce_from(partial, ranks)
+        if self.skip_bias_add:
+            return output, bias
+        return (output + bias if bias is not None else output), None
+
+
+def _share(size: int, ranks: Communicator) -> int:
+    if size % ranks.size:
+        raise ValueError(f"{size} features cannot be shared by {ranks.size} ranks")
+    return size // ranks.size

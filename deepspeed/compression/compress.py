@@ -1,0 +1,362 @@
+"""The documented functions of compression: prepare a model, start a student from its teacher, make the result plain."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableSet, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from deepspeed.compression import constants as keys
+from deepspeed.compression.basic_layer import Conv2dLayer_Compress, Embedding_Compress, LinearLayer_Compress
+from deepspeed.compression.config import get_compression_config
+from deepspeed.compression.helper import (
+    compression_preparation,
+    fix_compression,
+    generate_pruners,
+    is_module_compressible,
+    recursive_getattr,
+)
+from deepspeed.compression.techniques import Compressible
+from deepspeed.runtime.config import load_source
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
+from deepspeed.utils.logging import logger
+
+M = TypeVar("M", bound=nn.Module)
+Config = str | os.PathLike[str] | Mapping[str, Any]
+Methods = list[list[Any]]
+
+EVERY = keys.DIFFERENT_GROUPS_MODULE_SCOPE_DEFAULT
+_LINEAR, _CONV = (nn.Linear, LinearLayer_Compress), (nn.Conv2d, Conv2dLayer_Compress)
+_FITS: dict[str, tuple[type[nn.Module], ...]] = {
+    keys.WEIGHT_QUANTIZATION: (*_LINEAR, *_CONV, nn.Embedding, Embedding_Compress),
+    keys.ACTIVATION_QUANTIZATION: (*_LINEAR, *_CONV),
+    keys.SPARSE_PRUNING: (*_LINEAR, *_CONV),
+    keys.ROW_PRUNING: _LINEAR,
+    keys.HEAD_PRUNING: _LINEAR,
+    keys.CHANNEL_PRUNING: _CONV,
+}
+"""Which modules a technique is for."""
+
+
+def check_deepspeed_config(config: Config) -> dict[str, Any]:
+    """A config as a dict, from a dict, a path or base64 text."""
+    return dict(load_source(config).data)
+
+
+def get_module_name(
+    group_name: str,
+    model: nn.Module,
+    key_word: str,
+    exist_module_name: MutableSet[str],
+    mpu: Any = None,
+    verbose: bool = True,
+) -> tuple[list[str], MutableSet[str]]:
+    """Names of the compressible modules in which the regular expression ``key_word`` is found, and these added to
+    ``exist_module_name``. ``"*"`` finds all linear layers and convolutions.
+
+    ValueError: one of them is in ``exist_module_name``, as another group has it.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if not name or not is_module_compressible(module, mpu):
+            continue
+        everywhere = key_word == EVERY and not isinstance(module, (nn.Embedding, nn.BatchNorm2d))
+        if everywhere or (key_word != EVERY and re.search(key_word, name)):
+            found.append(name)
+    _take(group_name, found, exist_module_name)
+    if verbose:
+        _tell(group_name, key_word, found)
+    return found, exist_module_name
+
+
+def _take(group: str, names: Sequence[str], taken: MutableSet[str]) -> None:
+    for name in names:
+        if name in taken:
+            raise ValueError(
+                f"{name} is in the group {group!r} and in an earlier one of the same technique: let the patterns of "
+                "only one of them find it"
+            )
+        taken.add(name)
+
+
+def _tell(group: str, pattern: str, names: Sequence[str]) -> None:
+    if names:
+        logger.info(f"compression group {group}: {pattern!r} finds {len(names)} modules, such as {names[0]}")
+    else:
+        logger.warning(f"compression group {group}: {pattern!r} finds no module that can be compressed")
+
+
+def get_compress_methods(
+    model: nn.Module, compress_methods: Mapping[str, Any], mpu: Any = None
+) -> list[list[Any]]:
+    """What to do with which modules: rows of [names by pattern, names of related modules by pattern, {technique:
+    parameters of the group and shared ones}].
+
+    ``compress_methods``: the section ``compression_training``.
+    ValueError: two groups of a technique find the same module, or related modules do not pair with theirs.
+    """
+    methods: Methods = []
+    section = get_compression_config({keys.COMPRESSION_TRAINING: dict(compress_methods)})
+    for technique in keys.TECHNIQUES:
+        shared = section[technique][keys.SHARED_PARAMETERS]
+        if not shared[keys.TECHNIQUE_ENABLED]:
+            continue
+        taken: set[str] = set()
+        for group, description in _groups(technique, section[technique]):
+            names = [
+                _matching(technique, shared, model, group, pattern, taken, mpu)
+                for pattern in _patterns(description)
+            ]
+            related = _related(model, group, names, description, mpu)
+            params = {**shared, **description[keys.DIFFERENT_GROUPS_PARAMETERS]}
+            methods.append([names, related, {technique: params}])
+    return methods
+
+
+def _groups(technique: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    groups = section[keys.DIFFERENT_GROUPS]
+    if not groups and section[keys.SHARED_PARAMETERS].get("method") == keys.SNIP_MOMENTUM:
+        ratio = section[keys.SHARED_PARAMETERS]["dense_ratio"]
+        groups = {technique: {"params": {"dense_ratio": ratio}, "modules": EVERY, "related_modules": None}}
+    if not groups:
+        logger.warning(f"compression_training.{technique} is enabled but has no different_groups")
+    yield from groups.items()
+
+
+def _patterns(description: Mapping[str, Any]) -> list[str]:
+    modules = description[keys.DIFFERENT_GROUPS_MODULE_SCOPE]
+    return [modules] if isinstance(modules, str) else list(modules)
+
+
+def _matching(
+    technique: str,
+    shared: Mapping[str, Any],
+    model: nn.Module,
+    group: str,
+    pattern: str,
+    taken: set[str],
+    mpu: Any,
+) -> list[str]:
+    """Names found by ``pattern`` that suit the technique and that it does not exclude."""
+    found, _ = get_module_name(group, model, pattern, set(), mpu, verbose=False)
+    excluded = shared.get("excluded_modules", [])
+    names = [
+        name
+        for name in found
+        if isinstance(recursive_getattr(model, name), _fits(technique, mpu))
+        and not any(re.search(each, name) for each in excluded)
+    ]
+    _take(group, names, taken)
+    _tell(group, pattern, names)
+    return names
+
+
+def _fits(technique: str, mpu: Any) -> tuple[type[nn.Module], ...]:
+    if technique not in (keys.WEIGHT_QUANTIZATION, keys.ACTIVATION_QUANTIZATION, keys.SPARSE_PRUNING):
+        return _FITS[technique]
+    parallel = [getattr(mpu, name, None) for name in ("ColumnParallelLinear", "RowParallelLinear")]
+    return (*_FITS[technique], *(each for each in parallel if isinstance(each, type)))
+
+
+def _related(
+    model: nn.Module, group: str, names: list[list[str]], description: Mapping[str, Any], mpu: Any
+) -> list[list[list[str]]]:
+    """For each pattern: for each related pattern: the names that belong to those of the pattern, in the same order."""
+    wanted = description[keys.DIFFERENT_GROUPS_RELATED_MODULE_SCOPE]
+    if not wanted:
+        return []
+    if len(wanted) != len(names):
+        raise ValueError(
+            f"group {group!r} has {len(names)} patterns in modules and {len(wanted)} lists in related_modules: each "
+            "pattern has a list of its own"
+        )
+    result = []
+    for main, patterns in zip(names, wanted, strict=True):
+        found = [get_module_name(group, model, each, set(), mpu, verbose=False)[0] for each in patterns]
+        for pattern, others in zip(patterns, found, strict=True):
+            if len(others) != len(main):
+                raise ValueError(
+                    f"group {group!r}: {len(main)} modules have {len(others)} related ones that {pattern!r} finds "
+                    f"({', '.join(others[:4]) or 'none'}): each module needs exactly one"
+                )
+        result.append(found)
+    return result
+
+
+def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = None, mpu: Any = None) -> M:
+    """Prepare ``model`` for the techniques in the section ``compression_training``. Call it before
+    ``deepspeed.initialize`` and before the optimizer is made, as learned masks are parameters.
+
+    The modules that the groups find become compressible in place (``LinearLayer_Compress`` and its siblings); names
+    and parameters stay, and the engine's schedule switches the techniques on. With ``layer_reduction`` the model starts
+    with layers of ``teacher_model``.
+
+    Args:
+        model: a module, or a wrapper that has one as ``.module``.
+        deepspeed_config: dict, path to JSON, or base64 text.
+        mpu: a Megatron-style model-parallel unit, whose parallel linears are compressed as well.
+
+    Raises:
+        ValueError: a module cannot be compressed as asked, a teacher is missing, or an engine has the module already.
+    """
+    section = _section(deepspeed_config)
+    inner: Any = getattr(model, "module", model)
+    _refuse_taken(inner)
+    _refuse_split(check_deepspeed_config(deepspeed_config))
+    if section[keys.LAYER_REDUCTION][keys.LAYER_REDUCTION_ENABLED]:
+        if teacher_model is None:
+            raise ValueError("layer_reduction starts the student from a teacher: pass teacher_model=")
+        student_initialization(inner, teacher_model, deepspeed_config)
+    methods = get_compress_methods(inner, section, mpu=mpu)
+    compression_preparation(inner, methods, mpu)
+    shared = section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS]
+    if shared[keys.TECHNIQUE_ENABLED] and shared["method"] == keys.SNIP_MOMENTUM:
+        generate_pruners(shared, inner)
+    return model
+
+
+def _section(config: Config) -> dict[str, Any]:
+    return get_compression_config(check_deepspeed_config(config))
+
+
+def _refuse_taken(module: nn.Module) -> None:
+    if any("_ds_state_access" in vars(param) for param in module.parameters()):
+        raise ValueError(
+            "init_compression comes too late: an engine trains this module already. Call it before "
+            "deepspeed.initialize"
+        )
+
+
+def _refuse_split(config: Mapping[str, Any]) -> None:
+    size = config.get("tensor_parallel", {}).get("autotp_size", 0)
+    if isinstance(size, int) and size > 1:
+        raise ValueError(
+            f"tensor_parallel.autotp_size={size} with compression_training: layers that were prepared are not split in "
+            "this release; leave one of them out"
+        )
+
+
+def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None) -> M:
+    """Make what the schedule did permanent: weights are rounded, pruned weights are zero, pruned rows, heads and
+    channels that have related modules are removed from both, and all modules are ordinary ones again.
+
+    Of an engine, ``engine.destroy()`` is called first: its module is whole then, and no longer trained by it.
+    Returns ``model``. ValueError: a module that the config names was not prepared by ``init_compression``.
+    """
+    section = _section(deepspeed_config)
+    inner: Any = getattr(model, "module", model)
+    if inner is not model and any(
+        "_ds_state_access" in vars(p) or hasattr(p, "ds_home") for p in inner.parameters()
+    ):
+        destroy: Any = model.destroy
+        destroy()
+    methods = get_compress_methods(inner, section, mpu=mpu)
+    done: set[tuple[str, int]] = set()
+    for names, related, techniques in methods:
+        [technique] = techniques
+        for i, group in enumerate(names):
+            for j, name in enumerate(group):
+                weight = recursive_getattr(inner, name).weight
+                if (technique, id(weight)) in done:  # tied weights
+                    continue
+                done.add((technique, id(weight)))
+                followers = [pattern[j] for pattern in related[i]] if related else []
+                mask = fix_compression(inner, name, techniques, dim_reduction=bool(followers))
+                for follower in followers:
+                    fix_compression(inner, follower, techniques, mask=mask, dim_reduction=True)
+                if technique == keys.HEAD_PRUNING and followers and mask is not None:
+                    _tell_attention(inner, followers, mask)
+    for module in list(inner.modules()):
+        if isinstance(module, Compressible):
+            module.release()
+    vars(inner).pop("pruners", None)
+    return model
+
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+WIDTHS = ("all_head_size",)
+
+
+def _tell_attention(model: nn.Module, followers: Sequence[str], mask: torch.Tensor) -> None:
+    """Let the module around query, key and value know how many heads it has now."""
+    before, after = mask.numel(), int(mask.sum())
+    for owner_name in {name.rpartition(".")[0] for name in followers}:
+        owner = recursive_getattr(model, owner_name) if owner_name else model
+        for name in HEADS:
+            if vars(owner).get(name) == before:
+                setattr(owner, name, after)
+        for name in WIDTHS:
+            width = vars(owner).get(name)
+            if isinstance(width, int) and width % before == 0:
+                setattr(owner, name, width // before * after)
+
+
+# Layer reduction --------------------------------------------------------------------------------------------
+
+
+def student_initialization(student_model: M, teacher_model: nn.Module, deepspeed_config: Config) -> M:
+    """Copy layers of the teacher to the student: layer ``teacher_layer[i]`` to the student's i-th below
+    ``module_name_prefix``, and the modules in ``other_module_name``. A student with more layers than
+    ``keep_number_layer`` loses those behind. Returns the student.
+
+    ValueError: a list has another length, a layer does not exist, or shapes differ.
+    """
+    section = _section(deepspeed_config)[keys.LAYER_REDUCTION]
+    student: Any = getattr(student_model, "module", student_model)
+    teacher: Any = getattr(teacher_model, "module", teacher_model)
+    chosen = section[keys.TEACHER_LAYER] or []
+    prefix = section[keys.MODULE_NAME_PREFIX]
+    if prefix:
+        count = section[keys.KEEP_NUMBER_LAYERS]
+        if count is not None and count != len(chosen):
+            raise ValueError(
+                f"layer_reduction.keep_number_layer={count} but teacher_layer names {len(chosen)} layers"
+            )
+        _shorten(student, prefix, len(chosen))
+        for i, layer in enumerate(chosen):
+            _copy(student, f"{prefix}.{i}", teacher, f"{prefix}.{layer}")
+    for name in section[keys.OTHER_MODULE_NAME] or []:
+        _copy(student, name, teacher, name)
+    return student_model
+
+
+def _shorten(student: nn.Module, prefix: str, count: int) -> None:
+    layers = recursive_getattr(student, prefix)
+    before = len(layers)
+    if not isinstance(layers, nn.ModuleList) or before <= count:
+        return
+    del layers[count:]
+    config = getattr(student, "config", None)
+    for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        if config is not None and getattr(config, name, None) == before:
+            setattr(config, name, count)
+
+
+def _copy(student: nn.Module, name: str, teacher: nn.Module, source: str) -> None:
+    try:
+        mine, other = recursive_getattr(student, name), recursive_getattr(teacher, source)
+    except (AttributeError, IndexError, KeyError) as error:
+        raise ValueError(f"layer_reduction copies {source} of the teacher to {name}: {error}") from error
+    values = dict(_tensors(other))
+    with torch.no_grad(), GatheredParameters([*values.values()]), _written(mine):
+        for key, tensor in _tensors(mine):
+            if key not in values or values[key].shape != tensor.shape:
+                there = tuple(values[key].shape) if key in values else "not there"
+                raise ValueError(
+                    f"layer_reduction copies {source} of the teacher to {name}, but {key} is {tuple(tensor.shape)} "
+                    f"here and {there} in the teacher"
+                )
+            tensor.copy_(values[key])
+
+
+def _written(module: nn.Module) -> GatheredParameters:
+    return GatheredParameters(list(module.parameters()), modifier_rank=0)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

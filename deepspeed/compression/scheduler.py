@@ -1,0 +1,120 @@
+"""When each technique begins, and with how many bits: as the config says, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression import constants as keys
+from deepspeed.compression.techniques import Compressible
+from deepspeed.utils.logging import log_dist
+
+
+def bits_at(step: int, start: int, target: int, period: int) -> int:
+    """Bits after ``step`` steps of quantization: one less every ``period``, at least ``target``; 0 falls at once."""
+    return max(start - step // period, target) if period > 0 else target
+
+
+def quantized_share(step: int, change_ratio: float) -> float:
+    """Share of the quantized value in the mixture after ``step`` steps: first ``change_ratio``, then as much more each
+    step, at most 1."""
+    return min((step + 1) * change_ratio, 1.0)
+
+
+class compression_scheduler:
+    """Switches the prepared modules of ``model`` on, when their technique's ``schedule_offset`` is reached.
+
+    ``compression_config``: the section ``compression_training`` with its defaults (``get_compression_config``).
+    ``training_steps``: optimizer steps done. An engine sets it and calls ``check_all_modules``; in a training loop of
+    your own, call ``step`` after each update.
+    """
+
+    def __init__(self, model: nn.Module, compression_config: Mapping[str, Any]) -> None:
+        self.model = model
+        self.compression_config = compression_config
+        self.training_steps = 0
+        self.weight_quantization_enabled = False
+        self.make_init()
+        self.check_all_modules()
+
+    def make_init(self) -> None:
+        """Find the modules that are prepared."""
+        self.modules = [module for module in self.model.modules() if isinstance(module, Compressible)]
+        self._told: set[str] = set()
+        self._bits: tuple[int, ...] = ()
+
+    def _begins(self, technique: str) -> Mapping[str, Any] | None:
+        """The shared parameters of a technique that is on at this step."""
+        shared = self.compression_config[technique][keys.SHARED_PARAMETERS]
+        if not shared[keys.TECHNIQUE_ENABLED]:
+            return None
+        if self.training_steps < shared[keys.TECHNIQUE_SCHEDULE_OFFSET]:
+            return None
+        if technique not in self._told:
+            self._told.add(technique)
+            log_dist(f"compression: {technique} is on from step {self.training_steps}", ranks=[0])
+        return shared
+
+    def check_weight_quantization(self) -> None:
+        shared = self._begins(keys.WEIGHT_QUANTIZATION)
+        self.weight_quantization_enabled = shared is not None
+        if shared is None:
+            return self._switch("weight_quantization", lambda module: False)
+        step = self.training_steps - shared[keys.TECHNIQUE_SCHEDULE_OFFSET]
+        mixed = shared["fp16_mixed_quantize"] or {"enabled": False}
+        share = quantized_share(step, mixed["quantize_change_ratio"]) if mixed["enabled"] else 1.0
+        now = set()
+        for index, module in enumerate(self.modules):
+            if module.weight_bits is None:
+                continue
+            module.weight_quantize_seed = (index << 32) + step
+            module.weight_quantization_enabled = True
+            module.weight_quantize_bits = bits_at(step, *module.weight_bits)
+            module.weight_quantize_share = share
+            now.add(module.weight_quantize_bits)
+        bits = tuple(sorted(now))
+        if shared["quantize_verbose"] and bits != self._bits:
+            log_dist(f"compression: weights have {bits} bits at step {self.training_steps}", ranks=[0])
+        self._bits = bits
+        return None
+
+    def check_activation_quantization(self) -> None:
+        self._check(keys.ACTIVATION_QUANTIZATION, "activation_quantization", "activation_quantizer")
+
+    def check_sparse_pruning(self) -> None:
+        self._check(keys.SPARSE_PRUNING, "sparse_pruning", "sparse_pruning_method")
+
+    def check_head_pruning(self) -> None:
+        self._check(keys.HEAD_PRUNING, "head_pruning", "head_pruning_method")
+
+    def check_row_pruning(self) -> None:
+        self._check(keys.ROW_PRUNING, "row_pruning", "row_pruning_method")
+
+    def check_channel_pruning(self) -> None:
+        self._check(keys.CHANNEL_PRUNING, "channel_pruning", "channel_pruning_method")
+
+    def _check(self, technique: str, name: str, prepared: str) -> None:
+        on = self._begins(technique) is not None
+        self._switch(name, lambda module: on and getattr(module, prepared, None) is not None)
+
+    def _switch(self, name: str, on: Any) -> None:
+        for module in self.modules:
+            if hasattr(module, f"{name}_enabled"):
+                setattr(module, f"{name}_enabled", on(module))
+
+    def check_all_modules(self) -> None:
+        """Switch every technique on or off as this step demands."""
+        self.check_weight_quantization()
+        self.check_activation_quantization()
+        self.check_sparse_pruning()
+        self.check_head_pruning()
+        self.check_row_pruning()
+        self.check_channel_pruning()
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """Count one more step, unless ``step_zero_check``, and switch."""
+        if not step_zero_check:
+            self.training_steps += 1
+        self.check_all_modules()

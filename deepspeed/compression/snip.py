@@ -1,0 +1,142 @@
+"""Pruning while training by scores of weight and gradient, in blocks or N of M: ``snip_momentum``.
+
+The score of a weight is S <- 0.9 S + |w dL/dw| (SNIP, Lee et al. 2019, with momentum). At step t of a schedule from a
+to b the share 1 - (1 - (t - a) / (b - a))**3 of the final sparsity is pruned (Zhu and Gupta 2017). What is pruned stays
+pruned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.compression.techniques import SCORES, Compressible
+from deepspeed.compression.utils import top_mask
+
+MOMENTUM = 0.9
+MASK = "sparse_pruning_mask"
+Reader = Callable[[nn.Parameter], Tensor | None]
+
+
+def parse_pattern(text: str) -> tuple[int, int, bool]:
+    """(N, M, whether it is N:M) of "4x1" (blocks of 4 output and 1 input features) or "2:4" (2 of 4 consecutive input
+    features are kept). ValueError: anything else."""
+    found = re.fullmatch(r"(\d+)([x:])(\d+)", text.strip().lower())
+    if found is None or int(found[1]) < 1 or int(found[3]) < 1:
+        raise ValueError(f"sparse_pruning.block_pattern={text!r} is neither NxM (4x1) nor N:M (2:4)")
+    n, m, kept = int(found[1]), int(found[3]), found[2] == ":"
+    if kept and n >= m:
+        raise ValueError(f"sparse_pruning.block_pattern={text!r} keeps {n} of {m}: nothing is pruned")
+    return n, m, kept
+
+
+def share_at(step: int, begin: int, end: int) -> float:
+    """Share of the final sparsity at a step."""
+    if step >= end:
+        return 1.0
+    return 1.0 - (1.0 - max(step - begin, 0) / (end - begin)) ** 3
+
+
+class SnipMomentum:
+    """Prunes ``modules`` (by name, prepared with ``enable_sparse_pruning(..., "snip_momentum")``) together: to the
+    share ``dense_ratio`` of all their weights. ``step``: optimizer steps done."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, Compressible],
+        *,
+        begin: int,
+        end: int,
+        stride: int,
+        pattern: str,
+        dense_ratio: float,
+    ) -> None:
+        self.n, self.m, self.keeps_n_of_m = parse_pattern(pattern)
+        self.modules = dict(modules)
+        self.begin, self.end, self.stride = begin, max(begin, end), stride
+        self.dense_ratio = dense_ratio
+        self.step = 0
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether a weight consists of whole blocks."""
+        rows, columns = weight.shape[0], weight[0].numel()
+        return columns % self.m == 0 and (self.keeps_n_of_m or rows % self.n == 0)
+
+    @property
+    def active(self) -> bool:
+        """Whether this step scores weights."""
+        return self.begin <= self.step <= self.end
+
+    def on_step_begin(self, local_step: int) -> None:
+        """Documented moment; nothing happens in it."""
+
+    @torch.no_grad()
+    def on_before_optimizer_step(
+        self, weight: Reader = lambda param: param, gradient: Reader = lambda param: param.grad
+    ) -> None:
+        """Score the weights with the gradients of this step. The readers may be collective."""
+        if not self.active:
+            return
+        for module in self.modules.values():
+            value, slope = weight(module.weight), gradient(module.weight)
+            if value is None or slope is None:
+                continue
+            product = value.detach().float().mul(slope.float()).abs_()
+            if not bool(product.isfinite().all()):
+                continue  # an overflow, whose step is skipped
+            scores_of(module).mul_(MOMENTUM).add_(product.view(scores_of(module).shape))
+
+    @torch.no_grad()
+    def on_after_optimizer_step(self) -> None:
+        """Prune, if it is time."""
+        if self.active and ((self.step - self.begin) % self.stride == 0 or self.step == self.end):
+            self._prune((1.0 - self.dense_ratio) * share_at(self.step, self.begin, self.end))
+        self.step += 1
+
+    def _prune(self, sparsity: float) -> None:
+        if sparsity <= 0.0:
+            return
+        scores = {name: scores_of(module) * mask_of(module) for name, module in self.modules.items()}
+        parts = {name: self._importance(score) for name, score in scores.items()}
+        everything = torch.cat([part.reshape(-1) for part in parts.values()])
+        if self.keeps_n_of_m:
+            sparsity = min(sparsity / (1 - self.n / self.m), 1.0)
+        kept = top_mask(everything, 1.0 - sparsity).split([part.numel() for part in parts.values()])
+        for (name, part), dense in zip(parts.items(), kept, strict=True):
+            mask = self._mask(dense.view(part.shape), scores[name])
+            buffer = mask_of(self.modules[name])
+            buffer.copy_((mask & buffer.view(mask.shape)).view(buffer.shape))
+
+    def _importance(self, score: Tensor) -> Tensor:
+        """Of each block the mean score; of each M the sum of the scores that would go."""
+        flat = score.flatten(1)
+        rows, columns = flat.shape
+        if not self.keeps_n_of_m:
+            return flat.view(rows // self.n, self.n, columns // self.m, self.m).mean(dim=(1, 3))
+        return flat.view(rows, columns // self.m, self.m).sort(dim=-1).values[..., : self.m - self.n].sum(-1)
+
+    def _mask(self, dense: Tensor, score: Tensor) -> Tensor:
+        """Boolean [rows, columns] of the blocks, or groups of M, that stay ``dense``."""
+        flat = score.flatten(1)
+        if not self.keeps_n_of_m:
+            return dense.repeat_interleave(self.n, 0).repeat_interleave(self.m, 1)
+        groups = flat.view(flat.shape[0], -1, self.m)
+        best = groups.sort(dim=-1, descending=True, stable=True).indices[..., : self.n]
+        kept = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, best, True)
+        return (kept | dense.unsqueeze(-1)).view(flat.shape)
+
+
+def scores_of(module: Compressible) -> Tensor:
+    """The scores of a module's weight, fp32 and writable."""
+    held: Any = module._buffers[SCORES]
+    return held.view(torch.float32)
+
+
+def mask_of(module: Compressible) -> Tensor:
+    """Which weights of a module are kept, boolean and writable."""
+    held: Any = module._buffers[MASK]
+    return held

@@ -1,0 +1,300 @@
+"""What a compressed module carries: how its weight, its input and its masks are changed in forward.
+
+The module's own ``weight`` stays what it is: a parameter under its own name, trained in full precision. Forward
+computes with ``compressed_weight()`` instead. The schedule switches each technique on (``..._enabled``) and says how
+many bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.compression.utils import (
+    NEAREST,
+    SYMMETRIC,
+    AsymQuantizer,
+    SymQuantizer,
+    TopKBinarizer,
+    quantizer_for,
+    top_mask,
+)
+
+L1, TOPK, SNIP = "l1", "topk", "snip_momentum"
+RANGE = "x_min_max"
+SCORES = "sparse_pruning_scores"
+"""Buffer of fp32 numbers under the dtype int32, as engines cast floating-point buffers to 16 bits."""
+
+
+class QuantAct(nn.Module):
+    """Quantizes activations to a static range: a running mean of each batch's, updated in training.
+
+    ``quant_mode``: "symmetric" or "asymmetric". The range is the buffer ``x_min_max`` [2]; while it is zero, the first
+    batch's is taken as it is.
+    """
+
+    x_min_max: Tensor
+
+    def __init__(self, act_range_momentum: float = 0.95, quant_mode: str = SYMMETRIC) -> None:
+        super().__init__()
+        self.act_range_momentum = act_range_momentum
+        self.quant_mode = quant_mode
+        self.act_function = SymQuantizer if quant_mode == SYMMETRIC else AsymQuantizer
+        self.register_buffer(RANGE, torch.zeros(2))
+
+    def forward(self, x: Tensor, num_bits: int, *args: Any) -> Tensor:
+        if self.training:
+            self._follow(x.detach())
+        low, high = self.x_min_max.float()
+        return self.act_function.apply(x, num_bits, low, high)
+
+    @torch.no_grad()
+    def _follow(self, x: Tensor) -> None:
+        now = torch.stack(torch.aminmax(x)).to(self.x_min_max)
+        mixed = self.x_min_max * self.act_range_momentum + now * (1 - self.act_range_momentum)
+        self.x_min_max.copy_(torch.where((self.x_min_max == 0).all(), now, mixed))
+
+
+class Compressible(nn.Module):
+    """Base of the compressed layers. They are made of ordinary ones in place (``take``): the module, its parameters,
+    hooks and attributes stay, only its class is another until ``release``."""
+
+    weight: nn.Parameter
+    plain_class: type[nn.Module]
+    row_width = 1
+    """Dimensions of the weight behind that of rows."""
+
+    @classmethod
+    def take(cls, module: nn.Module) -> Compressible:
+        """Make ``module``, whose class is a base of this one, compressible."""
+        plain = type(module)
+        module.__class__ = cls
+        taken = cast(Compressible, module)
+        taken._begin(plain)
+        return taken
+
+    def _begin(self, plain: type[nn.Module]) -> None:
+        self.plain_class = plain
+        self.weight_quantization_enabled = False
+        self.weight_quantization_enabled_in_forward = False
+        self.weight_quantize_num_groups = 1
+        self.weight_quantize_type = SYMMETRIC
+        self.weight_rounding = NEAREST
+        self.weight_bits: tuple[int, int, int] | None = None
+        """Bits at the start and at the end, steps per bit; None if the weight is not to be quantized."""
+        self.weight_quantize_bits = 8
+        """Now."""
+        self.weight_quantize_share = 1.0
+        """Of the quantized value in the mixture with the weight itself."""
+        self.weight_quantize_seed: int | None = None
+        """Of stochastic rounding: the same noise on all ranks and in a recomputed forward."""
+        self.activation_quantization_enabled = False
+        self.activation_quantization_bits: int | None = None
+        self.activation_quantization_range: str | None = None
+        self.activation_quantizer: Any = None
+        self.sparse_pruning_enabled = False
+        self.sparse_pruning_method: str | None = None
+        self.sparse_pruning_ratio = 1.0
+
+    def release(self) -> nn.Module:
+        """An ordinary layer again. What the techniques do to the weight has to be made permanent before."""
+        plain, mine = self.plain_class, vars(self)
+        for name in _ATTRIBUTES & mine.keys():
+            del mine[name]
+        for kind in _PRUNING:
+            self._forget_mask(kind)
+        self._modules.pop("activation_quantizer", None)
+        self.__class__ = plain  # type: ignore[assignment]
+        return self
+
+    # Weight quantization ------------------------------------------------------------------------------------
+
+    def enable_weight_quantization(
+        self,
+        start_bits: int,
+        target_bits: int,
+        quantization_period: int,
+        weight_quantization_enabled_in_forward: bool,
+        quantization_type: str,
+        num_groups: int,
+        rounding: str = NEAREST,
+    ) -> None:
+        """Prepare for weights of ``start_bits``, one bit less every ``quantization_period`` steps down to
+        ``target_bits``, in ``num_groups`` groups. Without ``..._in_forward`` the engine quantizes the 16-bit weights
+        after each update instead (MoQ)."""
+        numel = math.prod(_shape(self.weight))
+        if numel % num_groups:
+            raise ValueError(
+                f"a weight of shape {tuple(_shape(self.weight))} cannot be quantized in quantize_groups={num_groups} "
+                "groups of equal size"
+            )
+        for bits in (start_bits, target_bits):
+            quantizer_for(bits, quantization_type)
+        self.weight_bits = (start_bits, target_bits, quantization_period)
+        self.weight_quantize_bits = target_bits
+        self.weight_quantization_enabled_in_forward = weight_quantization_enabled_in_forward
+        self.weight_quantize_type = quantization_type
+        self.weight_quantize_num_groups = num_groups
+        self.weight_rounding = rounding
+        vars(self.weight).update(start_bits=start_bits, target_bits=target_bits, q_period=quantization_period)
+
+    def quantized(self, weight: Tensor, bits: int, rounding: str = NEAREST) -> Tensor:
+        """``weight`` (whole, of this module's shape) in ``bits``."""
+        apply = quantizer_for(bits, self.weight_quantize_type).apply
+        groups, seed = self.weight_quantize_num_groups, self.weight_quantize_seed
+        return apply(weight, bits, None, None, groups, rounding, seed)
+
+    def quantized_now(self, weight: Tensor, rounding: str) -> Tensor:
+        """``weight`` as it is at this step of the schedule: mixed with its quantized form."""
+        rounded = self.quantized(weight, self.weight_quantize_bits, rounding)
+        if self.weight_quantize_share >= 1:
+            return rounded
+        return torch.lerp(weight, rounded, self.weight_quantize_share)
+
+    @torch.no_grad()
+    def fix_weight_quantization(self) -> None:
+        """Round the weight to the target bits for good."""
+        if self.weight_bits is not None:
+            self.weight.data = self.quantized(self.weight.data, self.weight_bits[1])
+        self.weight_quantization_enabled = False
+        self.weight_quantization_enabled_in_forward = False
+
+    def _quantized_in_forward(self) -> Tensor:
+        weight = self.weight
+        if not (self.weight_quantization_enabled and self.weight_quantization_enabled_in_forward):
+            return weight
+        return self.quantized_now(weight, self.weight_rounding if self.training else NEAREST)
+
+    def compressed_weight(self) -> Tensor:
+        """What forward computes with: quantized, then masked."""
+        weight = self._quantized_in_forward()
+        if self.sparse_pruning_enabled and self.sparse_pruning_method:
+            weight = weight * self.get_mask("sparse")
+        return weight
+
+    # Activation quantization --------------------------------------------------------------------------------
+
+    def enable_activation_quantization(
+        self, bits: int, quantization_type: str, range_calibration: str
+    ) -> None:
+        """Prepare for inputs of ``bits``, with one range for all ("static", of the batches seen in training) or one
+        for each token or image ("dynamic")."""
+        self.activation_quantization_bits = bits
+        self.activation_quantization_range = f"{range_calibration}_{quantization_type}"
+        if range_calibration == "static":
+            self.activation_quantizer = QuantAct(quant_mode=quantization_type).to(self.weight.device)
+        else:
+            kind = SymQuantizer if quantization_type == SYMMETRIC else AsymQuantizer
+            self.activation_quantizer = kind.apply
+
+    def _quantized_input(self, inputs: Tensor, groups: int) -> Tensor:
+        if not self.activation_quantization_enabled or self.activation_quantizer is None:
+            return inputs
+        return self.activation_quantizer(inputs, self.activation_quantization_bits, None, None, groups)
+
+    # Pruning ------------------------------------------------------------------------------------------------
+
+    def enable_sparse_pruning(self, ratio: float, method: str) -> None:
+        """Prepare for keeping the share ``ratio`` of single weights: the largest ("l1", fixed now), those with the
+        largest learned scores ("topk"), or those that the pruner of the model chooses ("snip_momentum")."""
+        self.sparse_pruning_ratio, self.sparse_pruning_method = ratio, method
+        if method == L1:
+            self.register_buffer("sparse_pruning_mask", top_mask(self.weight.detach().abs(), ratio))
+        elif method == SNIP:
+            self.register_buffer("sparse_pruning_mask", torch.ones_like(self.weight, dtype=torch.bool))
+            self.register_buffer(SCORES, torch.zeros_like(self.weight, dtype=torch.int32))
+        elif method == TOPK:
+            self.sparse_mask_scores = self._scores(*_shape(self.weight))
+        else:
+            raise ValueError(f"sparse_pruning.method is {L1!r}, {TOPK!r} or {SNIP!r}, not {method!r}")
+
+    def _scores(self, *shape: int) -> nn.Parameter:
+        scores = torch.empty(*shape, dtype=self.weight.dtype, device=self.weight.device)
+        nn.init.kaiming_uniform_(scores, a=math.sqrt(5))
+        return nn.Parameter(scores)
+
+    def _enable_rows(self, kind: str, ratio: float, method: str) -> None:
+        """Masks of whole rows (output features or channels): buffer or parameter named after ``kind``."""
+        vars(self).update(
+            {
+                f"{kind}_pruning_ratio": ratio,
+                f"{kind}_pruning_method": method,
+                f"{kind}_pruning_enabled": False,
+            }
+        )
+        rows = _shape(self.weight)[0]
+        ones = [1] * self.row_width
+        if method == L1:
+            sizes = self.weight.detach().abs().flatten(1).sum(dim=1)
+            self.register_buffer(f"{kind}_pruning_mask", top_mask(sizes, ratio).view(rows, *ones))
+        elif method == TOPK:
+            setattr(self, f"{kind}_mask_scores", self._scores(rows, *ones))
+        else:
+            raise ValueError(f"{kind}_pruning.method is {L1!r} or {TOPK!r}, not {method!r}")
+
+    def get_mask(self, pruning_type: str = "row") -> Tensor:
+        """The mask of a kind of pruning, as it broadcasts over the weight: constant, or with a gradient for its
+        scores."""
+        method = getattr(self, f"{pruning_type}_pruning_method")
+        if method in (L1, SNIP):
+            return self._buffers[f"{pruning_type}_pruning_mask"]  # type: ignore[return-value]
+        scores = "head_pruning_scores" if pruning_type == "head" else f"{pruning_type}_mask_scores"
+        return TopKBinarizer.apply(
+            getattr(self, scores), getattr(self, f"{pruning_type}_pruning_ratio"), False
+        )
+
+    def _drop_mask(self, kind: str) -> None:
+        """The mask has become permanent."""
+        self._forget_mask(kind)
+        setattr(self, f"{kind}_pruning_method", None)
+        setattr(self, f"{kind}_pruning_enabled", False)
+
+    def _forget_mask(self, kind: str) -> None:
+        for name in (f"{kind}_pruning_mask", f"{kind}_mask_scores", f"{kind}_pruning_scores"):
+            self._buffers.pop(name, None)
+            self._parameters.pop(name, None)
+
+    @torch.no_grad()
+    def fix_sparse_pruning_helper(self) -> None:
+        """Set the masked weights to zero for good."""
+        self.weight.data = self.weight.data * self.get_mask("sparse").detach()
+        self._drop_mask("sparse")
+
+    def _keep(self, name: str, kept: Tensor, dim: int = 0) -> None:
+        """Only the entries ``kept`` (boolean) of a parameter or buffer, along ``dim``."""
+        tensor = getattr(self, name)
+        if tensor is not None:
+            tensor.data = tensor.data.index_select(dim, kept.nonzero().view(-1)).contiguous()
+
+    def _silence(self, kept: Tensor) -> None:
+        """Zero in the rows that are not ``kept``, and in their bias."""
+        ones = [1] * self.row_width
+        self.weight.data = self.weight.data * kept.view(-1, *ones)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            bias.data = bias.data * kept
+
+
+def _shape(weight: Tensor) -> torch.Size:
+    """Also of a weight that ``zero.Init`` has partitioned."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+_PRUNING = ("sparse", "row", "head", "channel")
+_ATTRIBUTES = frozenset(
+    [f"{kind}_pruning_{what}" for kind in _PRUNING for what in ("enabled", "method", "ratio")]
+    + [f"activation_quantization_{what}" for what in ("enabled", "bits", "range")]
+    + [f"weight_quantize_{what}" for what in ("num_groups", "type", "bits", "share", "seed")]
+    + [
+        "weight_quantization_enabled",
+        "weight_quantization_enabled_in_forward",
+        "weight_rounding",
+        "weight_bits",
+    ]
+    + ["plain_class", "num_heads", "activation_quantizer", "mask_from", "applied_mask"]
+    + ["mpu"]
+)
+"""Of compressed layers, besides tensors and modules."""

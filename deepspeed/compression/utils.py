@@ -1,0 +1,238 @@
+"""Fake quantization and top-k masks, with gradients that pass straight through (Bengio et al. 2013).
+
+Values are quantized in groups of consecutive elements that share a scale: `num_groups` must divide their number. The
+arithmetic is fp32 also for 16-bit tensors, and rounded once to their dtype. With b bits and q = 2**b:
+
+    symmetric    s * clamp(round(x / s), -q/2, q/2 - 1)              s = 2 max|x| / q
+    asymmetric   s * clamp(round((x - z) / s), 0, q - 1) + z         s = (max x - min x) / q, z = s round(min x / s)
+    ternary      a * sign(x) where |x| > 0.7 mean|x|, else 0         a = mean|x| of these (Li et al. 2016)
+    binary       mean|x| * (1 where x >= 0, else -1)                 (Rastegari et al. 2016)
+
+A group without a spread (all zeros; all equal, if asymmetric) is kept as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = [
+    "AsymQuantizer",
+    "BinaryQuantizer",
+    "SymQuantizer",
+    "TernaryQuantizer",
+    "TopKBinarizer",
+    "quantizer_for",
+]
+
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
+
+
+def top_mask(scores: Tensor, ratio: float) -> Tensor:
+    """Boolean, of the shape of `scores`: True at the ceil(ratio * n) largest; of equal ones at the first."""
+    flat = scores.detach().reshape(-1).float()
+    count = math.ceil(ratio * flat.numel())
+    if count <= 0 or count >= flat.numel():
+        return torch.full_like(scores, count > 0, dtype=torch.bool)
+    least = flat.kthvalue(flat.numel() - count + 1).values
+    above, equal = flat > least, flat == least
+    return (above | (equal & (equal.cumsum(0) <= count - above.sum()))).view(scores.shape)
+
+
+class TopKBinarizer(Function):
+    """A mask of the dtype of `inputs` (scores): 1 at the share `threshold` of largest scores, else 0 (Sanh et al.:
+    Movement pruning, 2020). With `sigmoid`: 1 where sigmoid(score) > `threshold`. Scores get the mask's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, threshold: float, sigmoid: bool) -> Tensor:
+        if sigmoid:
+            return (torch.sigmoid(inputs) > threshold).to(inputs.dtype)
+        return top_mask(inputs, float(threshold)).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradOutput: Tensor) -> Any:
+        return gradOutput, None, None
+
+
+def _grouped(values: Tensor, num_groups: int) -> Tensor:
+    if values.numel() % num_groups:
+        raise ValueError(
+            f"{values.numel()} values (shape {tuple(values.shape)}) cannot be quantized in {num_groups} groups of "
+            "equal size: quantize_groups must divide their number"
+        )
+    return values.detach().reshape(num_groups, -1).float()
+
+
+def _round(values: Tensor, rounding: str, generator: torch.Generator | None = None) -> Tensor:
+    """In place: to the nearest integer (ties to even), or to one of the two neighbours so that the mean is right."""
+    if rounding == STOCHASTIC:
+        noise = torch.rand(values.shape, generator=generator, device=values.device)
+        return values.add_(noise).floor_()
+    return values.round_()
+
+
+def symmetric_levels(
+    groups: Tensor,
+    bits: int,
+    largest: Tensor | None = None,
+    rounding: str = NEAREST,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(integers in floating point [groups, n], scale [groups, 1]) of `groups` [groups, n]."""
+    half = 2 ** (bits - 1)
+    if largest is None:
+        largest = torch.linalg.vector_norm(groups, math.inf, dim=-1, keepdim=True)
+    scale = largest / half
+    return _round(groups / _divisor(scale), rounding, generator).clamp_(-half, half - 1), scale
+
+
+def asymmetric_levels(
+    groups: Tensor,
+    bits: int,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    rounding: str = NEAREST,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(integers in floating point [groups, n], scale, zero point [groups, 1]); value = integer * scale + zero point."""
+    if low is None or high is None:
+        low, high = torch.aminmax(groups, dim=-1, keepdim=True)
+    scale = (high - low) / 2**bits
+    divisor = _divisor(scale)
+    zero = torch.where(scale == 0, low, (low / divisor).round_() * scale)
+    return _round((groups - zero).div_(divisor), rounding, generator).clamp_(0, 2**bits - 1), scale, zero
+
+
+def ternary_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(-1, 0 and 1 in floating point [groups, n], scale [groups, 1])."""
+    sizes = groups.abs()
+    kept = sizes > 0.7 * sizes.mean(dim=-1, keepdim=True)
+    scale = (sizes * kept).sum(dim=-1, keepdim=True) / kept.sum(dim=-1, keepdim=True).clamp_min(1)
+    return groups.sign() * kept, scale
+
+
+def binary_levels(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(-1 and 1 in floating point [groups, n], scale [groups, 1])."""
+    return torch.where(groups >= 0, 1.0, -1.0), groups.abs().mean(dim=-1, keepdim=True)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def _bound(value: Any, like: Tensor) -> Tensor | None:
+    """A given end of the range, for each group [groups, 1]."""
+    if value is None:
+        return None
+    return torch.as_tensor(value, dtype=torch.float32, device=like.device).detach().reshape(-1, 1)
+
+
+def _noise(seed: int | None, like: Tensor) -> torch.Generator | None:
+    return None if seed is None else torch.Generator(like.device).manual_seed(seed)
+
+
+class _StraightThrough(Function):
+    """The gradient of the values is that of their quantized form."""
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> Any:
+        return grad_output[0], None, None, None, None, None, None
+
+
+class SymQuantizer(_StraightThrough):
+    """Symmetric, `num_bits` bits. `min_value` and `max_value`: a fixed range (numbers or one per group) instead of that
+    of the values. `seed`: of the noise of stochastic rounding; None takes the default generator's.
+
+    ValueError: `num_groups` does not divide the number of values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+        rounding: str = NEAREST,
+        seed: int | None = None,
+    ) -> Tensor:
+        groups = _grouped(input, num_groups)
+        low, high = _bound(min_value, groups), _bound(max_value, groups)
+        largest = None if low is None or high is None else torch.maximum(low.abs(), high.abs())
+        levels, scale = symmetric_levels(groups, num_bits, largest, rounding, _noise(seed, groups))
+        return levels.mul_(scale).to(input.dtype).view(input.shape)
+
+
+class AsymQuantizer(_StraightThrough):
+    """The same between the smallest and the largest value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+        rounding: str = NEAREST,
+        seed: int | None = None,
+    ) -> Tensor:
+        groups = _grouped(input, num_groups)
+        low, high = _bound(min_value, groups), _bound(max_value, groups)
+        generator = _noise(seed, groups)
+        levels, scale, zero = asymmetric_levels(groups, num_bits, low, high, rounding, generator)
+        return levels.mul_(scale).add_(zero).to(input.dtype).view(input.shape)
+
+
+class TernaryQuantizer(_StraightThrough):
+    """To -a, 0 and a. `num_bits` (2), the range and the rounding are ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+        rounding: str = NEAREST,
+        seed: int | None = None,
+    ) -> Tensor:
+        levels, scale = ternary_levels(_grouped(input, num_groups))
+        return levels.mul_(scale).to(input.dtype).view(input.shape)
+
+
+class BinaryQuantizer(_StraightThrough):
+    """To -a and a. `num_bits` (1), the range and the rounding are ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        num_bits: int,
+        min_value: Any = None,
+        max_value: Any = None,
+        num_groups: int = 1,
+        rounding: str = NEAREST,
+        seed: int | None = None,
+    ) -> Tensor:
+        levels, scale = binary_levels(_grouped(input, num_groups))
+        return levels.mul_(scale).to(input.dtype).view(input.shape)
+
+
+Quantizers = type[SymQuantizer] | type[AsymQuantizer] | type[TernaryQuantizer] | type[BinaryQuantizer]
+
+
+def quantizer_for(bits: int, kind: str) -> Quantizers:
+    """What quantizes weights to `bits`: two bits are ternary and one is binary, whatever the `kind`."""
+    if bits <= 2:
+        return TernaryQuantizer if bits == 2 else BinaryQuantizer
+    if kind not in (SYMMETRIC, ASYMMETRIC):
+        raise ValueError(f"quantization_type is {SYMMETRIC!r} or {ASYMMETRIC!r}, not {kind!r}")
+    return SymQuantizer if kind == SYMMETRIC else AsymQuantizer
