@@ -238,10 +238,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.checkpoint_engine.utils": (
         "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
     ),
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": (
-        "class CurriculumScheduler(config): get_current_difficulty set_current_difficulty "
-        "set_custom_get_difficulty get_state set_state get_difficulty update_difficulty",
-    ),
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": (
         "class RandomLayerTokenDrop(layer): init_config get_bsh get_sbh forward",
     ),

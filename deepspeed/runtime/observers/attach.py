@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.curves import Curves
+from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
@@ -58,6 +59,7 @@ def attach_observers(engine: EngineBase) -> None:
         print_json_dist(config._param_dict, ranks=[0])
     if engine.mesh.size("tp") > 1:
         SameInputs(engine)
+    attach_data_efficiency(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 
