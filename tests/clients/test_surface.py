@@ -272,8 +272,6 @@ REFUSED: dict[str, str] = {
     "deepspeed.compression.compress.redundancy_clean": "",
     f"{RLTD}.data_routing.helper.convert_to_random_ltd": "",
     f"{RLTD}.data_routing.helper.save_without_random_ltd": "",
-    f"{RLTD}.data_sampling.data_analyzer.DataAnalyzer": "",
-    f"{RLTD}.data_sampling.indexed_dataset.MMapIndexedDataset": "",
 }
 
 
