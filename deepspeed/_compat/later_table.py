@@ -203,10 +203,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.runtime.checkpoint_engine.utils": (
         "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
     ),
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": (
-        "class CurriculumScheduler(config): get_current_difficulty set_current_difficulty "
-        "set_custom_get_difficulty get_state set_state get_difficulty update_difficulty",
-    ),
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": (
         "class RandomLayerTokenDrop(layer): init_config get_bsh get_sbh forward",
     ),
@@ -219,20 +215,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "set_current_seq get_random_ltd_layer_num get_state set_state update_seq state_dict "
         "load_state_dict get_value",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": (
-        "class DataAnalyzer(dataset, num_workers=1, worker_id=0, num_threads=1, num_threads_reduce=1,"
-        " specific_threads=[], batch_size=1, metric_names=[], metric_functions=[], metric_types=[], "
-        "metric_dtypes=[], save_path='./', collate_fn=None, custom_map_init=None, "
-        "custom_map_update=None, custom_map_finalize=None, custom_reduce=None, sample_indices=None): "
-        "init_metric_results update_metric_results finalize_metric_results run_map_helper run_map "
-        "get_metric_value_percentiles merge_gather_map_stats merge_sample_to_metric "
-        "merge_metric_to_sample merge_map_results output_index_to_sample_percentile run_reduce "
-        "run_map_reduce",
-        "class DistributedDataAnalyzer(dataset, num_workers=1, num_threads=1, worker_id=0, "
-        "batch_size=1, metric_names=[], metric_functions=[], metric_types=[], save_path='./', "
-        "collate_fn=None, device='cuda', comm_group=None, sample_indices=None): run_map_helper "
-        "run_map_reduce file_write_ordered",
-    ),
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": (
         "class DeepSpeedDataSampler(data_efficiency_config, one_epoch_total_samples, "
         "micro_batch_size, data_parallel_rank, data_parallel_size, data_parallel_group, "
@@ -240,12 +222,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "set_custom_curriculum_learning_schedule get_start_end_idx get_sample_based_on_metric_value "
         "get_sample_based_on_metric_percentile get_new_cluster sample_from_clusters "
         "reshuffle_clusters get_sample_from_cluster get_next_global_batch state_dict load_state_dict",
-    ),
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": (
-        "class MMapIndexedDataset(**data)",
-        "class MMapIndexedDatasetBuilder(out_file, dtype=np.int64): add_item add_items add_item_numpy"
-        " end_document merge_file_ finalize",
-        "def make_dataset(path, impl, skip_warmup=False)",
     ),
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
         "class VariableBatchSizeLR(lr_scheduler, base_batch_size, batch_sizes, dataloader, "

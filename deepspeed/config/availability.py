@@ -118,11 +118,6 @@ MISSING: tuple[Missing, ...] = (
     ),
     Missing("data_efficiency.enabled", lambda c: c.data_efficiency.enabled, _REMOVE),
     Missing(
-        "curriculum_learning.enabled",
-        lambda c: c.curriculum_learning is not None and c.curriculum_learning.enabled,
-        _REMOVE,
-    ),
-    Missing(
         "progressive_layer_drop.enabled",
         lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
         _REMOVE,

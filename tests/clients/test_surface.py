@@ -275,8 +275,6 @@ RLTD = "deepspeed.runtime.data_pipeline"
 REFUSED: dict[str, str] = {
     f"{RLTD}.data_routing.helper.convert_to_random_ltd": "",
     f"{RLTD}.data_routing.helper.save_without_random_ltd": "",
-    f"{RLTD}.data_sampling.data_analyzer.DataAnalyzer": "",
-    f"{RLTD}.data_sampling.indexed_dataset.MMapIndexedDataset": "",
 }
 
 

@@ -77,19 +77,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True}}}),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
-    (
-        "curriculum_learning.enabled",
-        {
-            "curriculum_learning": {
-                "enabled": True,
-                "curriculum_type": "seqlen",
-                "min_difficulty": 8,
-                "max_difficulty": 64,
-                "schedule_type": "fixed_linear",
-                "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
-            }
-        },
-    ),
     ("progressive_layer_drop.enabled", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),

@@ -172,5 +172,87 @@ class ProgressiveLayerDropConfig(LenientConfigModel):
     gamma: Float = Field(default=0.001, ge=0.0, description="How quickly it is reached.")
 
 
+# The documented getters: each takes the dict of the section above its own, and fills in defaults.
+
+
 def get_data_efficiency_config(param_dict: dict[str, Any]) -> dict[str, Any]:
+    """The section ``data_efficiency`` of a whole config, with defaults."""
     return DataEfficiencyConfig(**param_dict.get("data_efficiency", {})).model_dump()
+
+
+def get_data_efficiency_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_efficiency_config(param_dict)["enabled"]
+
+
+def get_data_efficiency_seed(param_dict: dict[str, Any]) -> int:
+    return get_data_efficiency_config(param_dict)["seed"]
+
+
+def get_data_sampling(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataSamplingConfig(**param_dict.get("data_sampling", {})).model_dump()
+
+
+def get_data_sampling_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_sampling(param_dict)["enabled"]
+
+
+def get_data_sampling_num_epochs(param_dict: dict[str, Any]) -> int:
+    return get_data_sampling(param_dict)["num_epochs"]
+
+
+def get_data_sampling_num_workers(param_dict: dict[str, Any]) -> int:
+    return get_data_sampling(param_dict)["num_workers"]
+
+
+def get_data_sampling_pin_memory(param_dict: dict[str, Any]) -> bool:
+    return get_data_sampling(param_dict)["pin_memory"]
+
+
+def get_curriculum_learning(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataSamplingCurriculumConfig(**param_dict.get("curriculum_learning", {})).model_dump()
+
+
+def get_curriculum_learning_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_curriculum_learning(param_dict)["enabled"]
+
+
+def get_curriculum_learning_params(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return _without_switch(param_dict.get("curriculum_learning", {}))
+
+
+def get_dynamic_batching(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DynamicBatchingConfig(**param_dict.get("dynamic_batching", {})).model_dump()
+
+
+def get_curriculum_enabled_legacy(param_dict: dict[str, Any]) -> bool:
+    return bool(param_dict.get("curriculum_learning", {}).get("enabled", False))
+
+
+def get_curriculum_params_legacy(param_dict: dict[str, Any]) -> dict[str, Any] | bool:
+    """The older section ``curriculum_learning`` of a whole config without ``enabled``; False: there is none."""
+    section = param_dict.get("curriculum_learning")
+    return _without_switch(section) if section is not None else False
+
+
+def get_data_routing(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return DataRoutingConfig(**param_dict.get("data_routing", {})).model_dump()
+
+
+def get_data_routing_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_data_routing(param_dict)["enabled"]
+
+
+def get_random_ltd(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return RandomLTDConfig(**param_dict.get("random_ltd", {})).model_dump()
+
+
+def get_random_ltd_enabled(param_dict: dict[str, Any]) -> bool:
+    return get_random_ltd(param_dict)["enabled"]
+
+
+def get_random_ltd_params(param_dict: dict[str, Any]) -> dict[str, Any]:
+    return _without_switch(param_dict.get("random_ltd", {}))
+
+
+def _without_switch(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key != "enabled"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
+from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.flops import FlopsOfOneStep
 from deepspeed.runtime.observers.live_line import attach_live_line
@@ -63,6 +64,7 @@ def attach_observers(engine: EngineBase) -> None:
     if engine.mesh.size("tp") > 1:
         SameInputs(engine)
     attach_compression(engine)
+    attach_data_efficiency(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 

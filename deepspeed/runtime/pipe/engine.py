@@ -43,6 +43,9 @@ class PipelineEngine(DeepSpeedEngine):
     over replicas once, at the end of the batch.
     """
 
+    change_batch: Callable[[Any], Any] | None = None
+    """What is done to every pair (inputs, labels) that is read, after ``batch_fn``."""
+
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
         _check_axes(super_kwargs.get("config_class"))
         _check_stages(super_kwargs.get("model"))
@@ -261,6 +264,8 @@ class PipelineEngine(DeepSpeedEngine):
                 f"a micro-batch of a pipeline is a pair (inputs, labels), not {type(batch).__name__}: "
                 "set_batch_fn() can make one"
             )
+        if self.change_batch is not None:
+            batch = self.change_batch(batch)
         inputs, labels = (_to_device(part, self.device) for part in batch)
         return inputs, labels
 

@@ -1,0 +1,62 @@
+"""What metrics are computed of, and what they may return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+SINGLE = "single_value_per_sample"
+ACCUMULATED = "accumulate_value_over_samples"
+
+
+def batches_of(
+    dataset: Any, first: int, last: int, batch_size: int, collate: Callable[[list[Any]], Any]
+) -> Iterator[tuple[int, Any]]:
+    """Batches of the samples from ``first`` to ``last``, each with the place of its first sample."""
+    whole = getattr(dataset, "__getitems__", None)
+    for start in range(first, last, batch_size):
+        places = range(start, min(start + batch_size, last))
+        samples = whole(list(places)) if whole is not None else [dataset[place] for place in places]
+        yield start, collate(samples)
+
+
+def numpy_dtype(dtype: Any, name: str) -> Any:
+    """The numpy dtype of a torch (or numpy) dtype. TypeError: files do not hold it."""
+    found = torch.empty(0, dtype=dtype).numpy().dtype if isinstance(dtype, torch.dtype) else np.dtype(dtype)
+    if found.kind not in "iu":
+        raise TypeError(
+            f"metric {name!r} has the dtype {dtype}: index files hold integers. Round it, or multiply it first"
+        )
+    return found.type
+
+
+def checked_values(values: Any, dtype: Any, name: str) -> np.ndarray:
+    """What a metric function returned, as an array. TypeError: its dtype is not ``dtype``, if that is given."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    wanted = np.dtype(numpy_dtype(dtype if dtype is not None else array.dtype, name))
+    if array.dtype != wanted:
+        raise TypeError(f"metric {name!r} returned {array.dtype.name}, but its metric_dtype is {dtype}")
+    return array
+
+
+class TestDataset(Dataset[Any]):
+    """Numbers to try an analysis on: sample i is the i-th of ``size`` pseudo-random integers below 1000."""
+
+    __test__ = False  # not a test of pytest
+
+    def __init__(self, size: int = 10_000_000) -> None:
+        self.size = size
+        self.values = torch.randint(1000, (size,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: Any) -> torch.Tensor:
+        return self.values[idx]
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return self.values[indices]

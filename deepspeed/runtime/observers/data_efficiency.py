@@ -1,0 +1,46 @@
+"""Data efficiency: what an engine does about the sections ``curriculum_learning`` and ``data_efficiency``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.data_pipeline.truncation import CurriculumLength, cut
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine_base import EngineBase
+
+
+@runtime_checkable
+class ReadsBatches(Protocol):
+    """An engine that reads its batches itself: a pipeline's."""
+
+    change_batch: Callable[[Any], Any] | None
+
+
+def attach_data_efficiency(engine: EngineBase) -> None:
+    """Create the documented attributes, and change inputs and observe steps as the config asks."""
+    if engine._config.curriculum_enabled_legacy:
+        _grow_sequences(engine, CurriculumScheduler(engine._config.curriculum_params_legacy or {}))
+
+
+def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
+    """Sequences of at most the difficulty. The stages of a pipeline cut the batch as they read it: inputs and labels
+    are on different stages."""
+    engine.curriculum_scheduler_legacy = scheduler
+    if isinstance(engine, ReadsBatches):
+
+        def shortened(batch: Any) -> Any:
+            if not engine.module.training:
+                return batch
+            return cut(batch, scheduler.update_difficulty(engine.global_steps + 1))
+
+        engine.change_batch = shortened
+    else:
+        engine.add_input_transform(CurriculumLength(engine.module, scheduler))
+
+    def resume(**_: Any) -> None:
+        scheduler.set_current_difficulty(scheduler.get_difficulty(engine.global_steps))
+
+    engine.events.on("on_load", resume)
