@@ -122,8 +122,6 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedInferenceConfig": "deepspeed.ops.transformer.inference.config",
         "DeepSpeedMoEInference": "deepspeed.ops.transformer.inference.moe_inference",
         "DeepSpeedMoEInferenceConfig": "deepspeed.ops.transformer.inference.moe_inference",
-        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
-        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
     },
     "deepspeed.profiling.flops_profiler": {
         "FlopsProfiler": "deepspeed.profiling.flops_profiler.profiler",

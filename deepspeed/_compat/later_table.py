@@ -35,7 +35,7 @@ INSTEAD = {
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
     "deepspeed.ops.quantizer": "Until then use torchao.",
     "deepspeed.ops.random_ltd": "Until then select tokens with torch.gather.",
-    "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
+    "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
     "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
     "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
     "deepspeed.profiling": "Until then use torch.utils.flop_counter.FlopCounterMode.",
@@ -160,31 +160,16 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.inject": (
-        "def module_inject(layer_obj, model, config, micro_batch_size, max_seq_length, seed, preln, "
-        "fp16=True)",
-    ),
     "deepspeed.module_inject.layers": ("def set_autotp_mode(training=False)",),
     "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
     "deepspeed.module_inject.replace_module": (
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
-        "def revert_transformer_layer(orig_layer_impl, model, config, preln=False)",
     ),
     "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
     "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
-    ),
-    "deepspeed.ops.transformer.transformer": (
-        "class DeepSpeedTransformerConfig(batch_size=-1, hidden_size=-1, intermediate_size=-1, "
-        "heads=-1, attn_dropout_ratio=-1, hidden_dropout_ratio=-1, num_hidden_layers=-1, "
-        "initializer_range=-1, layer_norm_eps=1e-12, local_rank=-1, seed=-1, fp16=False, "
-        "pre_layer_norm=True, normalize_invertible=False, gelu_checkpoint=False, "
-        "adjust_init_range=True, attn_dropout_checkpoint=False, stochastic_mode=False, "
-        "return_tuple=False, training=True): from_dict from_json_file",
-        "class DeepSpeedTransformerLayer(config, initial_weights=None, initial_biases=None): "
-        "init_transformer_weights forward",
     ),
     "deepspeed.profiling.flops_profiler.profiler": (
         "class FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0): start_profile "

@@ -131,17 +131,19 @@ OPS: tuple[Op, ...] = (
         "deepspeed.ops.spatial.spatial_inference_op",
         _GENERATE,
     ),
-    _later(
-        "transformer",
-        "TransformerBuilder",
-        "deepspeed.ops.transformer.transformer_op",
-        "use torch.nn.TransformerEncoderLayer",
+    Op(
+        name="transformer",
+        builder="TransformerBuilder",
+        build_var="DS_BUILD_TRANSFORMER",
+        absolute_name="deepspeed.ops.transformer.transformer_op",
+        module="deepspeed.ops.transformer.transformer",
     ),
-    _later(
-        "stochastic_transformer",
-        "StochasticTransformerBuilder",
-        "deepspeed.ops.transformer.stochastic_transformer_op",
-        "use torch.nn.TransformerEncoderLayer",
+    Op(
+        name="stochastic_transformer",
+        builder="StochasticTransformerBuilder",
+        build_var="DS_BUILD_STOCHASTIC_TRANSFORMER",
+        absolute_name="deepspeed.ops.transformer.stochastic_transformer_op",
+        module="deepspeed.ops.transformer.transformer",
     ),
     _later(
         "transformer_inference",
