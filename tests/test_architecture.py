@@ -57,6 +57,7 @@ LAYER_OF = {
     "deepspeed.memory_plan.command": "tools",
     "deepspeed.utils.zero_to_fp32": "tools",
     # schemas stand beside the mechanism that they configure
+    "deepspeed.ops.sparse_attention*": "comm, ops, io",
     "deepspeed*.config": "schemas and plan",
     "deepspeed.elasticity.elasticity": "schemas and plan",
     "deepspeed*_config": "schemas and plan",

@@ -118,23 +118,10 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.quantizer": {
         "ds_quantizer": "deepspeed.ops.quantizer.quantizer",
     },
-    "deepspeed.ops.sparse_attention": {
-        "BSLongformerSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-        "BertSparseSelfAttention": "deepspeed.ops.sparse_attention.bert_sparse_self_attention",
-        "BigBirdSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-        "DenseSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-        "FixedSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-        "LocalSlidingWindowSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-        "SparseAttentionUtils": "deepspeed.ops.sparse_attention.sparse_attention_utils",
-        "SparseSelfAttention": "deepspeed.ops.sparse_attention.sparse_self_attention",
-        "VariableSparsityConfig": "deepspeed.ops.sparse_attention.sparsity_config",
-    },
     "deepspeed.ops.transformer": {
         "DeepSpeedInferenceConfig": "deepspeed.ops.transformer.inference.config",
         "DeepSpeedMoEInference": "deepspeed.ops.transformer.inference.moe_inference",
         "DeepSpeedMoEInferenceConfig": "deepspeed.ops.transformer.inference.moe_inference",
-        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
-        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
     },
     "deepspeed.profiling.flops_profiler": {
         "FlopsProfiler": "deepspeed.profiling.flops_profiler.profiler",

@@ -32,8 +32,7 @@ INSTEAD = {
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
     "deepspeed.ops.quantizer": "Until then use torchao.",
     "deepspeed.ops.random_ltd": "Until then select tokens with torch.gather.",
-    "deepspeed.ops.sparse_attention": "Until then use torch.nn.attention.flex_attention.",
-    "deepspeed.ops.transformer": "Until then use torch.nn.TransformerEncoderLayer.",
+    "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
     "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
     "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",
@@ -135,70 +134,16 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.inject": (
-        "def module_inject(layer_obj, model, config, micro_batch_size, max_seq_length, seed, preln, "
-        "fp16=True)",
-    ),
     "deepspeed.module_inject.layers": ("def set_autotp_mode(training=False)",),
     "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
     "deepspeed.module_inject.replace_module": (
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
-        "def revert_transformer_layer(orig_layer_impl, model, config, preln=False)",
     ),
     "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
     "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
-    ),
-    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": (
-        "class BertSparseSelfAttention(config, sparsity_config=FixedSparsityConfig(num_heads=4)): "
-        "transpose_for_scores forward",
-    ),
-    "deepspeed.ops.sparse_attention.sparse_attention_utils": (
-        "class SparseAttentionUtils(**data): extend_position_embedding "
-        "update_tokenizer_model_max_length replace_model_self_attention_with_sparse_self_attention "
-        "replace_self_attention_layer_with_sparse_self_attention_layer pad_to_block_size "
-        "unpad_sequence_output",
-    ),
-    "deepspeed.ops.sparse_attention.sparse_self_attention": (
-        "class SparseSelfAttention(sparsity_config=SparsityConfig(num_heads=4), "
-        "key_padding_mask_mode='add', attn_mask_mode='mul', max_seq_length=2048): get_layout get_ops "
-        "transpose_key_for_scores transpose_mask_for_sparse forward",
-    ),
-    "deepspeed.ops.sparse_attention.sparsity_config": (
-        "class BSLongformerSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
-        "num_sliding_window_blocks=3, global_block_indices=[0], global_block_end_indices=None, "
-        "attention='bidirectional'): set_sliding_window_layout set_global_layout make_layout "
-        "setup_layout check_and_propagate_first_head_layout",
-        "class BigBirdSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
-        "num_random_blocks=1, num_sliding_window_blocks=3, num_global_blocks=1, "
-        "attention='bidirectional'): set_random_layout set_sliding_window_layout set_global_layout_itc "
-        "make_layout setup_layout check_and_propagate_first_head_layout",
-        "class DenseSparsityConfig(num_heads, block=16, different_layout_per_head=False): make_layout "
-        "setup_layout check_and_propagate_first_head_layout",
-        "class FixedSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
-        "num_local_blocks=4, num_global_blocks=1, attention='bidirectional', "
-        "horizontal_global_attention=False, num_different_global_patterns=1): set_local_layout "
-        "set_global_layout make_layout setup_layout check_and_propagate_first_head_layout",
-        "class LocalSlidingWindowSparsityConfig(num_heads, block=16, num_sliding_window_blocks=3, "
-        "attention='unidirectional'): set_sliding_window_layout make_layout setup_layout "
-        "check_and_propagate_first_head_layout",
-        "class VariableSparsityConfig(num_heads, block=16, different_layout_per_head=False, "
-        "num_random_blocks=0, local_window_blocks=[4], global_block_indices=[0], "
-        "global_block_end_indices=None, attention='bidirectional', horizontal_global_attention=False): "
-        "set_random_layout set_local_layout set_global_layout make_layout setup_layout "
-        "check_and_propagate_first_head_layout",
-    ),
-    "deepspeed.ops.transformer.transformer": (
-        "class DeepSpeedTransformerConfig(batch_size=-1, hidden_size=-1, intermediate_size=-1, "
-        "heads=-1, attn_dropout_ratio=-1, hidden_dropout_ratio=-1, num_hidden_layers=-1, "
-        "initializer_range=-1, layer_norm_eps=1e-12, local_rank=-1, seed=-1, fp16=False, "
-        "pre_layer_norm=True, normalize_invertible=False, gelu_checkpoint=False, "
-        "adjust_init_range=True, attn_dropout_checkpoint=False, stochastic_mode=False, "
-        "return_tuple=False, training=True): from_dict from_json_file",
-        "class DeepSpeedTransformerLayer(config, initial_weights=None, initial_biases=None): "
-        "init_transformer_weights forward",
     ),
     "deepspeed.runtime.checkpoint_engine.utils": (
         "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",

@@ -10,7 +10,7 @@ from deepspeed.config.sections import Int, LenientConfigModel
 
 
 class SparseAttentionConfig(LenientConfigModel):
-    """Which blocks of the attention matrix are computed; kept for models that read it from the engine."""
+    """Which blocks of attention are computed, in models whose attention is chosen by name; others read it."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = Field(
         default="fixed", description="The pattern."

@@ -184,6 +184,7 @@ class DeepSpeedConfig:
         self.graph_harvesting = c.graph_harvesting
         self.hybrid_engine = c.hybrid_engine
         self.sparse_attention = c.sparse_attention.model_dump() if c.sparse_attention else None
+        self.applies_sparse_attention = c.sparse_attention is not None
         self.pld_config = c.progressive_layer_drop
         self.autotuning_config = c.autotuning
 

@@ -39,7 +39,8 @@ def initialize(
     """Wrap ``model`` in an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     Args:
-        args: namespace that may hold ``deepspeed_config`` (a path) and ``local_rank``.
+        args: namespace that may hold ``deepspeed_config`` (a path), ``local_rank`` and ``deepspeed_sparse_attention``
+            (False: the section ``sparse_attention`` is left to the model).
         model: the module to train. Its parameters may be DTensors, split over neighbouring tensor-parallel ranks. Of a
             ``PipelineModule`` the engine is a ``PipelineEngine``.
         optimizer: a torch optimizer, or a callable that takes ``model_parameters`` and returns one; by default the
@@ -69,6 +70,10 @@ def initialize(
     split_over = take_distributed(model) if isinstance(model, nn.Module) else None
     given = with_recorded_size(given, model)
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
+    if (
+        getattr(args, "deepspeed_sparse_attention", None) is False
+    ):  # the script has the flag, and it was not given
+        parsed.applies_sparse_attention = False
     if optimizer is None and parsed.optimizer_name is not None:
         problems = check_optimizer(parsed.optimizer_name, parsed.optimizer_params)
         if problems:

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.attention_blocks import CAUSAL, Joined, kernel_for
 from deepspeed.runtime.activation_checkpointing.side_stream import SideStream
 from deepspeed.utils.untraced import untraced
 
 from .assignment import HeadAssignment
-from .blocks import CAUSAL, Joined, kernel_for
 from .chunks import FetchedAhead, SequenceChunk
 from .exchange import Exchange
 from .layer import apply_rotary_pos_emb, apply_rotary_pos_emb_backward

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.attention_blocks import Joined, kernel_for
 from deepspeed.utils.untraced import untraced
 
-from .blocks import Joined, kernel_for
 from .visibility import Visibility
 
 

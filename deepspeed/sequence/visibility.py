@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .blocks import CAUSAL, Mask
+from deepspeed.ops.attention_blocks import CAUSAL, Mask
 
 
 def documents_of(positions: Tensor) -> Tensor | None:

@@ -19,6 +19,7 @@ SCRIPTS = {
     "moe.py": ["ours, top-2", "dispatch and combine"],
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
+    "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],
 }

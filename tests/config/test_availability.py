@@ -78,7 +78,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
     ("progressive_layer_drop.enabled", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
-    ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),

@@ -13,10 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed.comm.collectives import process_network
+from deepspeed.ops.attention_blocks import (
+    CAUSAL,
+    CPU_FLASH,
+    CUDA_FLASH,
+    PLAIN,
+    BlockKernel,
+    Joined,
+    kernel_for,
+)
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import UlyssesSPViTAttention
 from deepspeed.sequence.assignment import shard_lengths
-from deepspeed.sequence.blocks import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, BlockKernel, Joined, kernel_for
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from deepspeed.sequence.visibility import Visibility
 from tests.pool import distributed

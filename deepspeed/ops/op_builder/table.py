@@ -108,11 +108,12 @@ OPS: tuple[Op, ...] = (
         "dc", "DeepCompileBuilder", "deepspeed.ops.dc_op", "use engine.compile()", "DS_BUILD_DEEP_COMPILE"
     ),
     _later("evoformer_attn", "EvoformerAttnBuilder", "deepspeed.ops.evoformer_attn_op", _SDPA),
-    _later(
-        "sparse_attn",
-        "SparseAttnBuilder",
-        "deepspeed.ops.sparse_attention.sparse_attn_op",
-        "use torch.nn.attention.flex_attention",
+    Op(
+        name="sparse_attn",
+        builder="SparseAttnBuilder",
+        build_var="DS_BUILD_SPARSE_ATTN",
+        absolute_name="deepspeed.ops.sparse_attention.sparse_attn_op",
+        module="deepspeed.ops.sparse_attention",
     ),
     _later(
         "fp_quantizer",
@@ -130,17 +131,19 @@ OPS: tuple[Op, ...] = (
         "deepspeed.ops.spatial.spatial_inference_op",
         _GENERATE,
     ),
-    _later(
-        "transformer",
-        "TransformerBuilder",
-        "deepspeed.ops.transformer.transformer_op",
-        "use torch.nn.TransformerEncoderLayer",
+    Op(
+        name="transformer",
+        builder="TransformerBuilder",
+        build_var="DS_BUILD_TRANSFORMER",
+        absolute_name="deepspeed.ops.transformer.transformer_op",
+        module="deepspeed.ops.transformer.transformer",
     ),
-    _later(
-        "stochastic_transformer",
-        "StochasticTransformerBuilder",
-        "deepspeed.ops.transformer.stochastic_transformer_op",
-        "use torch.nn.TransformerEncoderLayer",
+    Op(
+        name="stochastic_transformer",
+        builder="StochasticTransformerBuilder",
+        build_var="DS_BUILD_STOCHASTIC_TRANSFORMER",
+        absolute_name="deepspeed.ops.transformer.stochastic_transformer_op",
+        module="deepspeed.ops.transformer.transformer",
     ),
     _later(
         "transformer_inference",

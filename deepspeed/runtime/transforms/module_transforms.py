@@ -16,6 +16,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.moe.stacked import expert_parallelism
 from deepspeed.runtime.activation_checkpointing.budget import memory_budget
 from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute
+from deepspeed.runtime.sparse_attention import sparse_attention
 from deepspeed.runtime.tensor_parallel.transform import tensor_parallelism
 from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.runtime.transforms.inputs import InputTransform
@@ -148,6 +149,7 @@ Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
 FROM_CONFIG: tuple[Factory, ...] = (
     expert_parallelism,
     tensor_parallelism,
+    sparse_attention,
     sequence_shards,
     tiled_compute,
     memory_budget,

@@ -11,6 +11,7 @@ MODULE_ORDER = (
     "layer_reduction",
     "expert_parallel",
     "tensor_parallel",
+    "sparse_attention",
     "sequence_parallel",
     "compression",
     "quantized_linear",

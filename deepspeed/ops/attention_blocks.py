@@ -26,7 +26,8 @@ class Order(enum.Enum):
 
 CAUSAL = Order.CAUSAL
 Mask: TypeAlias = Tensor | Order | None
-"""Bool, broadcastable to [batch, heads, rows, columns]; CAUSAL; or None: every row sees every column."""
+"""Bool, or floats that are added to the scores (-inf: not seen), broadcastable to [batch, heads, rows, columns];
+CAUSAL; or None: every row sees every column."""
 
 
 class BlockKernel(Protocol):
@@ -83,6 +84,8 @@ class Plain:
             return scores
         if isinstance(mask, Order):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+        if mask.is_floating_point():
+            return scores + mask
         return scores.masked_fill(~mask, -math.inf)
 
 
@@ -94,7 +97,8 @@ class CpuFlash:
             q, k, v, 0.0, mask is CAUSAL, attn_mask=_additive(mask, q.dtype), scale=scale
         )
         if isinstance(mask, Tensor):  # the kernel gives 0 for rows that see nothing
-            lse = lse.masked_fill(~mask.any(-1), -math.inf)
+            seen = mask > -math.inf if mask.is_floating_point() else mask
+            lse = lse.masked_fill(~seen.any(-1), -math.inf)
         return out, lse
 
     def backward(
@@ -210,6 +214,8 @@ def _finite(lse: Tensor) -> Tensor:
 def _additive(mask: Mask, dtype: torch.dtype) -> Tensor | None:
     if not isinstance(mask, Tensor):
         return None
+    if mask.is_floating_point():
+        return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 

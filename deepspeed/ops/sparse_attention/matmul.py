@@ -1,0 +1,132 @@
+"""Products in which one of three matrices is block-sparse, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.sparse_attention.products import BlockIndex, sampled, times_dense
+
+_MODES = ("sdd", "dsd", "dds")
+
+
+class MatMul:
+    """``c = a @ b`` over batches and heads. The letters of ``mode`` say of c, a and b whether they are dense (d) or
+    sparse (s).
+
+    Dense operands are [batch, heads, rows, columns] (leading dimensions may be missing), sparse ones the blocks of
+    ``layout`` [batch, number of blocks, block, block], in the order of ``layout.nonzero()``. A product costs what its
+    blocks cost; the dense form of the sparse matrix never exists.
+
+    Args:
+        layout: [heads, block rows, block columns] of the sparse matrix as it is stored (before it is transposed).
+        block: tokens along one side of a block.
+        mode: "sdd", "dsd" or "dds".
+        trans_a, trans_b: multiply with the transpose (of the last two dimensions) of an operand.
+        bench: accepted for compatibility.
+
+    Raises:
+        NotImplementedError: another mode. ValueError (in a call): operands that do not fit the layout.
+    """
+
+    def __init__(
+        self,
+        layout: Tensor,
+        block: int,
+        mode: str,
+        trans_a: bool = False,
+        trans_b: bool = False,
+        bench: bool = False,
+    ) -> None:
+        if mode not in _MODES:
+            raise NotImplementedError(f"mode={mode!r} is unknown: use one of {', '.join(_MODES)}")
+        self.layout = layout
+        self.block = block
+        self.mode = mode
+        self.trans_a = trans_a
+        self.trans_b = trans_b
+        self.bench = bench
+        self._index = BlockIndex(layout, block)
+
+    def make_lut(self, dtype: torch.dtype | None, device: torch.device) -> BlockIndex:
+        """Where the blocks are, on ``device``; made once and kept."""
+        self._index = self._index.to(torch.device(device))
+        return self._index
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        index = self.make_lut(a.dtype, a.device)
+        a, b = _four(a), _four(b)
+        self._check(a, b, index)
+        if self.mode == "sdd":
+            return _Sampled.apply(a.mT if self.trans_a else a, b.mT if self.trans_b else b, index)
+        if self.mode == "dsd":
+            return _TimesDense.apply(a, b.mT if self.trans_b else b, index, self.trans_a)
+        left = (a.mT if self.trans_a else a).mT
+        return _TimesDense.apply(b, left, index, not self.trans_b).mT
+
+    def _check(self, a: Tensor, b: Tensor, index: BlockIndex) -> None:
+        rows, columns = index.rows * self.block, index.columns * self.block
+        if self.mode == "sdd":
+            _check_side("a", a.mT if self.trans_a else a, index.heads, -2, rows)
+            _check_side("b", b.mT if self.trans_b else b, index.heads, -1, columns)
+            return
+        if self.mode == "dsd":
+            index.check(a, "a")
+            inner = rows if self.trans_a else columns
+            _check_side("b", b.mT if self.trans_b else b, index.heads, -2, inner)
+            return
+        index.check(b, "b")
+        _check_side("a", a.mT if self.trans_a else a, index.heads, -1, columns if self.trans_b else rows)
+
+
+class _Sampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, index: BlockIndex) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.index = index
+        return sampled(a, b, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        of_a = times_dense(grad, b.mT, ctx.index) if ctx.needs_input_grad[0] else None
+        of_b = times_dense(grad, a, ctx.index, transposed=True).mT if ctx.needs_input_grad[1] else None
+        return of_a, of_b, None
+
+
+class _TimesDense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, b: Tensor, index: BlockIndex, transposed: bool) -> Tensor:
+        ctx.save_for_backward(blocks, b)
+        ctx.index, ctx.transposed = index, transposed
+        return times_dense(blocks, b, index, transposed=transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        blocks, b = ctx.saved_tensors
+        of_blocks, of_b = None, None
+        if ctx.needs_input_grad[0]:
+            left, right = (b, grad) if ctx.transposed else (grad, b)
+            of_blocks = sampled(left, right.mT, ctx.index)
+        if ctx.needs_input_grad[1]:
+            of_b = times_dense(blocks, grad, ctx.index, transposed=not ctx.transposed)
+        return of_blocks, of_b, None, None
+
+
+def _four(x: Tensor) -> Tensor:
+    while x.dim() < 4:
+        x = x.unsqueeze(0)
+    return x
+
+
+def _check_side(name: str, x: Tensor, heads: int, dim: int, expected: int) -> None:
+    if x.shape[1] != heads or x.shape[dim] != expected:
+        side = "rows" if dim == -2 else "columns"
+        raise ValueError(
+            f"{name} has {x.shape[1]} heads and {x.shape[dim]} {side} (after transposing); the layout asks for "
+            f"{heads} and {expected}"
+        )

@@ -1,0 +1,179 @@
+"""Self-attention over a block-sparse layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
+from deepspeed.ops.sparse_attention.matmul import MatMul
+from deepspeed.ops.sparse_attention.softmax import Softmax, as_bias
+from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+from deepspeed.ops.sparse_attention.tiles import TilePlan
+
+
+class SparseSelfAttention(nn.Module):
+    """``softmax(query @ key.T / sqrt(head size) + masks) @ value`` in the blocks of a layout only.
+
+    Work is proportional to the blocks that exist, memory too; the layout is compiled at its first use. The buffer
+    ``master_layout`` is the layout for ``max_seq_length`` tokens; shorter sequences use its corner, so that random
+    blocks stay where they are. It belongs to the module's state, so checkpoints keep it, and whoever trains the module
+    on several ranks (``deepspeed.initialize``, DDP) gives all of them that of the first.
+
+    Args:
+        sparsity_config: the pattern.
+        key_padding_mask_mode, attn_mask_mode: "add": the mask is added to the scores; "mul": 0 hides, anything else
+            shows.
+        max_seq_length: tokens of the longest sequence. Longer ones work, with a layout of their own.
+    """
+
+    master_layout: Tensor
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig = SparsityConfig(num_heads=4),  # noqa: B008 (the documented default)
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+    ) -> None:
+        super().__init__()
+        self.sparsity_config = sparsity_config
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
+        blocks = -(-max_seq_length // sparsity_config.block)
+        self.register_buffer("master_layout", sparsity_config.make_layout(blocks * sparsity_config.block))
+        self._ops: dict[int, tuple[MatMul, MatMul, Softmax]] = {}
+        self._plans: dict[int, TilePlan] = {}
+        self._compiled_of: tuple[Tensor, int] | None = None
+
+    def get_layout(self, L: int) -> Tensor:
+        """[heads, block rows, block columns] for ``L`` tokens. ValueError: the block size does not divide ``L``."""
+        block = self.sparsity_config.block
+        if L % block != 0:
+            raise ValueError(
+                f"a sequence of {L} tokens is not made of whole blocks of {block}: pad it "
+                "(SparseAttentionUtils.pad_to_block_size)"
+            )
+        if L // block > self.master_layout.shape[1]:
+            self.master_layout = self.sparsity_config.make_layout(L).to(self.master_layout.device)
+        return self.master_layout[..., : L // block, : L // block]
+
+    def get_ops(self, H: int, L: int) -> tuple[MatMul, MatMul, Softmax]:
+        """What the attention consists of for ``L`` tokens: query times key, weights times value, softmax. ValueError:
+        the layout has not ``H`` heads."""
+        self._forget_if_changed(H)
+        if L not in self._ops:
+            layout, block = self.get_layout(L), self.sparsity_config.block
+            self._ops[L] = (
+                MatMul(layout, block, "sdd", trans_b=True),
+                MatMul(layout, block, "dsd"),
+                Softmax(layout, block),
+            )
+        return self._ops[L]
+
+    def transpose_key_for_scores(self, x: Tensor, L: int) -> Tensor:
+        """Keys as [batch, heads, tokens, head size], also if the last two dimensions came the other way round."""
+        return x if x.shape[-2] == L else x.transpose(-1, -2)
+
+    def transpose_mask_for_sparse(
+        self, qtype: torch.dtype, x: Tensor, is_key_padding_mask: bool = False
+    ) -> Tensor:
+        """A mask in the dtype of the scores without dimensions of size 1: [batch, tokens] for keys, else [tokens,
+        tokens]."""
+        x = x.to(qtype)
+        if not is_key_padding_mask:
+            return x.squeeze()
+        for dim in range(x.dim() - 1, 0, -1):
+            x = x.squeeze(dim)
+        return x
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        """[batch, heads, tokens, head size] in and out, in any floating-point dtype; a key may be transposed.
+
+        Args:
+            rpe: relative positions, added to the scores: [(batch,) (heads,) tokens, tokens]; has a gradient.
+            key_padding_mask: [batch, tokens], or with dimensions of size 1 between.
+            attn_mask: [tokens, tokens].
+
+        Raises:
+            NotImplementedError: key or value of another length than the query (attention to another sequence).
+            ValueError: sizes that do not fit the layout or each other.
+        """
+        batch, heads, length, size = query.shape
+        key = self.transpose_key_for_scores(key, length)
+        if query.shape != key.shape or key.shape != value.shape:
+            raise NotImplementedError(
+                f"sparse attention is self-attention: query {list(query.shape)}, key {list(key.shape)} and value "
+                f"{list(value.shape)} have to be of one shape"
+            )
+        if key_padding_mask is not None:
+            key_padding_mask = self.transpose_mask_for_sparse(query.dtype, key_padding_mask, True)
+            key_padding_mask = key_padding_mask.reshape(-1, length).expand(batch, length)
+        if attn_mask is not None:
+            attn_mask = self.transpose_mask_for_sparse(query.dtype, attn_mask).reshape(length, length)
+        scale = float(size) ** -0.5
+        if rpe is not None or _has_gradient(key_padding_mask, attn_mask):
+            return self._in_steps(query, key, value, scale, rpe, key_padding_mask, attn_mask)
+        masks = Masks(
+            None
+            if key_padding_mask is None
+            else as_bias(key_padding_mask, self.key_padding_mask_mode, "key_padding_mask", query.dtype),
+            None if attn_mask is None else as_bias(attn_mask, self.attn_mask_mode, "attn_mask", query.dtype),
+        )
+        return block_attention(query, key, value, self.plan(heads, length), masks, scale)
+
+    def plan(self, heads: int, length: int) -> TilePlan:
+        """How the layout for ``length`` tokens is computed; made once. ValueError: it has not ``heads`` heads."""
+        self._forget_if_changed(heads)
+        if length not in self._plans:
+            self._plans[length] = TilePlan(self.get_layout(length), self.sparsity_config.block)
+        return self._plans[length]
+
+    def _in_steps(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        rpe: Tensor | None,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+    ) -> Tensor:
+        """By way of the blocks of the scores, where something that is added to them may want a gradient."""
+        scores, weighted, softmax = self.get_ops(query.shape[1], query.shape[2])
+        weights = softmax(
+            scores(query, key),
+            scale=scale,
+            rpe=rpe,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            key_padding_mask_mode=self.key_padding_mask_mode,
+            attn_mask_mode=self.attn_mask_mode,
+        )
+        return weighted(weights, value)
+
+    def _forget_if_changed(self, heads: int) -> None:
+        """What was compiled is of another layout after a checkpoint was loaded or the module was moved."""
+        layout = self.master_layout
+        if layout.shape[0] != heads:
+            raise ValueError(
+                f"the layout has {layout.shape[0]} heads, the query {heads}: make the sparsity config with "
+                f"num_heads={heads}"
+            )
+        known = self._compiled_of
+        if known is None or known[0] is not layout or known[1] != layout._version:
+            self._ops.clear()
+            self._plans.clear()
+            self._compiled_of = (layout, layout._version)
+
+
+def _has_gradient(*masks: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks)

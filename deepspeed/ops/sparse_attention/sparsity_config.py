@@ -1,0 +1,442 @@
+"""Which blocks of an attention matrix are computed: the documented patterns, and the class to derive others from.
+
+A layout is an int64 tensor [heads, block rows, block columns] that is 1 where the block is computed. Rows are queries,
+columns keys. Layouts tell of whole blocks only: what a token sees inside a block on the diagonal is the matter of an
+attention mask.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KINDS = ("unidirectional", "bidirectional")
+
+
+class SparsityConfig:
+    """The base of all patterns. Derive from it, and override ``make_layout``, for a pattern of your own::
+
+        class EverySecond(SparsityConfig):
+            def make_layout(self, seq_len):
+                layout = self.setup_layout(seq_len)
+                for head in range(self.num_layout_heads):
+                    layout[head, :, ::2] = 1
+                return self.check_and_propagate_first_head_layout(layout)
+
+    Args:
+        num_heads: heads of the attention.
+        block: tokens along one side of a block.
+        different_layout_per_head: every head gets a layout of its own; otherwise that of the first serves all.
+
+    ``random`` is where patterns draw their random blocks from: by default Python's own generator, so that
+    ``random.seed`` decides.
+    """
+
+    random: Any = random
+
+    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
+        self.num_heads = num_heads
+        self.block = block
+        self.different_layout_per_head = different_layout_per_head
+        self.num_layout_heads = num_heads if different_layout_per_head else 1
+
+    def setup_layout(self, seq_len: int) -> Tensor:
+        """An empty layout for ``seq_len`` tokens. ValueError: the block size does not divide it."""
+        if seq_len % self.block != 0:
+            raise ValueError(
+                f"a sequence of {seq_len} tokens is not made of whole blocks of {self.block}: pad it "
+                "(SparseAttentionUtils.pad_to_block_size) or choose another block"
+            )
+        blocks = seq_len // self.block
+        return torch.zeros((self.num_heads, blocks, blocks), dtype=torch.int64)
+
+    def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
+        """The first head's layout for all heads, unless each has its own."""
+        if not self.different_layout_per_head:
+            layout[1:] = layout[0]
+        return layout
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        """The layout for ``seq_len`` tokens."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no make_layout(seq_len): use one of the patterns, FixedSparsityConfig for "
+            "example, or override it"
+        )
+
+    def _random_columns(self, columns: int, wanted: int) -> list[int]:
+        if wanted > columns:
+            raise ValueError(f"num_random_blocks={wanted} is more than the {columns} blocks of a row")
+        return self.random.sample(range(columns), wanted)
+
+
+class DenseSparsityConfig(SparsityConfig):
+    """All blocks: to compare with, and to check a model."""
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        layout[:] = 1
+        return layout
+
+
+class FixedSparsityConfig(SparsityConfig):
+    """Local windows side by side, and representatives of each window that all rows see.
+
+    R. Child et al.: Generating long sequences with sparse Transformers, 2019.
+
+    Args:
+        num_local_blocks: blocks of a window.
+        num_global_blocks: consecutive blocks of a window that represent it, its last ones for the first head.
+        attention: "unidirectional": no row sees later blocks; or "bidirectional".
+        horizontal_global_attention: the representatives see all blocks too; only if bidirectional.
+        num_different_global_patterns: in how many ways, head by head, representatives are chosen.
+
+    Raises:
+        ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_local_blocks: int = 4,
+        num_global_blocks: int = 1,
+        attention: str = "bidirectional",
+        horizontal_global_attention: bool = False,
+        num_different_global_patterns: int = 1,
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        if num_global_blocks < 1 or num_local_blocks % num_global_blocks != 0:
+            raise ValueError(
+                f"num_local_blocks={num_local_blocks} has to be a multiple of num_global_blocks={num_global_blocks}"
+            )
+        _check_attention(attention, horizontal_global_attention)
+        if num_different_global_patterns > 1 and not different_layout_per_head:
+            raise ValueError(
+                f"num_different_global_patterns={num_different_global_patterns} needs different_layout_per_head=True"
+            )
+        if num_different_global_patterns > num_local_blocks // num_global_blocks:
+            raise ValueError(
+                f"num_different_global_patterns={num_different_global_patterns} is more than the "
+                f"{num_local_blocks // num_global_blocks} choices in a window (num_local_blocks / num_global_blocks)"
+            )
+        self.num_local_blocks = num_local_blocks
+        self.num_global_blocks = num_global_blocks
+        self.attention = attention
+        self.horizontal_global_attention = horizontal_global_attention
+        self.num_different_global_patterns = num_different_global_patterns
+
+    def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+        blocks = layout.shape[1]
+        windows = [
+            (start, min(start + self.num_local_blocks, blocks))
+            for start in range(0, blocks, self.num_local_blocks)
+        ]
+        return _set_windows(layout[h], windows, self.attention, layout)
+
+    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        blocks = layout.shape[1]
+        choice = 1 + h % self.num_different_global_patterns
+        offset = self.num_local_blocks - choice * self.num_global_blocks
+        whole = blocks - blocks % self.num_local_blocks
+        ranges = [
+            (start, start + self.num_global_blocks) for start in range(offset, whole, self.num_local_blocks)
+        ]
+        if whole < blocks:  # the last window is short: its representatives move back into it
+            start = min(whole + offset, blocks - self.num_global_blocks)
+            ranges.append((start, start + self.num_global_blocks))
+        return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            self.set_local_layout(head, layout)
+            self.set_global_layout(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+class VariableSparsityConfig(SparsityConfig):
+    """Local windows of given sizes, global blocks at given places, and random blocks.
+
+    Args:
+        num_random_blocks: random blocks in each row.
+        local_window_blocks: sizes of the windows in order; the last one is that of all that remain.
+        global_block_indices: the global blocks, or, with ``global_block_end_indices``, where global ranges begin.
+        global_block_end_indices: where they end, exclusive.
+        attention, horizontal_global_attention: as in `FixedSparsityConfig`.
+
+    Raises:
+        ValueError: the arguments contradict each other. NotImplementedError: another ``attention``.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 0,
+        local_window_blocks: Sequence[int] = [4],
+        global_block_indices: Sequence[int] = [0],
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: str = "bidirectional",
+        horizontal_global_attention: bool = False,
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        _check_ranges(global_block_indices, global_block_end_indices)
+        _check_attention(attention, horizontal_global_attention)
+        if not local_window_blocks or min(local_window_blocks) < 1:
+            raise ValueError(f"local_window_blocks={list(local_window_blocks)} needs sizes of at least 1")
+        self.num_random_blocks = num_random_blocks
+        self.local_window_blocks = list(local_window_blocks)
+        self.global_block_indices = list(global_block_indices)
+        self.global_block_end_indices = _listed(global_block_end_indices)
+        self.attention = attention
+        self.horizontal_global_attention = horizontal_global_attention
+
+    def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        return _set_random(self, layout, h, self.num_random_blocks, self.attention)
+
+    def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
+        blocks, start, windows = layout.shape[1], 0, []
+        sizes = iter(self.local_window_blocks)
+        size = 0
+        while start < blocks:
+            size = next(sizes, size)
+            windows.append((start, min(start + size, blocks)))
+            start += size
+        return _set_windows(layout[h], windows, self.attention, layout)
+
+    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        ranges = _ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1])
+        return _set_global(layout, h, ranges, self.attention, self.horizontal_global_attention)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            self.set_random_layout(head, layout)
+            self.set_local_layout(head, layout)
+            self.set_global_layout(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+class BigBirdSparsityConfig(SparsityConfig):
+    """A sliding window, the first blocks global in both directions, and random blocks.
+
+    M. Zaheer et al.: Big Bird: Transformers for longer sequences, 2020 (the variant whose global tokens are among
+    those of the sequence).
+
+    Args:
+        num_random_blocks: random blocks in each row.
+        num_sliding_window_blocks: blocks of the window, its row's own in the middle.
+        num_global_blocks: the first blocks, which see all and are seen by all.
+        attention: "unidirectional": no row sees later blocks; or "bidirectional".
+
+    Raises:
+        NotImplementedError: another ``attention``. ``make_layout`` raises ValueError for sequences that have fewer
+            blocks than one of the numbers.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_random_blocks: int = 1,
+        num_sliding_window_blocks: int = 3,
+        num_global_blocks: int = 1,
+        attention: str = "bidirectional",
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        _check_attention(attention)
+        self.num_random_blocks = num_random_blocks
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.num_global_blocks = num_global_blocks
+        self.attention = attention
+
+    def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
+        return _set_random(self, layout, h, self.num_random_blocks, self.attention)
+
+    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        return _set_sliding_window(layout, h, self.num_sliding_window_blocks)
+
+    def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
+        _check_fits("num_global_blocks", self.num_global_blocks, layout)
+        layout[h, : self.num_global_blocks, :] = 1
+        layout[h, :, : self.num_global_blocks] = 1
+        return _without_later(layout, h, self.attention)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            self.set_random_layout(head, layout)
+            self.set_sliding_window_layout(head, layout)
+            self.set_global_layout_itc(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+class BSLongformerSparsityConfig(SparsityConfig):
+    """A sliding window, and given blocks that are global in both directions: Longformer, in blocks.
+
+    I. Beltagy et al.: Longformer: The long-document Transformer, 2020.
+
+    Args:
+        num_sliding_window_blocks: blocks of the window, its row's own in the middle.
+        global_block_indices, global_block_end_indices: as in `VariableSparsityConfig`.
+        attention: "unidirectional": no row sees later blocks; or "bidirectional".
+
+    Raises:
+        ValueError: the global ranges are none. NotImplementedError: another ``attention``.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        different_layout_per_head: bool = False,
+        num_sliding_window_blocks: int = 3,
+        global_block_indices: Sequence[int] = [0],
+        global_block_end_indices: Sequence[int] | None = None,
+        attention: str = "bidirectional",
+    ) -> None:
+        super().__init__(num_heads, block, different_layout_per_head)
+        _check_ranges(global_block_indices, global_block_end_indices)
+        _check_attention(attention)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.global_block_indices = list(global_block_indices)
+        self.global_block_end_indices = _listed(global_block_end_indices)
+        self.attention = attention
+
+    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        return _set_sliding_window(layout, h, self.num_sliding_window_blocks)
+
+    def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
+        for start, end in _ranges(self.global_block_indices, self.global_block_end_indices, layout.shape[1]):
+            layout[h, start:end, :] = 1
+            layout[h, :, start:end] = 1
+        return _without_later(layout, h, self.attention)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            self.set_sliding_window_layout(head, layout)
+            self.set_global_layout(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+class LocalSlidingWindowSparsityConfig(SparsityConfig):
+    """A sliding window and nothing else, the same for all heads.
+
+    Args:
+        num_sliding_window_blocks: blocks of the window, its row's own in the middle; unidirectional rows have the
+            half up to their own.
+        attention: "unidirectional" or "bidirectional".
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        block: int = 16,
+        num_sliding_window_blocks: int = 3,
+        attention: str = "unidirectional",
+    ) -> None:
+        super().__init__(num_heads, block)
+        _check_attention(attention)
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.attention = attention
+
+    def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
+        _set_sliding_window(layout, h, self.num_sliding_window_blocks)
+        return _without_later(layout, h, self.attention)
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        layout = self.setup_layout(seq_len)
+        for head in range(self.num_layout_heads):
+            self.set_sliding_window_layout(head, layout)
+        return self.check_and_propagate_first_head_layout(layout)
+
+
+def _set_windows(one: Tensor, windows: Iterable[tuple[int, int]], attention: str, layout: Tensor) -> Tensor:
+    for start, end in windows:
+        square = torch.ones((end - start, end - start), dtype=one.dtype)
+        one[start:end, start:end] |= square.tril_() if attention == "unidirectional" else square
+    return layout
+
+
+def _set_global(
+    layout: Tensor, h: int, ranges: Iterable[tuple[int, int]], attention: str, horizontal: bool
+) -> Tensor:
+    """Columns that all rows see (unidirectional: those from the range on), and if ``horizontal`` rows that see all."""
+    for start, end in ranges:
+        layout[h, start if attention == "unidirectional" else 0 :, start:end] = 1
+        if horizontal:
+            layout[h, start:end, :] = 1
+    return layout
+
+
+def _set_random(config: SparsityConfig, layout: Tensor, h: int, wanted: int, attention: str) -> Tensor:
+    """``wanted`` random blocks in each row, only earlier ones (as many as there are) if unidirectional."""
+    blocks = layout.shape[1]
+    _check_fits("num_random_blocks", wanted, layout)
+    for row in range(blocks):
+        seen = blocks if attention == "bidirectional" else row + 1
+        layout[h, row, config._random_columns(seen, min(wanted, seen))] = 1
+    return layout
+
+
+def _set_sliding_window(layout: Tensor, h: int, width: int) -> Tensor:
+    _check_fits("num_sliding_window_blocks", width, layout)
+    rows = torch.arange(layout.shape[1])
+    layout[h] |= ((rows[:, None] - rows).abs() <= width // 2).to(layout.dtype)
+    return layout
+
+
+def _without_later(layout: Tensor, h: int, attention: str) -> Tensor:
+    if attention == "unidirectional":
+        layout[h].tril_()
+    return layout
+
+
+def _ranges(starts: Sequence[int], ends: Sequence[int] | None, blocks: int) -> list[tuple[int, int]]:
+    """Those that begin within ``blocks``."""
+    pairs = zip(starts, [start + 1 for start in starts] if ends is None else ends, strict=True)
+    return [(start, min(end, blocks)) for start, end in pairs if start < blocks]
+
+
+def _listed(values: Sequence[int] | None) -> list[int] | None:
+    return None if values is None else list(values)
+
+
+def _check_ranges(starts: Sequence[int], ends: Sequence[int] | None) -> None:
+    if ends is None:
+        return
+    if len(starts) != len(ends):
+        raise ValueError(
+            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)} have to be of one length"
+        )
+    for start, end in zip(starts, ends, strict=True):
+        if start >= end:
+            raise ValueError(
+                f"the global range from block {start} to {end} (exclusive) is empty: global_block_end_indices are "
+                "larger than global_block_indices"
+            )
+
+
+def _check_attention(attention: str, horizontal: bool = False) -> None:
+    if attention not in _KINDS:
+        raise NotImplementedError(f"attention={attention!r} is unknown: use {' or '.join(_KINDS)}")
+    if horizontal and attention != "bidirectional":
+        raise ValueError(
+            "horizontal_global_attention lets global blocks see later ones: set attention='bidirectional'"
+        )
+
+
+def _check_fits(name: str, wanted: int, layout: Tensor) -> None:
+    if layout.shape[1] < wanted:
+        raise ValueError(
+            f"{name}={wanted}, but the sequence has only {layout.shape[1]} blocks: use a longer sequence, smaller "
+            f"blocks or a smaller {name}"
+        )

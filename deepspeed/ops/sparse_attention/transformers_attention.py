@@ -1,0 +1,206 @@
+"""Block-sparse attention as one of the attentions of the package Transformers, for any model that asks for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
+from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
+from deepspeed.ops.sparse_attention.tiles import TilePlan
+
+NAME = "deepspeed_sparse"
+"""How the names begin under which attentions are registered with Transformers."""
+
+_MASKS = ("causal_mask_function", "bidirectional_mask_function")
+_SHORTEST = 2048
+_REFUSED = ("position_bias", "s_aux", "softcap", "head_mask", "layer_head_mask")
+
+
+class TransformersSparseAttention:
+    """Attention over the layouts of one config, with causal masks within blocks, padding and grouped heads.
+
+    Lengths need not be multiples of the block. The layout is that of a length that doubles, so that a sequence that
+    grows (``generate``) keeps its pattern; keys from a cache are seen as the same tokens were without it. Weights have
+    no dropout.
+    """
+
+    def __init__(self, config: SparsityConfig, name: str) -> None:
+        self.config = config
+        self.name = name
+        self.calls = 0
+        self._layout: Tensor | None = None
+        self._plans: dict[int, TilePlan] = {}
+
+    def layout(self, length: int) -> Tensor:
+        """[heads, blocks, blocks] for ``length`` tokens, rounded up to whole blocks."""
+        block = self.config.block
+        blocks = -(-length // block)
+        if self._layout is None or self._layout.shape[1] < blocks:
+            longest = -(-_SHORTEST // block)
+            while longest < blocks:
+                longest *= 2
+            self._layout = self.config.make_layout(longest * block)
+            self._plans.clear()
+        return self._layout[:, :blocks, :blocks]
+
+    def plan(self, length: int) -> TilePlan:
+        """How the layout for ``length`` tokens, a multiple of the block, is computed; made once."""
+        layout = self.layout(length)
+        if length not in self._plans:
+            self._plans[length] = TilePlan(layout, self.config.block)
+        return self._plans[length]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The interface of Transformers' attention functions. ValueError: the model asks for what blocks of a layout
+        do not have."""
+        self.calls += 1
+        self._check(query, key, attention_mask, kwargs)
+        group = query.shape[1] // key.shape[1]
+        if group > 1:
+            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        scale = scaling if scaling is not None else float(query.shape[-1]) ** -0.5
+        given = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        attend = self._square if query.shape[2] == key.shape[2] else self._last_rows
+        return attend(query, key, value, attention_mask, causal, scale).transpose(1, 2).contiguous(), None
+
+    def _square(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        length = query.shape[2]
+        missing = -length % self.config.block
+        if missing:
+            query, key, value = (nn.functional.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
+            if mask is None and not causal:
+                mask = query.new_ones((1, length), dtype=torch.bool).expand(len(query), length)
+            mask = None if mask is None else nn.functional.pad(mask, (0, missing))
+        keys = None if mask is None else _bias(mask, query.dtype)
+        plan = self.plan(length + missing)
+        out = block_attention(query, key, value, plan, Masks(keys=keys, causal=causal), scale)
+        return out[:, :, :length]
+
+    def _last_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        """Few queries, the last of the tokens that the keys have."""
+        rows, columns, block = query.shape[2], key.shape[2], self.config.block
+        of_row = torch.arange(columns - rows, columns)
+        of_column = torch.arange(columns)
+        layout = self.layout(columns)
+        seen = layout[:, of_row // block][:, :, of_column // block].bool()
+        if causal:
+            seen = seen & (of_row[:, None] >= of_column)
+        seen = seen.to(query.device)[None]
+        if mask is not None:
+            seen = seen & mask[:, None, None, :columns].bool()
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+
+    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+        if query.shape[1] != self.config.num_heads:
+            raise ValueError(
+                f"{self.name} has attention of {query.shape[1]} heads; the sparsity config was made for "
+                f"num_heads={self.config.num_heads}"
+            )
+        given = [name for name in _REFUSED if kwargs.get(name) is not None]
+        if given:
+            raise ValueError(
+                f"{self.name} passes {given[0]} to its attention, which sparse attention does not have"
+            )
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != key.shape[2]):
+            raise ValueError(
+                f"{self.name} got an attention mask of shape {list(mask.shape)} for {key.shape[2]} keys: sparse "
+                "attention takes the padding, [batch, tokens], and caches that grow"
+            )
+
+
+def takes_attention(model: nn.Module) -> bool:
+    """Whether this is a model of Transformers whose attention can be chosen by name."""
+    config = getattr(model, "config", None)
+    return config is not None and getattr(_text_config(config), "_attn_implementation", None) is not None
+
+
+def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> TransformersSparseAttention:
+    """Make block-sparse attention that of all attention modules of a Transformers model.
+
+    Raises:
+        ValueError: the model has another number of heads, or (in its first forward) layers that did not call it,
+            because they compute attention in a way of their own.
+    """
+    of_text = _text_config(model.config)
+    heads = int(of_text.num_attention_heads)
+    if heads != config.num_heads:
+        raise ValueError(
+            f"{type(model).__name__} has {heads} heads, the sparsity config num_heads={config.num_heads}"
+        )
+    attention = TransformersSparseAttention(config, type(model).__name__)
+    _register(f"{NAME}_{id(attention):x}", attention, of_text)
+    _check_first_forward(model, attention, int(getattr(of_text, "num_hidden_layers", 1)))
+    return attention
+
+
+def use_padding_masks(model: nn.Module) -> None:
+    """Have a Transformers model hand the padding [batch, tokens], or None, to attention modules that replaced its
+    own."""
+    _register(NAME, _replaced, _text_config(model.config))
+
+
+def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def padding(*args: Any, mask_function: Any = None, **kwargs: Any) -> Tensor | None:
+        kind = getattr(mask_function, "__qualname__", str(mask_function))
+        if mask_function is not None and kind not in _MASKS:
+            raise ValueError(
+                f"the model makes its attention mask with {kind} (a sliding window, or packed documents), which sparse "
+                "attention does not have: pad instead of packing, and say windows in the sparsity config"
+            )
+        return flash_attention_mask(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, padding)
+    of_text._attn_implementation = name
+
+
+def _replaced(module: nn.Module, *_: Any, **__: Any) -> Any:
+    raise ValueError(
+        f"{type(module).__name__} asks for an attention by name, but that of this model's layers was replaced by "
+        "sparse self-attention"
+    )
+
+
+def _check_first_forward(model: nn.Module, attention: TransformersSparseAttention, layers: int) -> None:
+    known, before = weakref.ref(attention), attention.calls
+
+    def check(module: nn.Module, *_: Any) -> None:
+        handle.remove()
+        found = known()
+        if found is not None and found.calls - before < layers:
+            raise ValueError(
+                f"{type(module).__name__} cannot use sparse attention: {found.calls - before} of its {layers} layers "
+                "called it. The others compute an attention of their own"
+            )
+
+    handle = model.register_forward_hook(check)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask == 0, float("-inf"))
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

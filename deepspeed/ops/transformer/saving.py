@@ -1,0 +1,78 @@
+"""Parts of a transformer layer that keep less for backward, and compute or derive the rest there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class InvertibleLayerNorm(torch.autograd.Function):
+    """Layer norm that keeps its output, which the next product keeps anyway, and not its input: the normalized input is
+    ``(output - bias) / weight``. A weight of exactly 0 cannot be inverted: its own gradient is 0 then, and so is its
+    part in the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        out, _, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(out, weight, bias, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        out, weight, bias, rstd = ctx.saved_tensors
+        wide = torch.promote_types(out.dtype, torch.float32)
+        grad, scale = grad.to(wide), weight.to(wide)
+        normalized = (out.to(wide) - bias.to(wide)) / scale.masked_fill(scale == 0, torch.inf)
+        scaled = grad * scale
+        along = (scaled * normalized).mean(-1, keepdim=True)
+        of_x = (scaled - scaled.mean(-1, keepdim=True) - normalized * along) * rstd.to(wide)
+        rows = tuple(range(grad.dim() - 1))
+        of_weight, of_bias = (grad * normalized).sum(rows), grad.sum(rows)
+        return of_x.to(out.dtype), of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
+
+
+class GeluLinear(torch.autograd.Function):
+    """``gelu(x) @ weight.T`` that keeps ``x`` and not ``gelu(x)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return functional.linear(functional.gelu(x), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = grad.flatten(0, -2).mT @ functional.gelu(x).flatten(0, -2)
+        of_x = torch.ops.aten.gelu_backward(grad @ weight, x) if ctx.needs_input_grad[0] else None
+        return of_x, of_weight
+
+
+class DroppedWeights(torch.autograd.Function):
+    """``dropout(weights) @ value`` that keeps the weights, which the softmax keeps anyway, and which of them were
+    dropped, and not the result of the dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, value: Tensor, ratio: float) -> Tensor:
+        dropped, kept = torch.native_dropout(weights, ratio, True)
+        ctx.save_for_backward(weights, kept, value)
+        ctx.scale = 1.0 / (1.0 - ratio) if ratio < 1 else 0.0
+        return dropped @ value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        weights, kept, value = ctx.saved_tensors
+        of_value = None
+        if ctx.needs_input_grad[1]:
+            of_value = torch.ops.aten.native_dropout_backward(weights, kept, ctx.scale).mT @ grad
+        of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_weights = torch.ops.aten.native_dropout_backward(grad @ value.mT, kept, ctx.scale)
+        return of_weights, of_value, None

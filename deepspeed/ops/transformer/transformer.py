@@ -1,0 +1,331 @@
+"""The transformer layer of BERT for training, with its weights fused and less kept for backward where asked for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed.ops.transformer.saving import DroppedWeights, GeluLinear, InvertibleLayerNorm
+
+
+class TransformerConfig:
+    """The sizes of a layer."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        heads: int,
+        attn_dropout_ratio: float,
+        hidden_dropout_ratio: float,
+        num_hidden_layers: int,
+        initializer_range: float,
+    ) -> None:
+        self.layer_id = -1
+        self.batch_size = batch_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.heads = heads
+        self.attn_dropout_ratio = attn_dropout_ratio
+        self.hidden_dropout_ratio = hidden_dropout_ratio
+        self.num_hidden_layers = num_hidden_layers
+        self.initializer_range = initializer_range
+
+
+class DeepSpeedTransformerConfig(TransformerConfig):
+    """What a `DeepSpeedTransformerLayer` is.
+
+    Args:
+        batch_size, max_seq_length, local_rank, fp16, training: accepted for compatibility: the inputs tell the size
+            and the device, weights are cast by the engine, and the layer's own mode says whether it trains.
+        hidden_size: of a token.
+        intermediate_size: of the feed-forward part; -1: four times ``hidden_size``.
+        heads: of the attention; they divide ``hidden_size``.
+        attn_dropout_ratio, hidden_dropout_ratio: dropout of the attention's weights, and of the output of both parts.
+            Dropout draws from torch's generator, so ``seed`` has no effect.
+        num_hidden_layers: of the whole model, for ``adjust_init_range``.
+        initializer_range: standard deviation of new weights.
+        layer_norm_eps: of both norms.
+        pre_layer_norm: norms stand before attention and feed-forward part; otherwise behind them, as in BERT.
+        normalize_invertible: norms keep their output and not their input. Saves 2 x tokens x ``hidden_size``.
+        gelu_checkpoint: the activation is computed again. Saves tokens x ``intermediate_size``.
+        adjust_init_range: the matrices whose output is added to the residual start smaller by
+            sqrt(2 x ``num_hidden_layers``).
+        attn_dropout_checkpoint: dropout of attention weights is applied again. Saves heads x tokens squared for each
+            sequence.
+        stochastic_mode: allows results that differ from run to run; here they never do.
+        return_tuple: the layer returns a tuple of one.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = -1,
+        hidden_size: int = -1,
+        intermediate_size: int = -1,
+        heads: int = -1,
+        attn_dropout_ratio: float = -1,
+        hidden_dropout_ratio: float = -1,
+        num_hidden_layers: int = -1,
+        initializer_range: float = -1,
+        layer_norm_eps: float = 1e-12,
+        local_rank: int = -1,
+        seed: int = -1,
+        fp16: bool = False,
+        pre_layer_norm: bool = True,
+        normalize_invertible: bool = False,
+        gelu_checkpoint: bool = False,
+        adjust_init_range: bool = True,
+        attn_dropout_checkpoint: bool = False,
+        stochastic_mode: bool = False,
+        return_tuple: bool = False,
+        training: bool = True,
+        max_seq_length: int = -1,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            hidden_size,
+            intermediate_size if intermediate_size > 0 else 4 * hidden_size,
+            heads,
+            attn_dropout_ratio,
+            hidden_dropout_ratio,
+            num_hidden_layers,
+            initializer_range,
+        )
+        self.layer_norm_eps = layer_norm_eps
+        self.local_rank = local_rank
+        self.seed = seed
+        self.fp16 = fp16
+        self.pre_layer_norm = pre_layer_norm
+        self.normalize_invertible = normalize_invertible
+        self.gelu_checkpoint = gelu_checkpoint
+        self.adjust_init_range = adjust_init_range
+        self.attn_dropout_checkpoint = attn_dropout_checkpoint
+        self.stochastic_mode = stochastic_mode
+        self.return_tuple = return_tuple
+        self.training = training
+        self.max_seq_length = max_seq_length
+
+    @classmethod
+    def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:
+        """Of names and values; other names than the arguments' become attributes as well."""
+        config = cls()
+        for name, value in json_object.items():
+            setattr(config, name, value)
+        if "intermediate_size" not in json_object:
+            config.intermediate_size = 4 * config.hidden_size
+        return config
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> DeepSpeedTransformerConfig:
+        """The same from a file."""
+        with open(json_file, encoding="utf-8") as file:
+            return cls.from_dict(json.load(file))
+
+
+class DeepSpeedTransformerLayer(nn.Module):
+    """Self-attention and a feed-forward part with GELU, as in BERT, norms before or behind them.
+
+    ``attn_qkvw`` [3 x hidden, hidden] has query, key and value in one matrix. ``attn_nw``, ``attn_nb`` are the norm
+    between attention and feed-forward part; ``norm_w``, ``norm_b`` that before attention (``pre_layer_norm``) or behind
+    the feed-forward part.
+
+    Args:
+        config: the layer's own copy is ``layer.config``. Early scripts pass the number of the layer before it.
+        initial_weights, initial_biases: those of query, key, value, the attention's output, the norm between the
+            parts, the feed-forward part's two matrices, the other norm; the tensors are copied.
+
+    Raises:
+        ValueError: sizes that are missing or do not fit.
+    """
+
+    layer_id = 0
+
+    def __init__(
+        self,
+        config: Any,
+        initial_weights: Sequence[Tensor] | Any = None,
+        initial_biases: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(config, int):
+            config, initial_weights, self.layer_id = initial_weights, None, config
+        self.config = copy.copy(config)
+        self.config.layer_id = self.layer_id
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if hidden <= 0 or config.heads <= 0 or hidden % config.heads != 0:
+            raise ValueError(
+                f"hidden_size={hidden} and heads={config.heads}: both are needed, and the heads divide the size"
+            )
+        for name, shape in _shapes(hidden, inner).items():
+            setattr(self, name, nn.Parameter(torch.empty(shape)))
+        if initial_weights is None or initial_biases is None:
+            self.init_transformer_weights(self.config.adjust_init_range)
+        else:
+            self.load_parts(initial_weights, initial_biases)
+
+    def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
+        """Matrices from a normal distribution, biases 0, norms 1."""
+        spread = self.config.initializer_range if self.config.initializer_range > 0 else 0.02
+        at_residual = spread
+        if adjust_init_range and self.config.num_hidden_layers > 0:
+            at_residual = spread / math.sqrt(2.0 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            with torch.no_grad():
+                if name in ("attn_nw", "norm_w"):
+                    parameter.fill_(1.0)
+                elif parameter.dim() == 1:
+                    parameter.zero_()
+                else:
+                    parameter.normal_(0.0, at_residual if name in ("attn_ow", "output_w") else spread)
+
+    @torch.no_grad()
+    def load_parts(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        """Copy ``initial_weights`` and ``initial_biases`` in. ValueError: not eight of each."""
+        if len(weights) != 8 or len(biases) != 8:
+            raise ValueError(
+                f"8 weights and 8 biases are needed (query, key, value, attention output, norm, two of the "
+                f"feed-forward part, norm), got {len(weights)} and {len(biases)}"
+            )
+        for given, stem in ((weights, "w"), (biases, "b")):
+            fused = torch.cat([given[0], given[1], given[2]])
+            for name, value in zip(_PARTS, (fused, *given[3:]), strict=True):
+                getattr(self, f"{name}{stem}").copy_(value)
+
+    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What `load_parts` takes: views of the parameters."""
+        found = []
+        for stem in ("w", "b"):
+            fused, *rest = (getattr(self, f"{name}{stem}").detach() for name in _PARTS)
+            found.append([*fused.chunk(3), *rest])
+        return found[0], found[1]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        layer_head_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool = False,
+        grads: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor]:
+        """[batch, tokens, hidden] in and out.
+
+        Args:
+            attention_mask: added to the scores, or bool (False hides); broadcastable to [batch, heads, tokens, tokens],
+                or [batch, tokens].
+            grads: accepted for compatibility. The others belong to layers that this one is not, and have to be None.
+
+        Raises:
+            ValueError: one of those is given.
+        """
+        foreign = {
+            "head_mask": head_mask,
+            "layer_head_mask": layer_head_mask,
+            "encoder_hidden_states": encoder_hidden_states,
+            "encoder_attention_mask": encoder_attention_mask,
+            "past_key_value": past_key_value,
+            "past_key_values": kwargs.get("past_key_values"),
+            "output_attentions": output_attentions or None,
+        }
+        given = [name for name, value in foreign.items() if value is not None]
+        if given:
+            raise ValueError(
+                f"DeepSpeedTransformerLayer is an encoder's layer for training: {given[0]} has to be None"
+            )
+        out = (
+            self._pre(hidden_states, attention_mask)
+            if self.config.pre_layer_norm
+            else self._post(hidden_states, attention_mask)
+        )
+        return (out,) if self.config.return_tuple else out
+
+    def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self._attention(self._norm(x, self.norm_w, self.norm_b), mask)
+        return x + self._feed_forward(self._norm(x, self.attn_nw, self.attn_nb))
+
+    def _post(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self._norm(x + self._attention(x, mask), self.attn_nw, self.attn_nb)
+        return self._norm(x + self._feed_forward(x), self.norm_w, self.norm_b)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if self.config.normalize_invertible and torch.is_grad_enabled():
+            return InvertibleLayerNorm.apply(x, weight, bias, self.config.layer_norm_eps)
+        return functional.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_eps)
+
+    def _attention(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        heads = self.config.heads
+        fused = functional.linear(x, self.attn_qkvw, self.attn_qkvb).unflatten(-1, (3, heads, -1))
+        query, key, value = fused.permute(2, 0, 3, 1, 4)
+        mask = None if mask is None else _broadcastable(mask, x.dtype)
+        ratio = self.config.attn_dropout_ratio if self.training else 0.0
+        if ratio <= 0:
+            context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        else:
+            context = self._with_dropout(query, key, value, mask, ratio)
+        out = functional.linear(context.transpose(1, 2).flatten(2), self.attn_ow, self.attn_ob)
+        return self._dropout(out)
+
+    def _with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ratio: float
+    ) -> Tensor:
+        scores = (query / math.sqrt(query.shape[-1])) @ key.mT
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        weights = torch.softmax(scores, dim=-1)
+        if self.config.attn_dropout_checkpoint:
+            return DroppedWeights.apply(weights, value, ratio)
+        return functional.dropout(weights, ratio) @ value
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        inner = functional.linear(x, self.inter_w, self.inter_b)
+        if self.config.gelu_checkpoint and torch.is_grad_enabled():
+            out = GeluLinear.apply(inner, self.output_w) + self.output_b
+        else:
+            out = functional.linear(functional.gelu(inner), self.output_w, self.output_b)
+        return self._dropout(out)
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, max(self.config.hidden_dropout_ratio, 0.0), self.training)
+
+
+_PARTS = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
+
+
+def _shapes(hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "attn_qkvw": (3 * hidden, hidden),
+        "attn_qkvb": (3 * hidden,),
+        "attn_ow": (hidden, hidden),
+        "attn_ob": (hidden,),
+        "attn_nw": (hidden,),
+        "attn_nb": (hidden,),
+        "inter_w": (inner, hidden),
+        "inter_b": (inner,),
+        "output_w": (hidden, inner),
+        "output_b": (hidden,),
+        "norm_w": (hidden,),
+        "norm_b": (hidden,),
+    }
+
+
+def _broadcastable(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """[batch, 1, 1, tokens] or wider: bool, or floats that are added. A mask [batch, tokens] of integers is 0 where it
+    hides."""
+    if mask.dim() == 2:
+        mask = mask[:, None, None, :]
+        if not mask.is_floating_point():
+            return mask.bool()
+    return mask if mask.dtype == torch.bool else mask.to(dtype)

@@ -1,0 +1,92 @@
+"""The section ``sparse_attention`` on a model as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.getters import get_sparse_attention
+from deepspeed.config.plan import Plan
+from deepspeed.ops.sparse_attention import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    SparseSelfAttention,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+from deepspeed.ops.sparse_attention.transformers_attention import takes_attention, use_sparse_attention
+
+_PATTERNS: Mapping[str, type[SparsityConfig]] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+}
+_SEED = 1234
+
+
+class _Context(Protocol):
+    mesh: ProcessMesh
+
+    def say(self, text: str) -> None: ...
+
+
+class _Asked(Protocol):
+    sparse_attention: dict[str, Any] | None
+    applies_sparse_attention: bool
+
+
+def sparse_attention(plan: Plan, config: _Asked) -> SparseAttention | None:
+    """The transform, if the config has the section."""
+    if config.sparse_attention is None or not config.applies_sparse_attention:
+        return None
+    return SparseAttention(config.sparse_attention)
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Gives models of Transformers, whose attention is chosen by name, block-sparse attention. What has sparse
+    attention already, or is no such model, is left alone: it reads the section itself."""
+
+    section: dict[str, Any]
+    name: str = "sparse_attention"
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+    def apply(self, module: nn.Module, context: _Context) -> None:
+        """ValueError: attention is split over ranks; the section contradicts itself; other heads than the model's."""
+        if any(isinstance(each, SparseSelfAttention) for each in module.modules()):
+            context.say("the model has its own")
+            return
+        if not takes_attention(module):
+            context.say("for the model to read: its attention stays as it is")
+            return
+        for axis, key in (("sp", "sequence_parallel_size"), ("tp", "tensor_parallel.autotp_size")):
+            if context.mesh.size(axis) > 1:
+                raise ValueError(f"sparse_attention with {key}={context.mesh.size(axis)}: use one of them")
+        wanted = self.sparsity(int(_text_config(module).num_attention_heads))
+        use_sparse_attention(module, wanted)
+        context.say(
+            f"{self.section['mode']} pattern in blocks of {wanted.block}, without dropout of attention weights"
+        )
+
+    def sparsity(self, heads: int) -> SparsityConfig:
+        """The pattern of the section. Random blocks are the same on all ranks and in every run."""
+        given = get_sparse_attention({"sparse_attention": self.section})
+        assert given is not None
+        made = _PATTERNS[given.pop("mode")](heads, **given)
+        made.random = random.Random(_SEED)
+        return made
+
+
+def _text_config(module: nn.Module) -> Any:
+    config: Any = module.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
