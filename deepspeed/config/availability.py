@@ -96,11 +96,6 @@ MISSING: tuple[Missing, ...] = (
         )
         for key in ROUTING
     ),
-    Missing(
-        "hybrid_engine.inference_tp_size",
-        lambda c: c.hybrid_engine.enabled and c.hybrid_engine.inference_tp_size > 1,
-        "use 1, or share the layers in training as well (tensor_parallel.autotp_size)",
-    ),
     # Compression and data efficiency
     Missing(
         "quantize_training.eigenvalue.enabled",

@@ -16,16 +16,17 @@ class HybridEngineConfig(DeepSpeedConfigModel):
         default=1, ge=1, description="Ranks that share each layer while generating."
     )
     release_inference_cache: bool = Field(
-        default=False, description="Free the key-value cache after each `generate`."
+        default=False,
+        description="Give the memory of the key-value cache back to the device after each `generate`.",
     )
     pin_parameters: bool = Field(
-        default=True, description="Keep copies of the weights in the layout of inference."
+        default=True,
+        description="Keep the memory of split weights between two calls of `generate` (`inference_tp_size`).",
     )
     tp_gather_partition_size: Int = Field(
         default=8, ge=1, description="Layers gathered at one time when several ranks share them."
     )
     enable_cuda_graph: bool = Field(
         default=False,
-        description="Capture decoding as a graph; no effect at stage 3, with several ranks per layer, or "
-        "when the cache is freed.",
+        description="No effect: forwards are not captured as graphs.",
     )

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
-from deepspeed.runtime.tensor_parallel.applying import apply_plan
+from deepspeed.runtime.tensor_parallel.applying import Became, apply_plan
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from deepspeed.utils.logging import log_dist
@@ -42,14 +42,17 @@ def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Comm
     return found
 
 
-def split_over(module: nn.Module, group: Communicator, grain: int = 1) -> None:
-    """Each rank of ``group`` keeps its part of the layers, by the model's graph. Collective.
+def split_over(
+    module: nn.Module, group: Communicator, grain: int = 1, *, became: Became = lambda *_: None
+) -> None:
+    """Each rank of ``group`` keeps its part of the layers, by the model's graph. ``became`` is told which parameter
+    took whose place. Collective.
 
     DeepSpeedConfigError: the model cannot be followed.
     """
     try:
         plan = plan_module(module, group.size, grain=grain)
-        apply_plan(module, plan, group, lambda *_: None)
+        apply_plan(module, plan, group, became)
     except PlanError as error:
         raise DeepSpeedConfigError(
             f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"

@@ -142,5 +142,52 @@ def test_what_is_refused_and_what_copies_do() -> None:
         engine.retake_inference_cache()
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"Linear has no generate"):
             deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config(0))
-        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"inference_tp_size"):
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"inference_tp_size=2 with 1 ranks"):
             engine_of(make("llama"), 0, inference_tp_size=2)
+
+
+def check_shared_generation(kind: str, stage: int, **section: Any) -> None:
+    """Two ranks share each layer while they generate, with prompts of their own, and train with whole layers."""
+    rank = torch.distributed.get_rank()
+    make_model = adapted if kind == "adapted" else lambda: make(kind)
+    shared = engine_of(make_model(), stage, inference_tp_size=2, **section)
+    alone = engine_of(make_model(), stage)
+    lasting = transformers.GenerationConfig(
+        max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=list(range(0, 90, 7))
+    )
+    mask = torch.ones_like(prompt(rank))
+    mask[1, :2] = 0
+    for _ in range(2):
+        for engine in (shared, alone):
+            train(engine, rank)
+            engine.eval()
+        wanted = alone.generate(input_ids=prompt(rank), attention_mask=mask, generation_config=lasting)
+        found = shared.generate(prompt(rank), attention_mask=mask, generation_config=lasting)
+        assert torch.equal(found, wanted)
+    several = shared.module.generate(prompt(rank), generation_config=settings(), num_beams=2)
+    assert torch.equal(several, alone.generate(prompt(rank), generation_config=settings(), num_beams=2))
+    with deepspeed.zero.GatheredParameters([*shared.module.parameters(), *alone.module.parameters()]):
+        for one, other in zip(shared.module.parameters(), alone.module.parameters(), strict=True):
+            assert torch.equal(one, other)
+    held = sum(each.numel() for each in shared._split_copy.module.parameters())
+    whole = sum(getattr(each, "ds_numel", each.numel()) for each in shared.module.parameters())
+    assert held <= 0.55 * whole and (held > 0) == section.get("pin_parameters", True)
+    with pytest.raises(ValueError, match="leave out return_dict_in_generate"):
+        shared.generate(prompt(rank), generation_config=settings(), return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="there are position_ids"):
+        shared.generate(prompt(rank), position_ids=prompt(rank))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "section"),
+    [
+        ("llama", 3, {"tp_gather_partition_size": 1, "pin_parameters": False}),
+        ("adapted", 2, {"release_inference_cache": True}),
+        pytest.param("gpt2", 0, {}, marks=pytest.mark.slow),
+        pytest.param("adapted", 3, {}, marks=pytest.mark.slow),
+    ],
+)
+@distributed(world_size=2)
+def test_layers_are_shared_only_while_generating(kind: str, stage: int, section: dict[str, Any]) -> None:
+    with clean_clients(deepspeed_state=False):
+        check_shared_generation(kind, stage, **section)

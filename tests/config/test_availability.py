@@ -62,7 +62,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         "expert_parallel.num_limited_groups",
         {"expert_parallel": {"enabled": True, "num_expert_groups": 4, "num_limited_groups": 1}},
     ),
-    ("hybrid_engine.inference_tp_size", {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}),
     (
         "elasticity.enabled",
         {

@@ -27,7 +27,7 @@ def test_config_page_shows_what_it_should(tool: ModuleType) -> None:
     for words in (
         "| `stage3_prefetch_bucket_size` | integer | `50000000` | >= 0 |",
         "### `zero_optimization.offload_param`",
-        "- `hybrid_engine.inference_tp_size`: use 1",
+        "- `elasticity.enabled`: remove it",
         "Also: `tp`.",
         "*Deprecated.*",
     ):

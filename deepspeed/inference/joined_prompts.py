@@ -1,0 +1,60 @@
+"""One batch from the prompts of several ranks, and each rank's share of what was generated for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+
+
+class JoinedPrompts:
+    """The prompts of all ranks of ``group``, in rank order, padded on the left to one width.
+
+    The ranks give the same settings; prompts may differ in number and width. Collective.
+
+    Args:
+        prompts: [rows, width], integers.
+        mask: [rows, width], which of them are not padding; None: all.
+        padding: the token that fills the left side.
+
+    Attributes:
+        input_ids: [rows of all ranks, widest], int64.
+        attention_mask: the same shape, int64.
+    """
+
+    def __init__(self, prompts: Tensor, mask: Tensor | None, padding: int, group: Communicator) -> None:
+        self._rows, self._width = prompts.shape
+        sizes = _gathered(torch.tensor([self._rows, self._width], device=prompts.device), group)
+        counts, widths = sizes[:, 0].tolist(), sizes[:, 1].tolist()
+        self._widest, most = max(widths), max(counts)
+        self._before, self._total = sum(counts[: group.rank]), sum(counts)
+        both = prompts.new_zeros((2, most, self._widest), dtype=torch.int64)
+        both[0] = padding
+        both[0, : self._rows, self._widest - self._width :] = prompts
+        both[1, : self._rows, self._widest - self._width :] = 1 if mask is None else mask
+        everyone = _gathered(both.flatten(), group).view(group.size, 2, most, self._widest)
+        filled = torch.cat([each[:, :count] for each, count in zip(everyone, counts, strict=True)], 1)
+        self.input_ids, self.attention_mask = filled.unbind()
+
+    def own(self, tokens: Tensor, ends: set[int]) -> Tensor:
+        """This rank's rows of ``tokens [rows of all ranks * answers to each, length]``, without the columns that are
+        there only because another rank's prompts are wider or its answers longer."""
+        each = tokens.shape[0] // self._total
+        rows = tokens[self._before * each : (self._before + self._rows) * each]
+        rows = rows[:, self._widest - self._width :]
+        return rows[:, : self._width + _longest(rows[:, self._width :], ends)]
+
+
+def _longest(answers: Tensor, ends: set[int]) -> int:
+    """Columns until every row has ended."""
+    ended = torch.isin(answers, torch.tensor(sorted(ends), dtype=answers.dtype, device=answers.device))
+    first = torch.where(ended.any(1), ended.int().argmax(1) + 1, answers.shape[1])
+    return int(first.max()) if answers.numel() else 0
+
+
+def _gathered(flat: Tensor, group: Communicator) -> Tensor:
+    """[ranks, n] of every rank's ``flat [n]``."""
+    output = flat.new_empty(group.size * flat.numel())
+    group.all_gather(output, flat.contiguous()).wait()
+    return output.view(group.size, -1)
