@@ -74,6 +74,7 @@ OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
         nn.ModuleList,
         "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",
     ),
+    ("QuantizedLinear", "_apply"): (nn.Module, "self fn recurse"),
     ("Supervisor", "_start_workers"): (LocalElasticAgent, "self worker_group"),
 }
 
