@@ -107,9 +107,6 @@ NAMES: dict[str, dict[str, str]] = {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
         "ZenFlowSelectiveAdamW": "deepspeed.ops.adam.zenflow_torch_adam",
     },
-    "deepspeed.ops.deepspeed4science": {
-        "DS4Sci_EvoformerAttention": "deepspeed.ops.deepspeed4science.evoformer_attn",
-    },
     "deepspeed.ops.fp_quantizer": {
         "FP_Quantize": "deepspeed.ops.fp_quantizer.quantize",
         "Quantizer": "deepspeed.ops.fp_quantizer.quantize",

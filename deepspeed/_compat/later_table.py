@@ -26,7 +26,6 @@ INSTEAD = {
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
     "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
-    "deepspeed.ops.deepspeed4science": "Until then use torch.nn.functional.scaled_dot_product_attention.",
     "deepspeed.ops.fp_quantizer": "Until then use torch.float8_e4m3fn or torchao.",
     "deepspeed.ops.lion": "Until then use FusedLion, which steps over all tensors at once.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",

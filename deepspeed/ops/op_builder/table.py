@@ -46,7 +46,6 @@ def _later(name: str, builder: str, absolute_name: str, instead: str, build_var:
 
 
 _GENERATE = "generate with the plain module, or with transformers"
-_SDPA = "use torch.nn.functional.scaled_dot_product_attention"
 
 OPS: tuple[Op, ...] = (
     _optimizer("cpu_adam", "CPUAdamBuilder", "adam", "csrc/adam/adam.cpp"),
@@ -107,7 +106,13 @@ OPS: tuple[Op, ...] = (
     _later(
         "dc", "DeepCompileBuilder", "deepspeed.ops.dc_op", "use engine.compile()", "DS_BUILD_DEEP_COMPILE"
     ),
-    _later("evoformer_attn", "EvoformerAttnBuilder", "deepspeed.ops.evoformer_attn_op", _SDPA),
+    Op(
+        name="evoformer_attn",
+        builder="EvoformerAttnBuilder",
+        build_var="DS_BUILD_EVOFORMER_ATTN",
+        absolute_name="deepspeed.ops.evoformer_attn_op",
+        module="deepspeed.ops.deepspeed4science.evoformer_attn",
+    ),
     Op(
         name="sparse_attn",
         builder="SparseAttnBuilder",

@@ -1,0 +1,7 @@
+"""Operations for models of science."""
+
+from __future__ import annotations
+
+from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+
+__all__ = ["DS4Sci_EvoformerAttention"]

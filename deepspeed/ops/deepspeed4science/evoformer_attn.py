@@ -1,0 +1,154 @@
+"""The attention of the Evoformer (over rows, columns and triangles), with its biases and all gradients.
+
+J. Jumper et al.: Highly accurate protein structure prediction with AlphaFold, 2021, supplement 1.6. The scores of all
+sequences never exist at once: forward keeps the log-sum-exp of each row, and backward computes the weights again
+(T. Dao et al.: FlashAttention, 2022), some sequences at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 22
+"""Scores at a time, at most (16 MiB in fp32), but always those of one sequence."""
+
+
+class EvoformerFusedAttention(torch.autograd.Function):
+    """``softmax(q @ k.T / sqrt(head size) + bias1 + bias2) @ v``; shapes as in `DS4Sci_EvoformerAttention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None = None, bias2: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=_wide(q))
+        for at, chunk in _chunks(q, k):
+            scores = _scores(q, k, bias1, bias2, at, chunk)
+            lse[at, chunk] = torch.logsumexp(scores, dim=-1)
+            weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+            out[at, chunk] = (weights @ _heads(v, at, chunk)).transpose(1, 2).to(out.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, bias1, bias2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse, bias1, bias2 = ctx.saved_tensors
+        wanted = [
+            torch.zeros_like(bias, dtype=_wide(q)) if bias is not None and needed else None
+            for bias, needed in zip((bias1, bias2), ctx.needs_input_grad[3:], strict=True)
+        ]
+        return attention_bwd(grads[0], q, k, v, out, lse, bias1, bias2, *wanted)
+
+
+def attention_bwd(
+    dO: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,  # noqa: E741 (the documented name)
+    lse: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    bias1_grad: Tensor | None,
+    bias2_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of the three inputs and of the biases.
+
+    Args:
+        dO: the gradient of the output.
+        Q, K, V, bias1, bias2: the inputs.
+        O, lse: output and log-sum-exp [batch, sequences, heads, tokens] of the forward.
+        bias1_grad, bias2_grad: zeros of the biases' shapes in fp32 (fp64 for such inputs) that gradients are added to;
+            None: not wanted.
+    """
+    dq, dk, dv = (torch.empty_like(x) for x in (Q, K, V))
+    scale = Q.shape[-1] ** -0.5
+    for at, chunk in _chunks(Q, K):
+        scores = _scores(Q, K, bias1, bias2, at, chunk)
+        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+        grad = _heads(dO, at, chunk)
+        spread = (grad * _heads(O, at, chunk)).sum(-1, keepdim=True)
+        dscores = weights * (grad @ _heads(V, at, chunk).mT - spread)
+        dv[at, chunk] = (weights.mT @ grad).transpose(1, 2).to(dv.dtype)
+        dq[at, chunk] = (dscores @ _heads(K, at, chunk) * scale).transpose(1, 2).to(dq.dtype)
+        dk[at, chunk] = (dscores.mT @ _heads(Q, at, chunk) * scale).transpose(1, 2).to(dk.dtype)
+        if bias1_grad is not None:
+            bias1_grad[at, chunk] += dscores.sum((1, 2))[:, None, None]
+        if bias2_grad is not None:
+            bias2_grad[at, 0] += dscores.sum(0)
+    of_biases = [
+        None if grad is None or bias is None else grad.to(bias.dtype)
+        for grad, bias in ((bias1_grad, bias1), (bias2_grad, bias2))
+    ]
+    return dq, dk, dv, of_biases[0], of_biases[1]
+
+
+def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
+    """Attention within each of many sequences, with biases that sequences, or heads and queries, share.
+
+    Args:
+        Q, K, V: [batch, sequences, tokens, heads, head size], in any floating-point dtype and on any device. Keys and
+            values may have other numbers of tokens than queries.
+        biases: none, one or two. The first, [batch, sequences, 1, 1, keys], is that of the keys of each sequence (a
+            mask); the second, [batch, 1, heads, queries, keys], is the same for all sequences (the pairs). None
+            leaves one out. Both have gradients.
+
+    Returns:
+        As ``Q``. A row of which all scores are -inf gives zeros.
+
+    Raises:
+        ValueError: more than two biases, or shapes that do not fit.
+    """
+    if len(biases) > 2:
+        raise ValueError(f"two biases at most, got {len(biases)}")
+    if Q.dim() != 5 or K.shape != V.shape or Q.shape[:2] != K.shape[:2] or Q.shape[3:] != K.shape[3:]:
+        raise ValueError(
+            "Q, K and V are [batch, sequences, tokens, heads, head size], K and V of one shape; got "
+            f"{list(Q.shape)}, {list(K.shape)} and {list(V.shape)}"
+        )
+    batch, sequences, queries, heads, _ = Q.shape
+    shapes = ((batch, sequences, 1, 1, K.shape[2]), (batch, 1, heads, queries, K.shape[2]))
+    given = [*biases, None, None][:2]
+    for number, (bias, shape) in enumerate(zip(given, shapes, strict=True), 1):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"bias {number} has shape {list(bias.shape)}, expected {list(shape)}")
+    return EvoformerFusedAttention.apply(Q, K, V, *given)
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
+    """Sequences of one batch element at a time."""
+    each = max(1, q.shape[3] * q.shape[2] * k.shape[2])
+    size = max(1, _CHUNK // each)
+    for at in range(q.shape[0]):
+        for start in range(0, q.shape[1], size):
+            yield at, slice(start, start + size)
+
+
+def _scores(
+    q: Tensor, k: Tensor, bias1: Tensor | None, bias2: Tensor | None, at: int, chunk: slice
+) -> Tensor:
+    """[sequences, heads, queries, keys]."""
+    scores = (_heads(q, at, chunk) * q.shape[-1] ** -0.5) @ _heads(k, at, chunk).mT
+    if bias1 is not None:
+        scores += bias1[at, chunk]
+    if bias2 is not None:
+        scores += bias2[at]
+    return scores
+
+
+def _heads(x: Tensor, at: int, chunk: slice) -> Tensor:
+    """[sequences, heads, tokens, head size], in fp32 or fp64."""
+    return x[at, chunk].transpose(1, 2).to(_wide(x))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Rows that see nothing have no weights whatever is subtracted."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
