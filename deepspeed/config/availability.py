@@ -89,12 +89,6 @@ MISSING: tuple[Missing, ...] = (
     # Optimizers
     Missing(
         "optimizer.type",
-        _optimizer("onebitadam", "onebitlamb", "zerooneadam"),
-        _OTHER_OPTIMIZER,
-        value="OneBitAdam, OneBitLamb, ZeroOneAdam",
-    ),
-    Missing(
-        "optimizer.type",
         _optimizer("muadam", "muadamw", "musgd"),
         _OTHER_OPTIMIZER,
         value="MuAdam, MuAdamW, MuSGD",

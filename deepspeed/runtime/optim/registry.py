@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.config.arguments import remedy, wrong_optimizer_arguments
+from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
 from deepspeed.config.problems import DeepSpeedConfigError, nearest
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
+from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
 
@@ -49,9 +50,12 @@ BUILT_IN: dict[str, BuiltIn] = {
     "adagrad": BuiltIn(Adagrad, torch_name="Adagrad"),
     "sgd": BuiltIn(SGD, torch_name="SGD"),
     "muon": BuiltIn(build_muon),
+    "onebitadam": BuiltIn(OnebitAdam),
+    "onebitlamb": BuiltIn(OnebitLamb),
+    "zerooneadam": BuiltIn(ZeroOneAdam),
 }
 
-NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam", "muadam", "muadamw", "musgd")
+NOT_IMPLEMENTED = ("muadam", "muadamw", "musgd")
 """Documented names that have no implementation in this release."""
 
 
@@ -105,7 +109,7 @@ def available_names() -> list[str]:
 
 def _settings(params: dict[str, Any] | None) -> dict[str, Any]:
     """ "auto" means: as if the key were not there."""
-    settings = {key: value for key, value in (params or {}).items() if value != "auto"}
+    settings = {key: value for key, value in (params or {}).items() if value != "auto" or key in TAKES_AUTO}
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(settings["betas"])
     return settings
