@@ -37,7 +37,7 @@ INSTEAD = {
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",
     "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
     "deepspeed.runtime.checkpoint_engine": "Until then save with engine.save_checkpoint().",
-    "deepspeed.runtime.comm": "Use the functions of deepspeed.comm.",
+    "deepspeed.runtime.comm": "CompressedBackend works on every process group; see also deepspeed.comm.",
     "deepspeed.runtime.compiler": "Use torch.compiler, or engine.compile().",
     "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
     "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
@@ -45,7 +45,6 @@ INSTEAD = {
     "deepspeed.runtime.eigenvalue": "Until then use torch.autograd.functional.hvp.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
-    "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
@@ -202,25 +201,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class DynamicLossScaler(init_scale, scale_window, min_scale, delayed_shift, "
         "consecutive_hysteresis, raise_error_at_min_scale=True, dtype=torch.half): has_overflow_serial "
         "update_scale loss_scale scale_gradient scale_loss backward",
-    ),
-    "deepspeed.runtime.fp16.onebit.adam": (
-        "class OnebitAdam(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
-        " betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
-        "amsgrad=False, cuda_aware=False, comm_backend_name='nccl'): step load_state_dict",
-    ),
-    "deepspeed.runtime.fp16.onebit.lamb": (
-        "class OnebitLamb(params, deepspeed=None, lr=0.001, freeze_step=100000, bias_correction=True,"
-        " betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
-        "max_coeff=10.0, min_coeff=0.01, amsgrad=False, cuda_aware=False, comm_backend_name='nccl', "
-        "coeff_beta=0.9, factor_max=4.0, factor_min=0.5, factor_threshold=0.1): step load_state_dict "
-        "get_lamb_coeffs",
-    ),
-    "deepspeed.runtime.fp16.onebit.zoadam": (
-        "class ZeroOneAdam(params, deepspeed=None, lr=0.001, bias_correction=True, betas=(0.9, "
-        "0.999), eps=1e-08, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0, "
-        "var_freeze_step=100000, var_update_scaler=16, local_step_scaler=32678, "
-        "local_step_clipper=16, amsgrad=False, cuda_aware=False, comm_backend_name='nccl'): step "
-        "load_state_dict",
     ),
     "deepspeed.runtime.fp16.unfused_optimizer": (
         "class FP16_UnfusedOptimizer(init_optimizer, deepspeed=None, loss_scale_config=None, "

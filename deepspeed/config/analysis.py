@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from deepspeed.config import batch
+from deepspeed.config.arguments import TAKES_AUTO
 from deepspeed.config.availability import missing_features
 from deepspeed.config.axes import Axes
 from deepspeed.config.batch import Batch
@@ -199,6 +200,8 @@ def _auto_paths(value: Any, path: Path = ()) -> list[Path]:
     choice).
     """
     if is_auto(value):
+        if path[:2] == ("optimizer", "params") and path[-1] in TAKES_AUTO:
+            return []
         found = field_at(TrainingConfig, path)
         chosen = found is not None and (is_auto(found.get_default()) or extra_facts(found).get("takes_auto"))
         return [] if chosen else [path]

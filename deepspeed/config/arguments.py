@@ -100,6 +100,9 @@ _EPSILONS = Allowed(  # Adafactor has two, of which the first may be null
     SHARE.text,
 )
 
+TAKES_AUTO = frozenset({"freeze_step"})
+"""Arguments for which "auto" is a value of its own: nobody has to fill it in."""
+
 OPTIMIZER: dict[str, Allowed] = {
     **dict.fromkeys(
         ("lr", "muon_lr", "adam_lr", "lr_decay", "weight_decay", "initial_accumulator_value"), SIZE
@@ -107,6 +110,13 @@ OPTIMIZER: dict[str, Allowed] = {
     **dict.fromkeys(("lambd", "t0", "d", "momentum_decay", "max_coeff", "min_coeff"), SIZE),
     **dict.fromkeys(("momentum", "alpha", "rho"), SHARE),
     "dampening": NUMBER,
+    **dict.fromkeys(("factor_max", "factor_min", "factor_threshold"), SIZE),
+    "coeff_beta": SHARE,
+    "freeze_step": Allowed(lambda v: v == "auto" or NO_STEPS.test(v), f'{NO_STEPS.text}, or "auto"'),
+    "var_freeze_step": NO_STEPS,
+    **dict.fromkeys(("var_update_scaler", "local_step_scaler", "local_step_clipper"), STEPS),
+    "cuda_aware": FLAG,
+    "comm_backend_name": WORD,
     "eps": _EPSILONS,
     "betas": BETAS,
     "etas": _pair(FRACTION, Allowed(lambda v: is_number(v) and v > 1, ""), "two numbers, below and above 1"),

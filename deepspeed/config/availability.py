@@ -82,13 +82,6 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.zero_optimization.zenflow is not None,
         "remove it or set it to null",
     ),
-    # Optimizers
-    Missing(
-        "optimizer.type",
-        _optimizer("onebitadam", "onebitlamb", "zerooneadam"),
-        _OTHER_OPTIMIZER,
-        value="OneBitAdam, OneBitLamb, ZeroOneAdam",
-    ),
     # Parallelism
     *(
         Missing(

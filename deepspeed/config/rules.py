@@ -43,6 +43,7 @@ class Finding:
 Rule = Callable[[TrainingConfig], Iterator[Finding]]
 FP16, BF16, AMP = "fp16.enabled", "bf16.enabled", "amp.enabled"
 STAGE = "zero_optimization.stage"
+ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 OFFLOAD = "zero_optimization.offload_optimizer"
 
 
@@ -243,6 +244,17 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def one_bit_needs_stage_0(config: TrainingConfig) -> Iterator[Finding]:
+    zero, section = config.zero_optimization, config.optimizer
+    if section is None or zero.stage == 0 or (section.type or "").lower() not in ONE_BIT:
+        return
+    yield Finding(
+        ("optimizer.type", STAGE),
+        f"{section.type!r} exchanges momenta instead of gradients, so that stage {zero.stage} has nothing to partition "
+        "its state by; use stage 0, or another optimizer with zero_quantized_gradients",
+    )
+
+
 def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
     section = config.scheduler
     if section is None:
@@ -345,6 +357,7 @@ RULES: tuple[Rule, ...] = (
     packets_make_sense,
     old_stage_one,
     optimizer_is_known,
+    one_bit_needs_stage_0,
     scheduler_is_known,
     arguments_make_sense,
     contiguous_checkpoints,

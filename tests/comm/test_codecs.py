@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.comm.codecs import BlockCodec, SignCodec, pack_signs, unpack_signs
+from tests.pool import distributed
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -93,3 +96,45 @@ def test_impossible_codecs(options: dict[str, int]) -> None:
         BlockCodec(**options)
     with pytest.raises(ValueError, match="block=12"):
         SignCodec(12)
+
+
+@pytest.mark.parametrize("name", ["compressed.CompressedBackend", "nccl.NcclBackend", "hccl.HcclBackend"])
+@distributed(world_size=[1, 2, 3])
+def test_documented_compressed_all_reduce(world_size: int, name: str) -> None:
+    """Equal to the arithmetic of the paper on all ranks' values, over several calls with what they keep."""
+    module, _, cls = name.partition(".")
+    backend = getattr(importlib.import_module(f"deepspeed.runtime.comm.{module}"), cls)()
+    rank, part = dist.get_rank(), 16
+    worker, server = torch.zeros(part * world_size), torch.zeros(part)
+    workers = [worker.clone() for _ in range(world_size)]
+    servers = [server.clone() for _ in range(world_size)]
+
+    def one_bit(x: torch.Tensor) -> torch.Tensor:
+        return x.norm() / x.numel() ** 0.5 * torch.where(x >= 0, 1.0, -1.0)
+
+    for call in range(3):
+        every = [values(5, 3, seed=10 * call + r) for r in range(world_size)]
+        for r, x in enumerate(every):
+            padded = torch.zeros(part * world_size)
+            padded[:15] = x.view(-1)
+            workers[r] += padded
+        sent = [one_bit(x) for x in workers]
+        workers = [x - s for x, s in zip(workers, sent, strict=True)]
+        means = [x + s for x, s in zip((sum(sent) / world_size).split(part), servers, strict=True)]
+        servers = [x - one_bit(x) for x in means]
+        expected = torch.cat([one_bit(x) for x in means])[:15].view(5, 3)
+        mine = every[rank].clone()
+        assert backend.compressed_allreduce(mine, worker, server, rank) is mine
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(worker, workers[rank], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(server, servers[rank], rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        backend.unpack(backend.pack(worker, 2), 2, torch.half).view(-1),
+        torch.where(worker >= 0, 1, -1).half(),
+    )
+    gathered = [torch.zeros(4) for _ in range(world_size)]
+    backend.my_gather(rank, world_size, None, torch.full((4,), float(rank)), gathered, 0)
+    if rank == 0:
+        assert [g[0].item() for g in gathered] == list(range(world_size))
+    with pytest.raises(ValueError, match="worker_error has"):
+        backend.compressed_allreduce(torch.zeros(99), worker, server, rank)

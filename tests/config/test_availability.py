@@ -31,7 +31,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"super_offload": True}}},
     ),
     ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
-    ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     *(
         (f"expert_parallel.{key}", {"expert_parallel": {"enabled": True, key: value}})

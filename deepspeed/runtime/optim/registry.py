@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from deepspeed.config.arguments import remedy, wrong_optimizer_arguments
+from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_arguments
 from deepspeed.config.problems import DeepSpeedConfigError, nearest
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
+from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from deepspeed.runtime.optim.elementwise import is_elementwise
 from deepspeed.runtime.optim.mu_parametrization import mu_adam, mu_adamw, mu_sgd
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
@@ -53,10 +54,10 @@ BUILT_IN: dict[str, BuiltIn] = {
     "muadam": BuiltIn(mu_adam),
     "muadamw": BuiltIn(mu_adamw),
     "musgd": BuiltIn(mu_sgd),
+    "onebitadam": BuiltIn(OnebitAdam),
+    "onebitlamb": BuiltIn(OnebitLamb),
+    "zerooneadam": BuiltIn(ZeroOneAdam),
 }
-
-NOT_IMPLEMENTED = ("onebitadam", "onebitlamb", "zerooneadam")
-"""Documented names that have no implementation in this release."""
 
 
 def build_optimizer(name: str, params: dict[str, Any] | None, param_groups: Any) -> torch.optim.Optimizer:
@@ -84,11 +85,6 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
     if params is not None and not isinstance(params, dict):
         return [f"optimizer.params={params!r} must be a mapping of names to values"]
     key = name.lower()
-    if key in NOT_IMPLEMENTED:
-        return [
-            f"optimizer.type={name!r} is not implemented in this release; available: "
-            f"{', '.join(sorted(BUILT_IN))} and the classes of torch.optim"
-        ]
     if key not in BUILT_IN and _torch_class(name) is None:
         return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
     settings = _settings(params)
@@ -109,7 +105,7 @@ def available_names() -> list[str]:
 
 def _settings(params: dict[str, Any] | None) -> dict[str, Any]:
     """ "auto" means: as if the key were not there."""
-    settings = {key: value for key, value in (params or {}).items() if value != "auto"}
+    settings = {key: value for key, value in (params or {}).items() if value != "auto" or key in TAKES_AUTO}
     if isinstance(settings.get("betas"), list):
         settings["betas"] = tuple(settings["betas"])
     return settings

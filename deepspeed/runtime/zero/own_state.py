@@ -48,6 +48,9 @@ class OwnState:
             for source in sources:
                 self._add(saved[source][BY_PARAMETER], 1.0 / len(sources), first=source == sources[0])
         optimizer.load_own_state(_Parts(saved), rank, ranks)
+        self.store.refresh_low(
+            self.store.fragments
+        )  # it may have restored weights that differ from rank to rank
         if len(saved) == ranks:
             return []
         return [f"what {len(saved)} ranks did not share is spread over {ranks}" if saved else "no own state"]

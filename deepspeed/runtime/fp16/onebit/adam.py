@@ -1,0 +1,155 @@
+"""1-bit Adam (H. Tang et al. 2021: 1-bit Adam: Communication efficient large-scale training with Adam's convergence
+speed)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.update import Fragments, HoldersOf, UpdateTraits
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.runtime.optim.sign_exchange import FEEDBACK
+
+AUTO = "auto"
+STABLE = 0.96
+"""Ratio of the sums of variances, 1 / (1 - beta2) updates apart, from which on the variance is stable (sec. 7.1)."""
+
+
+class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
+    """AdamW for ``freeze_step`` updates, with gradients summed as always. From then on the variance stays as it is,
+    every rank adds its own gradient to the momentum, and the ranks exchange signs of their momenta: 1/32 of the bytes.
+
+    Both the sender and the server of an exchange keep what it took away and add it to the next one.
+
+    Args:
+        params: iterable of parameters or of dicts that define groups.
+        deepspeed: accepted; the engine needs no introduction.
+        freeze_step: updates before the exchange is compressed; "auto": until the variance is stable.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
+
+    Only stage 0 leaves gradients as they are. Raises ``ValueError`` for another backend than the documented ones, and
+    ``RuntimeError`` for what is not available.
+    """
+
+    update_traits = UpdateTraits(elementwise=True, own_communication=True, rank_state=(FEEDBACK,))
+    own_state_names = (FEEDBACK,)
+
+    def __init__(
+        self,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int | str = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        refuse(
+            "OnebitAdam",
+            amsgrad=amsgrad,
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_grad_norm=max_grad_norm or None,
+        )
+        check_backend("OnebitAdam", comm_backend_name)
+        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
+        self.deepspeed = deepspeed
+        self.comm_backend_name = comm_backend_name
+        self.chooses_freeze_step = freeze_step == AUTO
+        self.freeze_step: float = float("inf") if self.chooses_freeze_step else int(freeze_step)
+        self._sum_of_variances = 0.0
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """Whether the variance is frozen."""
+        return self.updates >= self.freeze_step
+
+    def warms_up(self, update: int) -> bool:
+        return update <= self.freeze_step
+
+    def warmed_up(self) -> None:
+        """ "auto": at intervals as long as the variance remembers, compare its sum with the last one."""
+        interval = round(1.0 / (1.0 - self.param_groups[0]["betas"][1]))
+        if not self.chooses_freeze_step or self.updates % interval:
+            return
+        variances = [
+            s["exp_avg_sq"].sum(dtype=torch.float64) for s in self.state.values() if "exp_avg_sq" in s
+        ]
+        now, before = float(sum(variances)), self._sum_of_variances
+        self._sum_of_variances = now
+        if before > 0 and STABLE <= now / before <= 1 / STABLE:
+            self.freeze_step = self.updates + 1  # the ranks ask each other before the next update
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        holders: HoldersOf | None,
+    ) -> None:
+        masters = list(part.masters)
+        states = [self.state_for(master, group) for master in masters]
+        grads = scaled(part.grads, grad_scale)
+        self.fill_variances(masters, grads, holders, group["betas"][1])
+        momenta = [state["exp_avg"] for state in states]
+        add_gradients(momenta, grads, group["betas"][0])
+        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], holders)
+        frozen = self.freeze_step
+        for master, state in zip(masters, states, strict=True):
+            state["step"] += 1
+            denominator, rate = rates(state, group, float(state["step"]), min(float(state["step"]), frozen))
+            master.mul_(1.0 - group["lr"] * group["weight_decay"])
+            master.sub_((state["exp_avg"] / denominator).mul_(rate).to(master.dtype))
+        publish(masters, part.lows)
+
+    def own_state(self) -> dict[str, Any]:
+        mine = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
+        return {**super().own_state(), **mine}
+
+    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_own_state(saved, rank, ranks)
+        if len(saved) and self.chooses_freeze_step:
+            self.freeze_step = saved[0].get("freeze_step", self.freeze_step)
+            self._sum_of_variances = saved[0].get("sum_of_variances", 0.0)
+
+
+def adam_defaults(
+    lr: float, bias_correction: bool, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    return {
+        "lr": lr,
+        "bias_correction": bias_correction,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "adam_w_mode": True,
+    }
+
+
+def add_gradients(momenta: list[Tensor], grads: list[Tensor], beta1: float) -> None:
+    """``momenta`` = beta1 * momenta + (1 - beta1) * grads; ``grads`` is overwritten."""
+    torch._foreach_mul_(momenta, beta1)
+    torch._foreach_mul_(grads, 1.0 - beta1)
+    torch._foreach_add_(momenta, grads)
+
+
+def rates(
+    state: dict[str, Any], group: dict[str, Any], step: float, variance_steps: float
+) -> tuple[Tensor, float]:
+    """The denominator of an update, and its learning rate; ``variance_steps``: updates of the variance so far."""
+    beta1, beta2 = group["betas"]
+    first, second = 1.0, 1.0
+    if group["bias_correction"]:
+        first, second = 1.0 - beta1**step, 1.0 - beta2**variance_steps
+    return (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]), float(group["lr"]) / first

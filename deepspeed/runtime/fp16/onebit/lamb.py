@@ -1,0 +1,214 @@
+"""1-bit LAMB (C. Li et al. 2021: 1-bit LAMB: Communication efficient large-scale large-batch training with LAMB's
+convergence speed)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext, UpdateTraits
+from deepspeed.runtime.fp16.onebit.adam import add_gradients
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.runtime.optim.sign_exchange import FEEDBACK
+
+FRESH = "exp_avg_sq_fresh"
+"""Entry of the state: a variance that follows what momenta say about gradients."""
+RATIO, SCALE, FACTOR = "lamb_coeff_freeze", "scaling_coeff", "last_factor"
+"""Numbers by tensor: its average trust ratio in warm-up, what its momentum is multiplied by on the wire (0: not known
+yet), and the last factor of its trust ratio."""
+
+
+class OnebitLamb(OneBitOptimizer, FusedLamb):
+    """LAMB for ``freeze_step`` updates, with gradients summed as always. From then on the ranks exchange signs of their
+    momenta, and each tensor keeps a trust ratio: the average of warm-up, times a factor that says by how much the
+    variance has changed since, as reconstructed from the momenta.
+
+    Momenta of different tensors are brought to one scale before they share scales on the wire.
+
+    Args:
+        params: iterable of parameters or of dicts that define groups.
+        deepspeed: accepted; the engine needs no introduction.
+        freeze_step: updates before the exchange is compressed.
+        max_coeff, min_coeff: bounds of the trust ratio in warm-up.
+        coeff_beta: weight of the old average of trust ratios.
+        factor_max, factor_min: bounds of the factor.
+        factor_threshold: by which share of itself the factor may change in one update.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        amsgrad: in the signature but not available.
+
+    Only stage 0 leaves gradients as they are. Raises ``ValueError`` for another backend than the documented ones, and
+    ``RuntimeError`` for what is not available.
+    """
+
+    update_traits = UpdateTraits(
+        elementwise=False,
+        segment_sums=True,
+        gradient_norm=True,
+        own_communication=True,
+        rank_state=(FEEDBACK,),
+    )
+    own_state_names = (FEEDBACK, FRESH)
+
+    def __init__(
+        self,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+    ) -> None:
+        refuse("OnebitLamb", amsgrad=amsgrad)
+        check_backend("OnebitLamb", comm_backend_name)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+        self._coefficients = []
+        self.deepspeed = deepspeed
+        self.comm_backend_name = comm_backend_name
+        self.freeze_step = int(freeze_step)
+        self.coeff_beta = float(coeff_beta)
+        self.factor_max, self.factor_min = float(factor_max), float(factor_min)
+        self.factor_threshold = float(factor_threshold)
+
+    @property
+    def lamb_freeze_key(self) -> bool:
+        """Whether variances and trust ratios are frozen."""
+        return self.updates >= self.freeze_step
+
+    def warms_up(self, update: int) -> bool:
+        return update <= self.freeze_step
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super().state_for(param, group)
+        for name, value in ((RATIO, 0.0), (SCALE, 0.0), (FACTOR, 1.0)):
+            if name not in state:
+                state[name] = torch.tensor(value)
+        return state
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
+    ) -> None:
+        self._coefficients = []
+        super().step_fragments(fragments, grad_scale=grad_scale, context=context)
+
+    def multi_tensor_step(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
+    ) -> None:
+        """An update of warm-up, whose trust ratios count in their averages."""
+        before = len(self._coefficients)
+        super().multi_tensor_step(
+            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
+        )
+        for param, ratio in zip(params, self._coefficients[before:], strict=True):
+            average = self.state[param][RATIO]
+            old = self.coeff_beta if float(average) else 0.0  # the first ratio is the average of one
+            average.mul_(old).add_((1.0 - old) * ratio)
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        holders: HoldersOf | None,
+    ) -> None:
+        masters = list(part.masters)
+        states = [self.state_for(master, group) for master in masters]
+        grads = scaled(part.grads, grad_scale)
+        beta1 = group["betas"][0]
+        self.fill_variances(masters, grads, holders, group["betas"][1])
+        self._begin(states)
+        momenta = [state["exp_avg"] for state in states]
+        before = [momentum.clone() for momentum in momenta]
+        add_gradients(momenta, grads, beta1)
+        scales = [float(state[SCALE]) for state in states]
+        torch._foreach_mul_(momenta, scales)
+        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], holders)
+        torch._foreach_div_(momenta, scales)
+        for master, state, old in zip(masters, states, before, strict=True):
+            state["step"] += 1
+            gradient = (state["exp_avg"] - old * beta1).div_(1.0 - beta1)
+            self._coefficients.append(self._apply(master, state, group, gradient))
+        publish(masters, part.lows)
+
+    @staticmethod
+    def _begin(states: Sequence[dict[str, Any]]) -> None:
+        """At the first update after warm-up: scales that bring momenta to one magnitude, the mean of theirs, and a
+        variance that goes on from the frozen one."""
+        new = [state for state in states if not float(state[SCALE])]
+        sizes = [float(s["exp_avg"].norm()) / max(1, s["exp_avg"].numel()) ** 0.5 for s in new]
+        moving = [size for size in sizes if size > 0]
+        common = sum(moving) / len(moving) if moving else 1.0
+        for state, size in zip(new, sizes, strict=True):
+            state[SCALE].fill_(common / size if size > 0 else 1.0)
+            state[FRESH].copy_(state["exp_avg_sq"])
+
+    def _apply(self, master: Tensor, state: dict[str, Any], group: dict[str, Any], gradient: Tensor) -> float:
+        """Update one tensor; returns its trust ratio. ``gradient``: as the momenta have it."""
+        beta1, beta2 = group["betas"]
+        state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        first = second = frozen = 1.0
+        if group["bias_correction"]:
+            step = float(state["step"])
+            first, second = 1.0 - beta1**step, 1.0 - beta2**step
+            frozen = 1.0 - beta2 ** max(1.0, min(step, self.freeze_step))
+        denominator = self._root(state["exp_avg_sq"] / frozen, group)
+        now = self._root(state[FRESH] / second, group)
+        direction = (state["exp_avg"] / first).div_(denominator)
+        share = 1.0
+        length = float(direction.norm())
+        if group["weight_decay"]:
+            direction.add_(master, alpha=group["weight_decay"])
+            share = min(1.0, length / max(float(direction.norm()), 1e-12))
+        factor = float((denominator / now).max()) * share + (1.0 - share) if master.numel() else 1.0
+        ratio = float(state[RATIO]) * self._bounded(factor, state[FACTOR])
+        master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
+        return ratio
+
+    def _bounded(self, factor: float, last: Tensor) -> float:
+        factor = min(self.factor_max, max(self.factor_min, factor))
+        before, change = float(last), self.factor_threshold
+        factor = min(before * (1.0 + change), max(before * (1.0 - change), factor))
+        last.fill_(factor)
+        return factor
+
+    @staticmethod
+    def _root(variance: Tensor, group: dict[str, Any]) -> Tensor:
+        if group["eps_inside_sqrt"]:
+            return variance.add_(group["eps"]).sqrt_()
+        return variance.sqrt_().add_(group["eps"])

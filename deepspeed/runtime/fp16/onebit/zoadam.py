@@ -1,0 +1,235 @@
+"""0/1 Adam (Y. Lu et al. 2022: Maximizing communication efficiency for large-scale training via 0/1 Adam)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.multi_tensor import refuse
+from deepspeed.ops.update import Fragments, HoldersOf, UpdateTraits
+from deepspeed.runtime.fp16.onebit.adam import adam_defaults, add_gradients, rates
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.runtime.optim.sign_exchange import FEEDBACK
+
+LOCAL, SYNCED = "local_update", "synced"
+"""Entries of the state: the sum of learning rate times momentum since the ranks last agreed, and the weights then."""
+
+
+def is_variance_update(update: int, scaler: int) -> bool:
+    """Whether update number ``update`` (from 1) changes the variance: every one, for ``scaler`` of them; then every
+    second, for as many; then every fourth, and so on."""
+    end, interval = 0, 1
+    while True:
+        first = (end // interval + 1) * interval
+        end = first + (scaler - 1) * interval
+        if update <= end:
+            return update >= first and update % interval == 0
+        interval *= 2
+
+
+def local_interval(update: int, freeze: int, scaler: int, clipper: int) -> int:
+    """Updates between two exchanges: 1 after ``freeze``, doubled every ``scaler`` updates, at most ``clipper``."""
+    doublings = (update - freeze - 1) // scaler
+    return min(clipper, 2 ** min(doublings, clipper.bit_length()))
+
+
+class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
+    """AdamW in three kinds of updates. *Variance* updates have gradients summed in full; there are ever fewer of them,
+    and none after ``var_freeze_step``. In between, the ranks exchange signs of their momenta, as in 1-bit Adam. After
+    ``var_freeze_step`` they exchange only every few updates the sum of what they did (1 bit), and nothing in the others
+    (0 bits): each rank moves its own weights along its own momentum in the meantime.
+
+    Args:
+        params: iterable of parameters or of dicts that define groups.
+        deepspeed: accepted; the engine needs no introduction.
+        var_freeze_step: the last update that may change the variance.
+        var_update_scaler: variance updates after which the interval between them doubles.
+        local_step_scaler: updates after which the interval between exchanges doubles.
+        local_step_clipper: the largest interval between exchanges.
+        cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
+        eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
+
+    Only stage 0 leaves gradients as they are. Between two exchanges weights differ from rank to rank; a checkpoint has
+    those of the first rank, and what the others need to get theirs back. Raises ``ValueError`` for another backend than
+    the documented ones or an interval below 1, and ``RuntimeError`` for what is not available.
+    """
+
+    update_traits = UpdateTraits(
+        elementwise=True, own_communication=True, rank_state=(FEEDBACK, LOCAL, "exp_avg")
+    )
+    own_state_names = (FEEDBACK, LOCAL, SYNCED)
+
+    def __init__(
+        self,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        var_freeze_step: int = 100000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32678,
+        local_step_clipper: int = 16,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        refuse(
+            "ZeroOneAdam",
+            amsgrad=amsgrad,
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_grad_norm=max_grad_norm or None,
+        )
+        check_backend("ZeroOneAdam", comm_backend_name)
+        for name, value in (
+            ("var_update_scaler", var_update_scaler),
+            ("local_step_scaler", local_step_scaler),
+            ("local_step_clipper", local_step_clipper),
+        ):
+            if int(value) < 1:
+                raise ValueError(f"ZeroOneAdam: {name}={value!r} must be at least 1")
+        super().__init__(params, adam_defaults(lr, bias_correction, betas, eps, weight_decay))
+        self.deepspeed = deepspeed
+        self.comm_backend_name = comm_backend_name
+        self.var_freeze_step = int(var_freeze_step)
+        self.var_update_scaler = int(var_update_scaler)
+        self.local_step_scaler = int(local_step_scaler)
+        self.local_step_clipper = int(local_step_clipper)
+        self.variance_updates = 0
+        self.rate_sums: dict[int, float] = {}
+        """By group: the sum of learning rates since the last exchange."""
+        self.exchanges = 0
+        """How often signs were exchanged."""
+
+    @property
+    def freeze_key(self) -> bool:
+        """Whether the variance is frozen."""
+        return self.updates >= self.var_freeze_step
+
+    def warms_up(self, update: int) -> bool:
+        return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
+
+    def warmed_up(self) -> None:
+        self.variance_updates += 1
+
+    def exchanges_at(self, update: int) -> bool:
+        """Whether the ranks exchange signs in an update that is no variance update."""
+        frozen = self.var_freeze_step
+        if update <= frozen:
+            return True
+        return update % local_interval(update, frozen, self.local_step_scaler, self.local_step_clipper) == 0
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        holders: HoldersOf | None,
+    ) -> None:
+        masters = list(part.masters)
+        states = [self.state_for(master, group) for master in masters]
+        grads = scaled(part.grads, grad_scale)
+        self.fill_variances(masters, grads, holders, group["betas"][1])
+        add_gradients([state["exp_avg"] for state in states], grads, group["betas"][0])
+        for state in states:
+            state["step"] += 1
+        if self.updates <= self.var_freeze_step:
+            self._follow_momentum(number, group, masters, states, holders)
+        else:
+            self._follow_own_momentum(number, group, masters, states, holders)
+        publish(masters, part.lows)
+        if number == 0:
+            self.exchanges += self.exchanges_at(self.updates)
+
+    def _follow_momentum(
+        self,
+        number: int,
+        group: dict[str, Any],
+        masters: list[Tensor],
+        states: list[Any],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Before the variance is frozen: 1-bit Adam. What travels is rate times momentum, as later, so that what is
+        owed means the same then."""
+        prepared = [self._rates(state, group) for state in states]
+        sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
+        self.exchange_means(number, masters, sums, [state[FEEDBACK] for state in states], holders)
+        for master, state, total, (denominator, rate) in zip(masters, states, sums, prepared, strict=True):
+            torch.div(total, rate or 1.0, out=state["exp_avg"])
+            master.mul_(1.0 - group["lr"] * group["weight_decay"])
+            master.sub_((state["exp_avg"] / denominator).mul_(rate).to(master.dtype))
+
+    def _follow_own_momentum(
+        self,
+        number: int,
+        group: dict[str, Any],
+        masters: list[Tensor],
+        states: list[Any],
+        holders: HoldersOf | None,
+    ) -> None:
+        """After: each rank for itself, until the next exchange of the sum of updates."""
+        since = self.rate_sums.get(number, 0.0)
+        denominators, rate = [], 0.0
+        for master, state in zip(masters, states, strict=True):
+            denominator, rate = self._rates(state, group)
+            denominators.append(denominator)
+            if not since:
+                state[SYNCED].copy_(master)
+            state[SYNCED].mul_(1.0 - group["lr"] * group["weight_decay"])
+            state[LOCAL].add_((state["exp_avg"] / denominator).mul_(rate))
+        self.rate_sums[number] = since + rate
+        if self.exchanges_at(self.updates):
+            self._agree(number, masters, states, denominators, holders)
+        for master, state in zip(masters, states, strict=True):
+            master.copy_(state[SYNCED] - state[LOCAL])
+        if self.exchanges_at(self.updates):
+            self.rate_sums[number] = 0.0
+            torch._foreach_zero_([state[LOCAL] for state in states])
+
+    def _agree(
+        self,
+        number: int,
+        masters: list[Tensor],
+        states: list[Any],
+        denominators: list[Tensor],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Exchange what the ranks did, as sums of rate times momentum; the momentum is their mean."""
+        sums = [state[LOCAL] * denominator for state, denominator in zip(states, denominators, strict=True)]
+        self.exchange_means(number, masters, sums, [state[FEEDBACK] for state in states], holders)
+        for total, state, denominator in zip(sums, states, denominators, strict=True):
+            torch.div(total, denominator, out=state[LOCAL])
+            torch.div(total, self.rate_sums[number] or 1.0, out=state["exp_avg"])
+
+    def _rates(self, state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, float]:
+        return rates(state, group, float(state["step"]), max(1, self.variance_updates))
+
+    # Checkpoints ----------------------------------------------------------------------------------------------
+
+    def own_state(self) -> dict[str, Any]:
+        mine = {
+            "variance_updates": self.variance_updates,
+            "exchanges": self.exchanges,
+            "rate_sums": dict(self.rate_sums),
+        }
+        return {**super().own_state(), **mine}
+
+    @torch.no_grad()
+    def load_own_state(self, saved: Any, rank: int, ranks: int) -> None:
+        super().load_own_state(saved, rank, ranks)
+        found = saved[0] if len(saved) else {}
+        self.variance_updates = int(found.get("variance_updates", self.updates))
+        self.exchanges = int(found.get("exchanges", 0))
+        self.rate_sums = dict(found.get("rate_sums", {}))
+        if any(self.rate_sums.values()):  # the weights that were saved are those of the first rank
+            for master, state in self.state.items():
+                if LOCAL in state:
+                    master.copy_(state[SYNCED] - state[LOCAL])

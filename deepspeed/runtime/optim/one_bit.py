@@ -1,0 +1,180 @@
+"""What the 1-bit optimizers share: counting updates, one's own gradients, errors, and what each rank saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm.collectives import Communicator
+from deepspeed.ops.multi_tensor import MultiTensorOptimizer
+from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
+from deepspeed.runtime.optim.sign_exchange import SignExchange
+
+BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
+
+
+class OneBitOptimizer(MultiTensorOptimizer):
+    """Base of optimizers that at some point send signs of momenta instead of gradients.
+
+    ``update_number`` counts updates, the first is 1. Without an engine that leaves gradients unsummed, an update takes
+    the gradients that it is given for those of all ranks.
+    """
+
+    own_state_names: tuple[str, ...] = ()
+    """fp32 entries of the state besides ``state_names``."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        MultiTensorOptimizer.__init__(self, params, defaults)  # bases between have other arguments
+        self.updates = 0
+        self.exchange = SignExchange()
+        self._checked: set[int] = set()
+
+    # Subclasses -----------------------------------------------------------------------------------------------
+
+    def warms_up(self, update: int) -> bool:
+        """Whether this update needs the sum of gradients in full."""
+        raise NotImplementedError
+
+    def update_own(
+        self,
+        number: int,
+        group: dict[str, Any],
+        part: Fragments,
+        grad_scale: float,
+        holders: HoldersOf | None,
+    ) -> None:
+        """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if not ``holders``)."""
+        raise NotImplementedError
+
+    def warmed_up(self) -> None:
+        """An update with gradients in full was made."""
+
+    # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
+
+    def keeps_own_gradients(self) -> bool:
+        return not self.warms_up(self.updates + 2)
+
+    def step_fragments(
+        self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
+    ) -> None:
+        self.updates += 1
+        if self.warms_up(self.updates):
+            super().step_fragments(fragments, grad_scale=grad_scale, context=context)
+            self.warmed_up()
+            return
+        with torch.no_grad():
+            for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
+                if part.masters:
+                    self.update_own(number, group, part, grad_scale, context.holders)
+
+    def own_state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "exchange": self.exchange.saved()}
+
+    def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+        self._checked.clear()
+        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
+        self.updates = int(saved[0]["updates"]) if len(saved) else max(steps, default=0)
+        self.exchange.load([entry["exchange"] for entry in saved], rank, ranks)
+
+    # State ----------------------------------------------------------------------------------------------------
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super().state_for(param, group)
+        for name in self.own_state_names:
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({n: state[n].float() for n in self.own_state_names if n in state})
+        self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
+        """Update all parameters that have a gradient; returns what ``closure`` returned."""
+        if grads is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step does not support grads=: set .grad of the parameters"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chosen = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        parts: list[Any] = [
+            SimpleNamespace(masters=params, grads=[p.grad for p in params], lows=[None] * len(params))
+            for params in chosen
+        ]
+        self.step_fragments(parts, context=self._own_context())
+        torch.autograd.graph.increment_version([p for params in chosen for p in params])
+        return loss
+
+    # Parts of an update ---------------------------------------------------------------------------------------
+
+    def exchange_means(
+        self,
+        number: int,
+        masters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        errors: Sequence[Tensor],
+        holders: HoldersOf | None,
+    ) -> None:
+        """Replace ``values`` by their means over those that hold the same masters."""
+        for kind, (ranks, positions) in enumerate(by_holders(masters, holders)):
+            chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
+            self.exchange.mean((number, kind), ranks, *chosen)
+
+    def fill_variances(
+        self, masters: Sequence[Tensor], grads: Sequence[Tensor], holders: HoldersOf | None, beta2: float
+    ) -> None:
+        """An element that had no gradient so far has variance 0, and any momentum would throw it far away. It gets the
+        mean of its tensor; where the whole tensor had none, the mean square of its first gradients."""
+        new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
+        if not new:
+            return
+        self._checked.update(id(masters[i]) for i in new)
+        squares = torch.stack([grads[i].float().square().mean() for i in new]) * (1.0 - beta2)
+        for ranks, positions in by_holders([masters[i] for i in new], holders):
+            share = squares[positions]
+            ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
+            squares[positions] = share
+        for square, i in zip(squares, new, strict=True):
+            variance = self.state[masters[i]]["exp_avg_sq"]
+            mean = variance.mean()
+            fill = next((float(value) for value in (mean, square) if value > 0), 1.0)
+            variance.masked_fill_(variance == 0, fill)
+
+
+def by_holders(
+    masters: Sequence[Tensor], holders: HoldersOf | None
+) -> Iterator[tuple[Communicator, list[int]]]:
+    return iter(holders(masters)) if holders is not None else iter(())
+
+
+def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
+    """Round updated masters into the model's own weights."""
+    written = [
+        (low, master.reshape(-1)) for master, low in zip(masters, lows, strict=True) if low is not None
+    ]
+    if written:
+        torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
+
+
+def scaled(grads: Sequence[Tensor], grad_scale: float) -> list[Tensor]:
+    """fp32 copies times ``grad_scale``."""
+    wide = [grad.to(torch.float32, copy=True) for grad in grads]
+    if grad_scale != 1.0:
+        torch._foreach_mul_(wide, grad_scale)
+    return wide
+
+
+def check_backend(optimizer: str, name: str) -> None:
+    """ValueError: no documented backend has this name. All of them are the engine's own communication here."""
+    if name not in BACKENDS:
+        raise ValueError(f"{optimizer}: comm_backend_name={name!r} must be one of {', '.join(BACKENDS)}")

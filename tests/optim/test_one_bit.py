@@ -1,0 +1,411 @@
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB against ranks that are simulated in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepspeed
+from deepspeed.config.plan import Cadence
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
+from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam, is_variance_update, local_interval
+from tests.pool import distributed
+
+LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
+PARAMS = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY, "bias_correction": False}
+BLOCK = 2048
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(24, 70), nn.Tanh(), nn.Linear(70, 24))
+
+
+def loss_of(model: Any, step: int, rank: int) -> Tensor:
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+    dtype = next(model.parameters()).dtype
+    return (model(x.to(dtype)).float() - x.flip(1)).square().mean()
+
+
+def start(kind: str, params: dict[str, Any], **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": kind, "params": {**PARAMS, **params}},
+        **more,
+    }
+    return deepspeed.initialize(model=make_model(), config=config)[0]
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(engine, step, dist.get_rank())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def signs(x: Tensor) -> Tensor:
+    """What is left of ``x`` after one trip: signs and means of magnitudes."""
+    blocks = [torch.where(b >= 0, 1.0, -1.0) * b.abs().double().mean().float() for b in x.split(BLOCK)]
+    return torch.cat(blocks)
+
+
+class Ranks:
+    """Models, momenta and errors of all ranks in one process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.models = [make_model() for _ in range(ranks)]
+        shapes = [p.shape for p in self.models[0].parameters()]
+        self.momenta = [[torch.zeros(s) for s in shapes] for _ in range(ranks)]
+        self.variance = [torch.zeros(s) for s in shapes]
+        numel = sum(s.numel() for s in shapes)
+        self.part = -(-numel // (ranks * 8)) * 8
+        self.worker = [torch.zeros(self.part * ranks) for _ in range(ranks)]
+        self.server = [torch.zeros(self.part) for _ in range(ranks)]
+
+    @property
+    def params(self) -> list[list[Tensor]]:
+        return [[p.data for p in model.parameters()] for model in self.models]
+
+    def gradients(self, step: int) -> list[list[Tensor]]:
+        found = []
+        for rank, model in enumerate(self.models):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            found.append([p.grad for p in model.parameters()])
+        return found
+
+    def mean(self, values: list[list[Tensor]]) -> list[Tensor]:
+        """The compressed mean of every rank's tensors; errors are kept."""
+        ranks, numel = len(values), sum(v.numel() for v in values[0])
+        sent = []
+        for rank, own in enumerate(values):
+            flat = torch.zeros(self.part * ranks)
+            flat[:numel] = torch.cat([v.reshape(-1) for v in own])
+            self.worker[rank][numel:] = 0
+            wanted = flat + self.worker[rank]
+            trip = torch.cat([signs(part) for part in wanted.split(self.part)])
+            self.worker[rank] = wanted - trip
+            sent.append(trip)
+        whole = []
+        for rank in range(ranks):
+            parts = [trip[rank * self.part : (rank + 1) * self.part] for trip in sent]
+            average = sum(parts) * (1.0 / ranks) + self.server[rank]
+            self.server[rank] = average - signs(average)
+            whole.append(signs(average))
+        pieces = torch.cat(whole)[:numel].split([v.numel() for v in values[0]])
+        return [piece.view(v.shape) for piece, v in zip(pieces, values[0], strict=True)]
+
+    def adam(self, rates: float = LR) -> None:
+        for params, momenta in zip(self.params, self.momenta, strict=True):
+            for p, m, v in zip(params, momenta, self.variance, strict=True):
+                p.mul_(1 - LR * DECAY).sub_(rates * m / (v.sqrt() + EPS))
+
+    def full(self, grads: list[list[Tensor]]) -> None:
+        average = [torch.stack(list(same)).mean(0) for same in zip(*grads, strict=True)]
+        for v, g in zip(self.variance, average, strict=True):
+            v.mul_(BETAS[1]).add_((1 - BETAS[1]) * g * g)
+        self.follow([average] * len(grads))
+
+    def follow(self, grads: list[list[Tensor]]) -> None:
+        for momenta, own in zip(self.momenta, grads, strict=True):
+            for m, g in zip(momenta, own, strict=True):
+                m.mul_(BETAS[0]).add_((1 - BETAS[0]) * g)
+
+    def share(self, rate: float = 1.0) -> None:
+        average = self.mean([[m * rate for m in own] for own in self.momenta])
+        self.momenta = [[m / rate for m in average] for _ in self.momenta]
+
+
+def assert_weights(engine: Any, expected: list[Tensor]) -> None:
+    for found, value in zip(engine.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), value, rtol=1e-5, atol=1e-5)
+
+
+@distributed(world_size=[2, 4])
+def test_one_bit_adam(world_size: int, tmp_path: Path) -> None:
+    """Equal to plain PyTorch; a resumed run is exact; and what an exchange costs."""
+    engine = start("OneBitAdam", {"freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl"})
+    assert type(engine.optimizer) is OnebitAdam
+    oracle, rank = Ranks(world_size), dist.get_rank()
+    for step in range(8):
+        grads = oracle.gradients(step)
+        if step < 3:
+            oracle.full(grads)
+        else:
+            oracle.follow(grads)
+            oracle.share()
+        oracle.adam()
+        train(engine, step, step + 1)
+        assert_weights(engine, oracle.params[rank])
+        if step == 5:
+            engine.save_checkpoint(tmp_path)
+    assert engine.core.reducer.cadence is Cadence.NEVER
+    everyone = engine.scopes.everyone
+    numel = sum(p.numel() for p in engine.module.parameters())
+    before = everyone.bytes_sent
+    train(engine, 8, 9)
+    facts = 2 * 8 * 8 * (world_size - 1) // world_size + 64
+    assert everyone.bytes_sent - before - facts <= 0.27 * numel
+    resumed = start("OneBitAdam", {"freeze_step": 3})
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 6, 9)
+    for found, value in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(found, value)
+
+
+@distributed(world_size=2)
+def test_zero_one_adam(tmp_path: Path) -> None:
+    """Variance updates, exchanges of signs, and updates without communication; checkpoints in the middle of those."""
+    keys = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}
+    engine = start("ZeroOneAdam", keys)
+    assert type(engine.optimizer) is ZeroOneAdam
+    oracle, rank = Ranks(2), dist.get_rank()
+    synced, done, rates = oracle.params, None, 0.0
+    saved: dict[int, list[Tensor]] = {}
+    for update in range(1, 17):
+        grads = oracle.gradients(update)
+        if update <= 6 and is_variance_update(update, 2):
+            oracle.full(grads)
+            oracle.adam()
+        elif update <= 6:
+            oracle.follow(grads)
+            oracle.share(LR)
+            oracle.adam()
+        else:
+            oracle.follow(grads)
+            if done is None:
+                synced = [[p.clone() for p in params] for params in oracle.params]
+                done = [[torch.zeros_like(p) for p in params] for params in synced]
+            rates += LR
+            for own, momenta in zip(done, oracle.momenta, strict=True):
+                for u, m in zip(own, momenta, strict=True):
+                    u.add_(LR * m)
+            for params in synced:
+                for p in params:
+                    p.mul_(1 - LR * DECAY)
+            exchanges = update % local_interval(update, 6, 3, 4) == 0
+            if exchanges:
+                average = oracle.mean(done)
+                done = [[u.clone() for u in average] for _ in done]
+                oracle.momenta = [[u / rates for u in average] for _ in done]
+            for params, start_at, own in zip(oracle.params, synced, done, strict=True):
+                for p, s, u, v in zip(params, start_at, own, oracle.variance, strict=True):
+                    p.copy_(s - u / (v.sqrt() + EPS))
+            if exchanges:
+                done, rates = None, 0.0
+        before = engine.scopes.everyone.collectives["all_to_all"]
+        train(engine, update, update + 1)
+        assert_weights(engine, oracle.params[rank])
+        signs_sent = engine.scopes.everyone.collectives["all_to_all"] - before
+        assert signs_sent == (update in (3, 5) or (update > 6 and done is None)), update
+        if update == 13:
+            assert done is not None
+            engine.save_checkpoint(tmp_path)
+            saved[13] = [p.detach().clone() for p in engine.module.parameters()]
+    resumed = start("ZeroOneAdam", keys)
+    resumed.load_checkpoint(tmp_path)
+    for found, value in zip(resumed.module.parameters(), saved[13], strict=True):
+        assert torch.equal(found, value)
+    train(resumed, 14, 17)
+    for found, value in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(found, value)
+
+
+def test_schedules() -> None:
+    found = [u for u in range(1, 33) if is_variance_update(u, 4)]
+    assert found == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32]
+    assert [local_interval(u, 10, 3, 8) for u in range(11, 25)] == [1] * 3 + [2] * 3 + [4] * 3 + [8] * 5
+    assert local_interval(10**9, 10, 1, 16) == 16
+
+
+@distributed(world_size=2)
+def test_one_bit_lamb(tmp_path: Path) -> None:
+    keys = {"freeze_step": 6, "max_coeff": 0.5, "min_coeff": 0.01, "factor_max": 4.0, "factor_min": 0.5}
+    engine = start("OneBitLamb", {**keys, "coeff_beta": 0.8, "factor_threshold": 0.1})
+    plain = start("Lamb", {"max_coeff": 0.5, "min_coeff": 0.01})
+    assert type(engine.optimizer) is OnebitLamb
+    assert train(engine, 0, 6) == train(plain, 0, 6)  # warm-up is LAMB
+    ratios = engine.optimizer.get_lamb_coeffs()
+    assert len(ratios) == 4 and all(0.01 <= ratio <= 0.5 for ratio in ratios)
+    model = copy.deepcopy(engine.module)
+    states = [copy.deepcopy(engine.optimizer.state[p]) for p in engine.module.parameters()]
+    oracle = Ranks(2)
+    scales = [float(s["exp_avg"].norm() / s["exp_avg"].numel() ** 0.5) for s in states]
+    scales = [sum(scales) / 4 / scale for scale in scales]
+    fresh, last = [s["exp_avg_sq"].clone() for s in states], [1.0] * 4
+    for other in oracle.models:
+        other.load_state_dict(model.state_dict())
+    momenta = [s["exp_avg"] for s in states]
+    for step in range(6, 10):
+        new = [
+            [
+                (BETAS[0] * m + (1 - BETAS[0]) * g) * scale
+                for m, g, scale in zip(momenta, own, scales, strict=True)
+            ]
+            for own in oracle.gradients(step)
+        ]
+        average = [m / scale for m, scale in zip(oracle.mean(new), scales, strict=True)]
+        for i, (m, old, state) in enumerate(zip(average, momenta, states, strict=True)):
+            gradient = (m - BETAS[0] * old) / (1 - BETAS[0])
+            fresh[i] = BETAS[1] * fresh[i] + (1 - BETAS[1]) * gradient**2
+            frozen = state["exp_avg_sq"].sqrt() + EPS
+            first = oracle.params[0][i]
+            share = min(1.0, float((m / frozen).norm() / (m / frozen + DECAY * first).norm()))
+            factor = float((frozen / (fresh[i].sqrt() + EPS)).max()) * share + 1 - share
+            factor = min(4.0, max(0.5, factor))
+            last[i] = min(last[i] * 1.1, max(last[i] * 0.9, factor))
+            for params in oracle.params:
+                direction = m / frozen + DECAY * params[i]
+                params[i].sub_(LR * float(state["lamb_coeff_freeze"]) * last[i] * direction)
+        momenta = average
+        train(engine, step, step + 1)
+        assert_weights(engine, oracle.params[dist.get_rank()])
+        if step == 7:
+            engine.save_checkpoint(tmp_path)
+    resumed = start("OneBitLamb", {**keys, "coeff_beta": 0.8, "factor_threshold": 0.1})
+    resumed.load_checkpoint(tmp_path)
+    train(resumed, 8, 10)
+    for found, value in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(found, value)
+
+
+TYPES = {
+    "OneBitAdam": {"freeze_step": 10},
+    "ZeroOneAdam": {"var_freeze_step": 20, "var_update_scaler": 8, "local_step_scaler": 16},
+    "OneBitLamb": {"freeze_step": 10},
+}
+
+
+@pytest.mark.parametrize("kind", list(TYPES))
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0},
+        {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+    ],
+    ids=["bf16", "fp16", "accumulation"],
+)
+@distributed(world_size=2)
+def test_losses_fall_like_those_of_the_plain_optimizer(kind: str, more: dict[str, Any]) -> None:
+    common = {"lr": 2e-2 if "Lamb" in kind else 3e-3, "weight_decay": 0.0, "bias_correction": True}
+    losses = train(start(kind, {**TYPES[kind], **common}, **more), 0, 60)
+    plain = start("Lamb" if "Lamb" in kind else "AdamW", common, **more)
+    expected = train(plain, 0, 60)
+    assert sum(losses[-6:]) < 0.5 * sum(losses[:6])
+    assert "Lamb" in kind or sum(losses[-6:]) < 2 * sum(expected[-6:])
+
+
+@distributed(world_size=2)
+def test_groups_frozen_and_unused_parameters() -> None:
+    """Rows and tensors without a gradient in warm-up do not fly away, and a parameter that nobody uses stays."""
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.used = nn.Embedding(50, 8), nn.Linear(8, 8)
+            self.frozen, self.late, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, ids: Tensor, late: bool) -> Tensor:
+            x = self.used(self.frozen(self.table(ids)))
+            return (self.late(x) if late else x).square().mean()
+
+    torch.manual_seed(0)
+    model = Sparse()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    groups = [
+        {"params": list(model.table.parameters())},
+        {
+            "params": [*model.used.parameters(), *model.late.parameters(), *model.never.parameters()],
+            "weight_decay": 0.0,
+        },
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 3}},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    for step in range(10):
+        high = 10 if step < 4 else 50
+        ids = torch.randint(
+            0, high, (4,), generator=torch.Generator().manual_seed(2 * step + dist.get_rank())
+        )
+        engine.backward(engine(ids, step >= 5))
+        engine.step()
+    for name, param in engine.module.named_parameters():
+        moved = (param - before[name]).abs().max()
+        assert moved < 1.0, name
+        assert (moved == 0) == (name.split(".")[0] in ("frozen", "never")), name
+
+
+@distributed(world_size=2)
+def test_freeze_step_auto() -> None:
+    """Warm-up ends in the same update on both ranks, once the sum of variances changes by less than 4 %."""
+    engine = start("OneBitAdam", {"freeze_step": "auto", "betas": [0.9, 0.9], "lr": 1e-4})
+    train(engine, 0, 80)
+    assert 20 <= engine.optimizer.freeze_step < 80
+    assert engine.core.reducer.cadence is Cadence.NEVER
+
+
+@distributed(world_size=2)
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks save; each of them alone resumes: what was owed is not lost."""
+    engine = start("OneBitAdam", {"freeze_step": 2})
+    train(engine, 0, 6)
+    engine.save_checkpoint(tmp_path)
+    optimizer = OnebitAdam([torch.zeros(3, requires_grad=True)], freeze_step=2)
+    saved: list[Any] = [None, None]
+    dist.all_gather_object(saved, engine.optimizer.own_state())
+    optimizer.load_own_state(saved, 0, 1)
+    whole = torch.cat([s["exchange"][0, 0]["server_error"] for s in saved])
+    line = optimizer.exchange.lines[0, 0]
+    assert optimizer.updates == 6 and line.ranks == (0,)
+    assert torch.equal(line.server_error[: line.numel], whole[: line.numel])
+
+
+@pytest.mark.parametrize("kind", list(TYPES))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=1)
+def test_stages_are_refused(kind: str, stage: int) -> None:
+    with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
+        start(kind, {}, zero_optimization={"stage": stage})
+
+
+def test_arguments() -> None:
+    params = [torch.zeros(3, requires_grad=True)]
+    for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
+        with pytest.raises(ValueError, match="comm_backend_name='carrier pigeon'"):
+            cls(params, comm_backend_name="carrier pigeon")
+        with pytest.raises(RuntimeError, match="amsgrad"):
+            cls(params, amsgrad=True)
+    with pytest.raises(ValueError, match="local_step_clipper=0"):
+        ZeroOneAdam(params, local_step_clipper=0)
+
+
+def test_alone() -> None:
+    """Without an engine and a process group: plain Adam, then momentum over a frozen variance."""
+    model = make_model()
+    optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=5)
+    losses = []
+    for step in range(20):
+        loss = loss_of(model, step, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and optimizer.adam_freeze_key
+    fresh = OnebitAdam(make_model().parameters(), lr=1e-2, freeze_step=5)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.adam_freeze_key
