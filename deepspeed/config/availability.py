@@ -182,9 +182,8 @@ MISSING: tuple[Missing, ...] = (
         _REMOVE,
     ),
     Missing("sparse_attention", lambda c: c.sparse_attention is not None, "remove the section"),
-    # Compiler and tuner
+    # Compiler
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
-    Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numerics
     *(
         Missing(
