@@ -10,7 +10,6 @@ import os
 # Path prefix -> what to do until then. The longest match is quoted in the refusal.
 INSTEAD = {
     "deepspeed.accelerator": "Until then run on the CPU or on a CUDA device: DS_ACCELERATOR=cpu or cuda.",
-    "deepspeed.autotuning": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
     "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
@@ -69,16 +68,6 @@ INSTEAD = {
 }
 
 LATER: dict[str, tuple[str, ...]] = {
-    "deepspeed.autotuning.autotuner": (
-        "class Autotuner(args, active_resources): print_tuning_results metric fast_enabled "
-        "max_train_batch_size mp_size max_train_micro_batch_size_per_gpu "
-        "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes fp16_enabled "
-        "get_gpu_memory_info get_activation_memory_per_gpu get_instantiation_memory_required_per_gpu "
-        "tune tune_space get_plateau_mbs get_model_num_params model_info_profile_run update_records "
-        "get_best_space_record get_best_space_records run_tuning_micro_batch_sizes "
-        "get_min_max_micro_batch_size get_gas_from_user_config get_val_from_user_args "
-        "get_tuning_micro_batch_size_list run_ds_config write_optimal_config run_after_tuning",
-    ),
     "deepspeed.compile.backend": (
         "def make_backend(backend, compile_config, compile_kwargs={}, owned_frames=None)",
         "def register_compile_pass(name, opt_pass_fn, contract=None)",

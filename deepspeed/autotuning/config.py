@@ -55,6 +55,8 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     num_tuning_micro_batch_sizes: Int = Field(
         default=3, ge=1, description="Micro-batch sizes tried per stage."
     )
+    num_nodes: Int | None = Field(default=None, ge=1, description="Machines to use; null: all.")
+    num_gpus: Int | None = Field(default=None, ge=1, description="Ranks per machine; null: all.")
     mp_size: Int = Field(default=1, ge=1, description="Ranks that share one copy of the model.")
     arg_mappings: dict[str, Any] | None = Field(
         default=None, description="Config key to the command-line flag of the user's script."
@@ -74,3 +76,14 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
         if value < start:
             raise ValueError(f"must not be less than start_profile_step ({start})")
         return value
+
+
+def get_default_model_info_config() -> dict[str, Any]:
+    """The keys of ``autotuning.model_info`` with their defaults."""
+    return AutotuningModelInfoConfig().model_dump()
+
+
+def get_model_info_config(param_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """The section ``autotuning.model_info`` (``param_dict`` is ``autotuning``) over the defaults; None without one."""
+    given = param_dict.get("model_info")
+    return {**get_default_model_info_config(), **given} if given is not None else None

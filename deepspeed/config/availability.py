@@ -110,9 +110,8 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
         _REMOVE,
     ),
-    # Compiler and tuner
+    # Compiler
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
-    Missing("autotuning.enabled", lambda c: c.autotuning.enabled, _REMOVE),
     # What cannot change the numerics
     *(
         Missing(

@@ -152,7 +152,12 @@ def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help=later)
     group.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help=later)
     group.add_argument("--elastic_training", action="store_true", help=later)
-    group.add_argument("--autotuning", choices=["tune", "run"], default="", help=later)
+    group.add_argument(
+        "--autotuning",
+        choices=["tune", "run"],
+        default="",
+        help="find the fastest config for the script; run: and then run it",
+    )
 
 
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
@@ -163,7 +168,6 @@ def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
 def refuse_what_is_not_there(args: argparse.Namespace) -> None:
     """Raises LaunchError naming the first given option that this release parses but does not implement."""
     wanted = {
-        "--autotuning": bool(args.autotuning),
         "--elastic_training": args.elastic_training,
         "--min_elastic_nodes": args.min_elastic_nodes > 0,
         "--max_elastic_nodes": args.max_elastic_nodes > 0,
@@ -249,11 +253,23 @@ def supervise(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
+    """``--autotuning``: finds the fastest config, and with ``run`` runs the script with it. Returns the exit code."""
+    from deepspeed.autotuning.command import run_autotuning as tune
+
+    try:
+        return tune(args, active_resources)
+    except ValueError as error:
+        raise LaunchError(f"--autotuning: {error}") from error
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `deepspeed`. Given ``args``, it raises LaunchError where the command exits with 2."""
     parsed = parse_args(args)
     configure_logging(parsed)
     try:
+        if parsed.autotuning:
+            sys.exit(run_autotuning(parsed, choose_devices(parsed)))
         command, reservation = prepare(parsed)
     except LaunchError as error:
         if args is not None:

@@ -15,7 +15,7 @@ from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.ledger import Place
-from deepspeed.memory_plan.machine import all_there_is
+from deepspeed.memory_plan.machine import Capacity, all_there_is
 from deepspeed.memory_plan.request import Answer, Request, answer
 from deepspeed.runtime.zero.params import full_numel, is_zero_param
 from deepspeed.utils.logging import logger
@@ -68,25 +68,8 @@ def check_fits(
         n for n in (have.host, have.device, have.disk) if n
     ):
         return
-    ranks = mesh.size("dp", "sp")
     try:
-        planned = answer(
-            Request(
-                module=module,
-                config=config._param_dict,
-                ranks=ranks,
-                ranks_per_sequence=mesh.size("sp"),
-                nodes=max(1, ranks // near),
-                device_type=device_type,
-                optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
-                trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
-                zero_init=any(is_zero_param(param) for param in module.parameters()),
-                shape=shape_of(getattr(module, "config", None)),
-                micro_batch=config.train_micro_batch_size_per_gpu,
-                capacity=have,
-                follow_disk=True,
-            )
-        )
+        planned = answer(request_of(module, plan, config, optimizer, mesh, model_parameters, have))
         message = _message(planned) if _lacking(planned, near) else None
     except Exception:
         logger.exception(
@@ -95,6 +78,34 @@ def check_fits(
         return
     if message is not None:
         raise MemoryPlanError(message)
+
+
+def request_of(
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    optimizer: Any,
+    mesh: ProcessMesh,
+    model_parameters: Sequence[Any] | None,
+    capacity: Capacity,
+) -> Request:
+    """What ``initialize`` is about to build, as a request to the planner."""
+    ranks = mesh.size("dp", "sp")
+    return Request(
+        module=module,
+        config=config._param_dict,
+        ranks=ranks,
+        ranks_per_sequence=mesh.size("sp"),
+        nodes=max(1, ranks // _neighbours()),
+        device_type=get_accelerator().device_name().partition(":")[0],
+        optimizer=optimizer if isinstance(optimizer, torch.optim.Optimizer) else None,
+        trained=model_parameters if optimizer is None and config.optimizer_name is not None else [],
+        zero_init=any(is_zero_param(param) for param in module.parameters()),
+        shape=shape_of(getattr(module, "config", None)),
+        micro_batch=config.train_micro_batch_size_per_gpu,
+        capacity=capacity,
+        follow_disk=True,
+    )
 
 
 def _lacking(planned: Answer, near: int) -> bool:

@@ -17,6 +17,7 @@ from deepspeed.comm.collectives import CommunicationError
 from deepspeed.comm.init import network_of
 from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.fits import check_fits
+from deepspeed.memory_plan.stages import note_stages
 from deepspeed.moe.placing import place_experts, write_experts
 from deepspeed.runtime import engine_checkpoint
 from deepspeed.runtime.accumulation import AccumulationClock
@@ -103,6 +104,7 @@ class DeepSpeedEngine(EngineState):
             model_parameters = list(model_parameters)  # it may be a generator, but is read twice
         model_parameters = self._transform_module(model, optimizer, model_parameters)
         check_module(model)
+        note_stages(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         check_fits(model, self.plan, self._config, optimizer, self.mesh, model_parameters)
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)

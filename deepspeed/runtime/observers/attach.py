@@ -17,6 +17,7 @@ from deepspeed.runtime.observers.flops import FlopsOfOneStep
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.same_inputs import SameInputs
+from deepspeed.runtime.observers.trial import Trial
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -59,6 +60,8 @@ def attach_observers(engine: EngineBase) -> None:
         watch_experts(engine, engine.monitor if engine.monitor.enabled else None)
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
+    if config.autotuning_config.enabled and config.autotuning_config.metric_path:
+        Trial(engine)
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
     if engine.mesh.size("tp") > 1:

@@ -1,0 +1,1 @@
+"""Orders in which a space of experiments is explored."""
