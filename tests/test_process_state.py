@@ -49,7 +49,12 @@ STATE = {
     # The documented logger and its level.
     "launcher/agent.py:logger": "the launcher's logger",
     "launcher/devices.py:logger": "the launcher's logger",
+    "launcher/arguments.py:logger": "the launcher's logger",
+    "launcher/failures.py:logger": "the launcher's logger",
     "launcher/launch.py:logger": "the launcher's logger",
+    "launcher/several.py:logger": "the launcher's logger",
+    "launcher/ssh.py:logger": "the launcher's logger",
+    "launcher/supervision.py:logger": "the launcher's logger",
     "utils/logging.py:logger": "the documented logger",
     "utils/logging.py:_once()": "what log_dist_once and warning_once have said",
     # Computed once from what does not change while the process runs.

@@ -19,7 +19,7 @@ INSTEAD = {
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
-    "deepspeed.launcher": "Until then start one `deepspeed --node_rank N --no_ssh` per host, or use torchrun.",
+    "deepspeed.launcher": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
     "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",

@@ -1,24 +1,21 @@
 """Supervision of one machine's ranks: torch's elastic agent, with the launcher's rules for ending a job.
 
 The agent starts the ranks, each in its own session, monitors them, and stops the others when one fails.
-Added here: which rank failed first and why, a bound on the time it takes to stop, and no process left behind.
+Added here: a bound on the time it takes to stop, and no process left behind; `failures.py` says who failed first and
+why.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from deepspeed.constants import RANK_ENDED
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.failures import Failure, in_order, show, write_report
 from deepspeed.launcher.processes import (
     ERROR_REPORT,
     ExitWatch,
@@ -41,17 +38,9 @@ from deepspeed.launcher.processes import (
     kill_descendants,
     run_dir_prefix,
 )
-from deepspeed.launcher.shim import ERROR_FILE, LOCAL_RANK_OPTION, USAGE_ERROR
+from deepspeed.launcher.shim import ERROR_FILE
 
 logger = logging.getLogger("deepspeed.launcher")
-
-MESSAGE_LENGTH = 400
-# Text of exceptions raised because another rank is gone: ours, gloo's, NCCL's and the store's.
-_OF_A_PEER = re.compile(
-    rf"{RANK_ENDED}|gloo/transport|Connection (was )?(likely )?(closed|reset)|Broken pipe"
-    r"|\bDist(Backend|Network|Store)Error",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +56,7 @@ class NodeJob:
     log_dir: Path | None  # holds one file per rank, instead of this process's output
     adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
+    report: Path | None = None  # where failures are written, for the command that started several machines
 
 
 class OneMachine(RendezvousHandler):
@@ -178,96 +168,6 @@ def _list_stopped(context: Any) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How one rank failed."""
-
-    rank: int
-    at: float  # seconds since the epoch
-    exit_code: int  # negative: minus the signal that ended it
-    message: str  # the exception in one line; empty if it left none
-    traceback: str
-    first: bool  # among the ranks ended by an exception, by their own account
-    on_screen: bool  # the rank printed its traceback itself
-    lost_peer: bool = False  # its message says that it failed because another rank had
-    stopped: bool = False  # by the agent, because another rank had failed
-
-    @classmethod
-    def of(
-        cls, rank: int, process: ProcessFailure, ended_at: float | None, stopped_at: float | None = None
-    ) -> Failure:
-        """Read from the rank's error file if an exception was the cause, else from its exit code."""
-        report: dict[str, Any] = {}
-        try:
-            report = json.loads(Path(process.error_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            pass
-        inner: Any = report.get("message", {})
-        inner = inner if isinstance(inner, dict) else {"message": str(inner)}
-        # A rank that reported an exception may be slow to end, and be stopped meanwhile like the others.
-        exit_code = report.get("exit_code", 1) if report and process.exitcode < 0 else process.exitcode
-        message = str(inner.get("message", ""))
-        # A killed process loses its connections before it counts as ended: a rank that notices did not fail first.
-        lost_peer = _OF_A_PEER.search(str(report.get("origin") or message)) is not None
-        raised_at = None if ended_at and lost_peer else report.get("time")
-        late = stopped_at is not None and (ended_at or process.timestamp + 1.0) >= stopped_at
-        return cls(
-            rank=rank,
-            # The agent's own time is truncated to whole seconds: use the end of that second, to err on the late side.
-            at=raised_at or ended_at or process.timestamp + 1.0,
-            exit_code=exit_code,
-            message=_in_one_line(message),
-            traceback=inner.get("extraInfo", {}).get("py_callstack", ""),
-            first=report.get("first", False),
-            on_screen=report.get("on_screen", False),
-            lost_peer=lost_peer,
-            stopped=late and not report and -process.exitcode in (signal.SIGTERM, signal.SIGKILL),
-        )
-
-    @property
-    def command_exit_code(self) -> int:
-        """What a shell would report: 128 + N for signal N."""
-        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
-
-    @property
-    def how(self) -> str:
-        if self.exit_code >= 0:
-            code = f"exit code {self.exit_code}"
-            return f"{self.message} ({code})" if self.message else code
-        hint = ", perhaps because memory ran out" if self.exit_code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-self.exit_code).name}{hint} (exit code {self.command_exit_code})"
-
-
-def in_order(failures: Iterable[Failure]) -> list[Failure]:
-    """Causes before effects, each by time: ranks that lost a peer come late, those stopped by the agent last.
-
-    Of two exceptions in the same millisecond, the one whose rank printed its traceback comes first.
-    """
-    failures = list(failures)
-    printed = [failure.at for failure in failures if failure.first and not failure.lost_peer]
-
-    def moment(failure: Failure) -> tuple[bool, bool, float, bool]:
-        has_report = bool(failure.traceback) and bool(printed)
-        at = max(failure.at, *printed) if has_report else failure.at
-        return failure.stopped, failure.lost_peer, at, not failure.first
-
-    return sorted(failures, key=moment)
-
-
-def _is_refused_option(failure: Failure) -> bool:
-    """Whether a script may have failed on its arguments: argparse and click exit with 2, others name the option."""
-    return failure.exit_code == USAGE_ERROR or LOCAL_RANK_OPTION in failure.message
-
-
-def _in_one_line(message: str) -> str:
-    """The first line of an exception's text, with the second if the first only announces it."""
-    first, *others = message.strip().splitlines() or [""]
-    if first.endswith(":") and others:
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
-        first = f"{first} {others[0].strip()}{more}"
-    return first[:MESSAGE_LENGTH]
-
-
 def supervise(job: NodeJob) -> int:
     """Runs the ranks until they end; returns the exit code of the first that failed, 128 + signal, or 0."""
     for name in list(logging.root.manager.loggerDict):
@@ -295,38 +195,19 @@ def supervise(job: NodeJob) -> int:
 
 
 def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
-    """Reports which rank failed first and why, and the others in one line each; returns the exit code."""
+    """Reports which rank failed first and why, and the others in one line each; returns the exit code.
+
+    Ranks of several machines are reported together by the command that started them, if it asks for it.
+    """
     ended_at = supervisor.watch.ended_at
-    failures = [
+    failures = in_order(
         Failure.of(rank, process, ended_at.get(process.local_rank), supervisor.stopped_at)
         for rank, process in result.failures.items()
-    ]
-    first, *others = in_order(failures)
-    lines = [f"rank {first.rank} of {job.script} failed first: {first.how}"]
-    ends: dict[str, list[int]] = {}
-    for failure in others:
-        if failure.stopped:
-            end = "stopped by the launcher"
-        elif failure.message and failure.message == first.message:
-            end = "the same"
-        else:
-            later = max(failure.at - first.at, 0.0)  # the loss of a peer may be noticed before its end
-            end = f"{failure.message or failure.how}, {later:.1f} s later"
-        ends.setdefault(end, []).append(failure.rank)
-    for end, ranks in ends.items():
-        plural = "s" if len(ranks) > 1 else ""
-        lines.append(f"  rank{plural} {', '.join(map(str, sorted(ranks)))}: {end}")
-    if job.adds_local_rank and _is_refused_option(first):
-        lines.append(
-            f"  the command gives every rank {LOCAL_RANK_OPTION}=N; if {job.script} does not accept it, start it with: "
-            "deepspeed --no_local_rank ..."
-        )
-    if job.log_dir is not None:
-        lines.append(f"  everything that the ranks wrote is in {job.log_dir}{os.sep}*_rank*.log")
-    if first.traceback and not first.on_screen:
-        sys.stderr.write(first.traceback)
-    for failure in others:
-        if failure.traceback and not failure.on_screen:
-            logger.debug("rank %d:\n%s", failure.rank, failure.traceback)
-    logger.error("\n".join(lines))
-    return first.command_exit_code
+    )
+    if job.report is not None:
+        write_report(job.report, failures)
+        return failures[0].command_exit_code
+    if job.nodes > 1 and failures[0].lost_peer:  # the traceback that matters is on another machine
+        failures[0] = replace(failures[0], traceback="")
+    show(job.script, failures, log_dir=job.log_dir, adds_local_rank=job.adds_local_rank)
+    return failures[0].command_exit_code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 PDSH_LAUNCHER = "pdsh"
+PDSH_MAX_FAN_OUT = 1024
+SSH_LAUNCHER = "ssh"
 OPENMPI_LAUNCHER = "openmpi"
 MPICH_LAUNCHER = "mpich"
 IMPI_LAUNCHER = "impi"

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from deepspeed.launcher import cores
+from deepspeed.launcher.constants import SLURM_LAUNCHER
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.hostfile import fetch_hostfile, parse_inclusion_exclusion
 
@@ -44,10 +45,12 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
     if args.num_gpus < 1 and given:
         raise LaunchError(f"--num_gpus={args.num_gpus}: at least one rank is needed")
     hosts = fetch_hostfile(args.hostfile)
+    if hosts is None and args.launcher == SLURM_LAUNCHER:
+        hosts = slurm_hosts(args)
     if hosts is None and args.hostfile != DLTS_HOSTFILE:
         raise LaunchError(f"--hostfile={args.hostfile}: no such file")
     if hosts is None:
-        active = choose_local_devices(args)
+        active = _same_on_each(choose_local_devices(args), args)
     else:
         active = parse_inclusion_exclusion(hosts, args.include, args.exclude)
         if args.num_nodes > 0:
@@ -56,12 +59,40 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
             active = OrderedDict((host, slots[: args.num_gpus]) for host, slots in active.items())
     if not active:
         raise LaunchError("--include and --exclude leave no device")
-    if len(active) > 1 or not is_this_machine(next(iter(active))):
-        raise LaunchError(
-            f"the job would run on {', '.join(active)}; this release starts ranks on this machine only: "
-            "choose it with --include, or start 'torchrun' on each machine"
-        )
     return active
+
+
+def _same_on_each(here: OrderedDict[str, list[int]], args: argparse.Namespace) -> OrderedDict[str, list[int]]:
+    """With ``--no_ssh --num_nodes N`` and no hostfile: N machines like this one."""
+    if args.num_nodes <= 1:
+        return here
+    if not args.no_ssh:
+        raise LaunchError(
+            f"--num_nodes={args.num_nodes}: which machines? Name them in a --hostfile, or start each with "
+            "--no_ssh --node_rank N --master_addr ADDRESS"
+        )
+    (slots,) = here.values()
+    return OrderedDict((f"node-{node}", slots) for node in range(args.num_nodes))
+
+
+def slurm_hosts(args: argparse.Namespace) -> OrderedDict[str, int] | None:
+    """The machines of the present Slurm allocation and their slots, None outside of one."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None:
+        return None
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], stdout=subprocess.PIPE, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        raise LaunchError(
+            f"'scontrol show hostnames {nodes}' fails; name the machines in a --hostfile"
+        ) from None
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    slots = (
+        args.num_gpus if args.num_gpus > 0 else int(given) if given.isdigit() else accelerator_count() or 1
+    )
+    return OrderedDict((host, slots) for host in listed.stdout.split())
 
 
 def choose_local_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:

@@ -50,6 +50,9 @@ TOOLS = {
         "-c CONFIG [-w N]",
         "batch size and numbers of ranks of an `elasticity` section",
     ),
+    "ssh": Tool(
+        "deepspeed.launcher.ds_ssh", "main", "-f HOSTFILE COMMAND", "a command on every machine of a hostfile"
+    ),
     "io": Tool(
         "deepspeed.nvme.ds_io", "main", "--folder DIR --io_size 1G", "speed of reads or writes of files"
     ),

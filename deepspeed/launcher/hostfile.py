@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed.launcher.errors import LaunchError
 
+HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]*")
 HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)\s*$")
 
 
@@ -45,6 +46,17 @@ def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
     if not hosts:
         raise LaunchError("the hostfile names no host; write at least one line 'HOST slots=N'")
     return hosts
+
+
+def checked_host(host: str) -> str:
+    """The name, if it can be one: a name of other characters would be an option or a list to ssh, pdsh or mpirun.
+    Raises LaunchError."""
+    if not HOST_NAME.fullmatch(host):
+        raise LaunchError(
+            f"the host name {host!r} holds other characters than letters, digits and '_.:@-', or starts with one of "
+            "these"
+        )
+    return host
 
 
 def parse_range_list(text: str) -> list[int]:

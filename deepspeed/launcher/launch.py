@@ -22,12 +22,13 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.launcher import cores, ports, shim
 from deepspeed.launcher.devices import VISIBLE_DEVICES
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.failures import OF_A_PEER
 from deepspeed.launcher.processes import adopt_orphans
 from deepspeed.launcher.shim import USAGE_ERROR
+from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID
 
 logger = logging.getLogger("deepspeed.launcher")
 
-RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # set by the `deepspeed` command: this process must end with it
 # How long a thread of GNU's OpenMP spins at a barrier before it sleeps. By default it spins for milliseconds; where
 # anything else needs a core (communication threads, data loaders, another job) the threads of a rank then wait for
 # each other: a GPT with two threads made 440 tokens/s on busy cores, 5,900 with this; on idle ones 5,300 and 5,900.
@@ -65,6 +66,14 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="verbosity of the launcher itself (default: info)",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="the same as --log_level error")
+
+
+def node_options(args: argparse.Namespace) -> list[str]:
+    """The options of `deepspeed` for its launcher on any machine, as this module takes them."""
+    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
+    options = [f"--{flag}" for flag in flags if getattr(args, flag)]
+    values = ("enable_each_rank_log", "bind_core_list", "log_level")
+    return options + [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
 
 
 def parse_args(args: list[str] | None = None) -> argparse.Namespace:
@@ -125,11 +134,16 @@ def pid_file(main_pid: int) -> Path:
     return Path(folder, f"{main_pid}.ds")
 
 
-def shim_command(args: argparse.Namespace, bound: list[list[int]] | None) -> tuple[str, ...]:
+def shim_command(args: argparse.Namespace, bound: list[list[int]] | None, nodes: int) -> tuple[str, ...]:
     """The command line that starts any rank of this machine."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     own_log = args.enable_each_rank_log is not None
-    options = shim.Options(local_rank_argument=not args.no_local_rank, own_log=own_log, cores=bound)
+    options = shim.Options(
+        local_rank_argument=not args.no_local_rank,
+        own_log=own_log,
+        cores=bound,
+        of_a_peer=OF_A_PEER if nodes > 1 else "",
+    )
     start = (sys.executable, "-u", shim.__file__, str(os.getpid()), kind, json.dumps(options._asdict()))
     return (*start, args.training_script, *args.training_script_args)
 
@@ -171,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
         raise LaunchError(f"--world_info: host {host!r} has no slots")
     if args.node_rank == 0 and not ports.is_free(args.master_addr, args.master_port):
         raise LaunchError(port_in_use(args.master_addr, args.master_port))
+    report = os.environ.pop(NODE_REPORT, None)
     bound = cores.binding(args.bind_core_list, len(slots)) if args.bind_cores_to_rank else None
     threads = len(bound[0]) if bound else max(1, cores.core_budget() // len(slots))
     log_dir = make_log_dir(args.enable_each_rank_log)
@@ -183,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
     logger.info("ranks: %d, threads of each: %s, rendezvous: %s", len(slots), per_rank, where)
     return supervise(
         NodeJob(
-            command=shim_command(args, bound),
+            command=shim_command(args, bound, len(world)),
             ranks=len(slots),
             node_rank=args.node_rank,
             nodes=len(world),
@@ -192,6 +207,7 @@ def run(args: argparse.Namespace) -> int:
             log_dir=log_dir,
             adds_local_rank=not args.no_local_rank,
             script=args.training_script,
+            report=Path(report) if report else None,
         )
     )
 
@@ -214,6 +230,24 @@ def port_in_use(address: str, port: int) -> str:
         f"--master_port={port} is in use at {address}, perhaps by another run. Choose another, such as "
         f"{ports.find_free(address)}, which is free now, or leave the option out to have one chosen"
     )
+
+
+def terminate_process_tree(pid: int) -> None:
+    """Ends a process and all its descendants: SIGTERM, and after three seconds SIGKILL for those that are left."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            try:
+                end(member)
+            except psutil.NoSuchProcess:
+                pass
+        _, family = psutil.wait_procs(family, timeout=3)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -8,23 +8,19 @@ the ranks, and the processes that they had started are reparented to this one, w
 from __future__ import annotations
 
 import argparse
-import base64
-import json
+import functools
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.launcher import ports
-from deepspeed.launcher.devices import DLTS_HOSTFILE, choose_devices
+from deepspeed.launcher import ports, several
+from deepspeed.launcher.arguments import LAUNCH, choose_port, encode_world_info, launch_arguments
+from deepspeed.launcher.constants import PDSH_LAUNCHER
+from deepspeed.launcher.devices import DLTS_HOSTFILE, choose_devices, is_this_machine
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.exports import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
 from deepspeed.launcher.hostfile import (
     _parse_hostfile,
     fetch_hostfile,
@@ -33,23 +29,9 @@ from deepspeed.launcher.hostfile import (
     parse_node_config_list,
     parse_resource_filter,
 )
-from deepspeed.launcher.launch import (
-    RUNNER_PID,
-    add_common_arguments,
-    configure_logging,
-    logger,
-    pid_file,
-    port_in_use,
-)
-from deepspeed.launcher.processes import (
-    adopt_orphans,
-    grace_seconds,
-    handled_by,
-    kill_descendants,
-    own_children,
-    run_dir_prefix,
-)
+from deepspeed.launcher.launch import add_common_arguments, configure_logging, logger, pid_file
 from deepspeed.launcher.shim import INTERRUPTED, USAGE_ERROR
+from deepspeed.launcher.supervision import supervise
 from deepspeed.tool_arguments import ArgumentParser
 
 __all__ = [
@@ -63,17 +45,17 @@ __all__ = [
     "parse_inclusion_exclusion",
     "parse_node_config",
     "parse_node_config_list",
+    "parse_num_nodes",
     "parse_resource_filter",
 ]
 
-DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")  # exported to the nodes of a job
-LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
 EXAMPLES = """\
 examples:
   deepspeed train.py --deepspeed_config ds.json      all devices of this machine
   deepspeed --num_gpus 2 train.py                    two ranks (on a CPU host they share the cores)
   deepspeed --include localhost:0,2 train.py         devices 0 and 2
   deepspeed --num_gpus 2 --module package.train      as 'python -m package.train'
+  deepspeed --hostfile hosts train.py                all slots of all hosts, over ssh
   deepspeed --num_gpus 4 --bind_cores_to_rank --enable_each_rank_log logs train.py
 
 Options for the launcher come before the script; all that follows it goes to the script. The exit code is that
@@ -109,7 +91,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _add_several_machine_arguments(parser.add_argument_group("several machines, and tools of later releases"))
     parser.add_argument("user_script", help="script to run in every rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(master_port_given=False, num_gpus_given=False)
+    parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
     return parser.parse_args(args)
 
 
@@ -134,20 +116,34 @@ def _add_rendezvous_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    later, remote = "not in this release", "for starting remote machines: no effect on one"
-    names = f"pdsh, openmpi, mvapich, slurm, mpich or impi; {remote}"
-    group.add_argument(
-        "--num_nodes", type=int, default=-1, metavar="N", help="first N hosts of the hostfile; 1 for now"
+    later = "not in this release"
+    names = (
+        "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh; ssh alone where pdsh is missing)"
     )
-    group.add_argument("--launcher", default="pdsh", metavar="NAME", help=names)
-    group.add_argument("--launcher_args", default="", metavar="TEXT", help=remote)
-    group.add_argument("--ssh_port", type=int, metavar="PORT", help=remote)
-    group.add_argument("--venv_script", metavar="FILE", help=remote)
-    group.add_argument("--no_ssh_check", action="store_true", help=remote)
-    group.add_argument("--no_ssh", action="store_true", help=f"start each machine by hand: {later}")
-    group.add_argument("--node_rank", type=int, default=-1, metavar="N", help=f"with --no_ssh: {later}")
     group.add_argument(
-        "--force_multi", action="store_true", help=f"start one machine as a remote one: {later}"
+        "--num_nodes", type=_node_count, default=-1, metavar="N", help="use the first N hosts of the hostfile"
+    )
+    group.add_argument("--launcher", default=PDSH_LAUNCHER, action=_MarkGiven, metavar="NAME", help=names)
+    group.add_argument(
+        "--launcher_args",
+        "--launcher_arg",
+        default="",
+        metavar="TEXT",
+        help="options for it, as one word: '-F my_ssh_config'",
+    )
+    group.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
+    group.add_argument(
+        "--venv_script", metavar="FILE", help="shell script to read on each host before Python starts"
+    )
+    group.add_argument(
+        "--no_ssh_check", action="store_true", help="start without trying the first host (pdsh)"
+    )
+    group.add_argument("--no_ssh", action="store_true", help="this command is given on each machine by hand")
+    group.add_argument(
+        "--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: this machine's number"
+    )
+    group.add_argument(
+        "--force_multi", action="store_true", help="start even one machine, or this one, as a remote one"
     )
     group.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help=later)
     group.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help=later)
@@ -160,9 +156,20 @@ def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Host -> slots as one word for a command line: base64 of the JSON."""
-    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+def _node_count(text: str) -> int | str:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
+    """``"2"`` -> ``(2, -1)``; with elastic training also ``"2:4"`` -> ``(2, 4)``. Raises LaunchError otherwise."""
+    low, colon, high = str_num_nodes.partition(":")
+    try:
+        numbers = int(low), int(high) if colon else -1
+    except ValueError:
+        raise LaunchError(f"--num_nodes={str_num_nodes}: expected a number, or MIN:MAX") from None
+    if colon and not elastic_training:
+        raise LaunchError(f"--num_nodes={str_num_nodes}: MIN:MAX is for --elastic_training")
+    return numbers
 
 
 def refuse_what_is_not_there(args: argparse.Namespace) -> None:
@@ -171,86 +178,10 @@ def refuse_what_is_not_there(args: argparse.Namespace) -> None:
         "--elastic_training": args.elastic_training,
         "--min_elastic_nodes": args.min_elastic_nodes > 0,
         "--max_elastic_nodes": args.max_elastic_nodes > 0,
-        "--force_multi": args.force_multi,
-        "--no_ssh": args.no_ssh,
-        "--num_nodes": args.num_nodes > 1,
     }
     option = next((name for name, is_wanted in wanted.items() if is_wanted), None)
     if option is not None:
-        raise LaunchError(
-            f"{option} is not in this release, which starts the ranks of one machine; leave it out, or start "
-            "'python -m deepspeed.launcher.launch' or 'torchrun' on each machine"
-        )
-
-
-def choose_port(args: argparse.Namespace, address: str) -> ports.Reservation:
-    """The requested port (LaunchError if it is invalid or in use); if none was requested, the usual one or else a free
-    one.
-
-    As long as the result is open, other launchers on this host that are not given a port choose another one.
-    """
-    if not 1 <= args.master_port <= ports.HIGHEST:
-        raise LaunchError(f"--master_port={args.master_port}: a port is a number from 1 to {ports.HIGHEST}")
-    if args.master_port_given:
-        if not ports.is_free(address, args.master_port):
-            raise LaunchError(port_in_use(address, args.master_port))
-        return ports.Reservation(args.master_port)
-    reservation = ports.reserve(address, args.master_port)
-    if reservation.port != args.master_port:
-        logger.info("port %d is in use at %s: using %d", args.master_port, address, reservation.port)
-    return reservation
-
-
-def launch_command(
-    args: argparse.Namespace, active: Mapping[str, Sequence[int]], address: str, port: int
-) -> list[str]:
-    """The command line of `deepspeed.launcher.launch` on this machine."""
-    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
-    command += [
-        f"--world_info={encode_world_info(active)}",
-        f"--master_addr={address}",
-        f"--master_port={port}",
-    ]
-    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
-    command += [f"--{flag}" for flag in flags if getattr(args, flag)]
-    values = ("enable_each_rank_log", "bind_core_list", "log_level")
-    command += [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
-    if args.save_pid:
-        command.append(f"--save_pid={os.getpid()}")
-    return [*command, args.user_script, *args.user_args]
-
-
-def supervise(command: Sequence[str]) -> int:
-    """Runs the launcher and forwards signals to it; returns the exit code when no process of the job is left."""
-    adopt_orphans()
-    not_ours = own_children()
-    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
-    environment = {**os.environ, RUNNER_PID: str(os.getpid())}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    asked: list[int] = []
-
-    def hand_on(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
-        process.send_signal(signum)
-        last_resort = threading.Timer(grace_seconds() + LAST_RESORT_S, process.kill)
-        last_resort.daemon = True
-        last_resort.start()
-
-    with handled_by(hand_on):
-        code = process.wait()
-        if code < 0:
-            logger.error(
-                "the launcher was terminated by %s; its ranks are stopped", signal.Signals(-code).name
-            )
-            for left_behind in Path(tempfile.gettempdir()).glob(run_dir_prefix(process.pid) + "*"):
-                shutil.rmtree(left_behind, ignore_errors=True)
-        if code != 0:
-            kill_descendants(not_ours)
-    if (
-        code == -signal.SIGKILL and asked
-    ):  # a busy machine: it did not end in time, but this is not why it ended
-        return 128 + asked[0]
-    return code if code >= 0 else 128 - code
+        raise LaunchError(f"{option} is not in this release; leave it out")
 
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
@@ -270,7 +201,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if parsed.autotuning:
             sys.exit(run_autotuning(parsed, choose_devices(parsed)))
-        command, reservation = prepare(parsed)
+        start, reservation = prepare(parsed)
     except LaunchError as error:
         if args is not None:
             raise
@@ -280,7 +211,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     try:
         with reservation:
-            code = supervise(command)
+            code = start()
     except KeyboardInterrupt:  # before signals are forwarded to the launcher: it ends with us
         code = INTERRUPTED
     finally:
@@ -289,9 +220,9 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def prepare(args: argparse.Namespace) -> tuple[list[str], ports.Reservation]:
-    """Checks everything that can be checked before a process is started; returns the launcher's command line, and its
-    port to hold until the job ends.
+def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservation]:
+    """Checks everything that can be checked before a process is started; returns what runs the job and gives its exit
+    code, and the port to hold until it ends.
     """
     refuse_what_is_not_there(args)
     if args.module and args.no_python:
@@ -304,10 +235,37 @@ def prepare(args: argparse.Namespace) -> tuple[list[str], ports.Reservation]:
         )
     if args.bind_core_list and not args.bind_cores_to_rank:
         logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
+    args.num_nodes = parse_num_nodes(str(args.num_nodes), args.elastic_training)[0]
     active = choose_devices(args)
+    if args.no_ssh:
+        return _this_machine_of_several(args, active)
+    if args.node_rank >= 0:
+        raise LaunchError(
+            f"--node_rank={args.node_rank} is for machines that are started by hand: add --no_ssh"
+        )
+    if args.force_multi or len(active) > 1 or not is_this_machine(next(iter(active)).rpartition("@")[2]):
+        return several.prepare(args, active)
     address = args.master_addr or "127.0.0.1"
     reservation = choose_port(args, address)
-    return launch_command(args, active, address, reservation.port), reservation
+    command = [*LAUNCH, *launch_arguments(args, active, address, reservation.port)]
+    return functools.partial(supervise, command), reservation
+
+
+def _this_machine_of_several(
+    args: argparse.Namespace, active: Mapping[str, Sequence[int]]
+) -> tuple[Callable[[], int], ports.Reservation]:
+    """``--no_ssh``: the same command is given on every machine, with another ``--node_rank``."""
+    if not 0 <= args.node_rank < len(active):
+        raise LaunchError(
+            f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(active) - 1} ({', '.join(active)})"
+        )
+    if len(active) > 1 and not args.master_addr:
+        raise LaunchError("--no_ssh needs --master_addr, an address of the machine with --node_rank 0")
+    address = args.master_addr or "127.0.0.1"
+    args.master_port_given = True  # all machines must use the same
+    reservation = choose_port(args, address) if args.node_rank == 0 else ports.Reservation(0)
+    command = [*LAUNCH, *launch_arguments(args, active, address, args.master_port, args.node_rank)]
+    return functools.partial(supervise, command), reservation
 
 
 if __name__ == "__main__":

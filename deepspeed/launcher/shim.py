@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -36,6 +37,9 @@ class Options(NamedTuple):
     local_rank_argument: bool = True
     own_log: bool = False  # standard output is this rank's file: standard error goes there, too
     cores: list[list[int]] | None = None  # by local rank
+    of_a_peer: str = (
+        ""  # text of exceptions that are told by the launcher only: the cause is on another machine
+    )
 
 
 def die_with_parent(parent_pid: int, signum: int = SIGKILL) -> None:
@@ -79,7 +83,7 @@ def main() -> None:
         sys.exit(INTERRUPTED)  # the launcher reports the interrupt once, for all ranks
     except BaseException as error:
         _tell_the_interpreter(error)
-        report(error, options.own_log)
+        report(error, options.own_log, options.of_a_peer)
         sys.exit(1)
 
 
@@ -155,14 +159,16 @@ def _set_first_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def report(error: BaseException, own_log: bool) -> None:
+def report(error: BaseException, own_log: bool, of_a_peer: str = "") -> None:
     """Records the error for the launcher; prints it if no rank of this machine has failed before."""
     import traceback
 
     now = time.time()
     trace = _without_shim_frames(error.__traceback__)
     error.__traceback__ = trace
-    first = _is_first_failure()
+    origin = _oldest(error)
+    lost_peer = of_a_peer and re.search(of_a_peer, _one_line_of(origin), re.IGNORECASE)
+    first = _is_first_failure() and not lost_peer
     if first or own_log:
         sys.excepthook(type(error), error, trace)  # the user's own hook, if set
         sys.stderr.flush()
@@ -170,7 +176,6 @@ def report(error: BaseException, own_log: bool) -> None:
     if not path:
         return
     text = "".join(traceback.format_exception(type(error), error, trace))
-    origin = _oldest(error)
     _write(
         path,
         message=_one_line_of(error),

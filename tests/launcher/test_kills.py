@@ -265,8 +265,8 @@ def test_a_launcher_that_does_not_end_in_time_leaves_the_code_of_the_signal(tmp_
     deaf = "import pathlib, signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
     deaf += "pathlib.Path('ready').touch(); time.sleep(120)"
     program = (
-        "import sys; from deepspeed.launcher import runner; runner.LAST_RESORT_S = 0.0; "
-        f"sys.exit(runner.supervise([sys.executable, '-c', {deaf!r}]))"
+        "import sys; from deepspeed.launcher import supervision; supervision.LAST_RESORT_S = 0.0; "
+        f"sys.exit(supervision.supervise([sys.executable, '-c', {deaf!r}]))"
     )
     command = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + LIMIT_S

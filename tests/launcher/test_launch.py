@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.comm.pending import CommunicationError
-from deepspeed.launcher import agent, cores, ports
+from deepspeed.launcher import cores, ports
+from deepspeed.launcher import failures as failures_of
 from deepspeed.launcher.runner import encode_world_info
 from tests import forked
 from tests.launcher.programs import COMMAND, CONFIG, TIMEOUT_S, TRAIN, deepspeed, environment
@@ -210,10 +211,10 @@ def test_first_traceback_then_a_summary(folder):
     assert report[1] == "  ranks 0, 2: stopped by the launcher"
 
 
-def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> agent.Failure:
+def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> failures_of.Failure:
     """One that an exception ended, or a signal if ``code`` is negative."""
     said = "" if code < 0 else "Traceback ..."
-    return agent.Failure(
+    return failures_of.Failure(
         rank=rank, at=at, exit_code=code, message="", traceback=said, first=printed, on_screen=printed
     )
 
@@ -232,7 +233,7 @@ def failure(rank: int, at: float, *, code: int = 1, printed: bool = False) -> ag
     ],
 )
 def test_who_failed_first(failures, order):
-    assert [each.rank for each in agent.in_order(failures)] == order
+    assert [each.rank for each in failures_of.in_order(failures)] == order
 
 
 @pytest.mark.parametrize(
@@ -251,10 +252,10 @@ def test_whoever_lost_a_peer_did_not_fail_before_it_ended(tmp_path, message, at)
     }
     (tmp_path / "error.json").write_text(json.dumps(report))
     process = SimpleNamespace(error_file=str(tmp_path / "error.json"), exitcode=1, timestamp=4)
-    survivor = agent.Failure.of(0, process, 4.2)
+    survivor = failures_of.Failure.of(0, process, 4.2)
     assert survivor.at == at
     killed = failure(1, 4.1, code=-9)
-    assert agent.in_order([survivor, killed])[0].rank == (0 if at == 4.0 else 1)
+    assert failures_of.in_order([survivor, killed])[0].rank == (0 if at == 4.0 else 1)
 
 
 def test_ranks_that_fail_at_once_print_one_traceback(folder):

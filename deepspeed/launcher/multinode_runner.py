@@ -1,0 +1,299 @@
+"""The programs that start ranks on several machines, and their command lines.
+
+pdsh starts one `deepspeed.launcher.launch` per machine, which starts the ranks there. The MPI launchers and Slurm start
+the ranks themselves; each is `deepspeed.launcher.launcher_helper`, which learns from its launcher which rank it is.
+Values of environment variables stand on no command line but pdsh's, which offers nothing else: other users of a machine
+can read command lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from deepspeed.launcher.constants import (
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    PDSH_LAUNCHER,
+    PDSH_MAX_FAN_OUT,
+    SLURM_LAUNCHER,
+)
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.hostfile import checked_host
+from deepspeed.launcher.launch import node_options
+from deepspeed.launcher.supervision import RUNNER_PID
+
+Resources = Mapping[str, Sequence[int] | int]
+
+
+def slots_of(resources: Resources) -> dict[str, list[int]]:
+    """Host -> its slots, from their lists or their numbers; host names are checked."""
+    return {
+        checked_host(host): list(range(slots)) if isinstance(slots, int) else list(slots)
+        for host, slots in resources.items()
+    }
+
+
+class MultiNodeRunner(ABC):
+    """One such program. ``args`` is the parsed command line of `deepspeed`, ``world_info_base64`` host -> slots."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
+        self.args = args
+        self.validate_args()
+        self.user_arguments = self.parse_user_args()
+        self.user_script = args.user_script
+        self.world_info_base64 = world_info_base64
+        self.exports: dict[str, str] = {}
+
+    @abstractmethod
+    def backend_exists(self) -> bool:
+        """Whether the program is installed here."""
+
+    @abstractmethod
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Resources
+    ) -> list[str] | tuple[list[str], list[str], MutableMapping[str, str]]:
+        """The command line. What its process needs is added to ``environment``."""
+
+    def add_export(self, key: str, var: str) -> None:
+        """Sets an environment variable of the ranks."""
+        self.exports[key.strip()] = var.strip()
+
+    def parse_user_args(self) -> list[str]:
+        return list(self.args.user_args)
+
+    @property
+    def name(self) -> str:
+        """As `--launcher` takes it."""
+        return type(self).__name__
+
+    def validate_args(self) -> None:  # noqa: B027 - most have no limits
+        """Raises LaunchError (a ValueError) for options that the program cannot serve."""
+
+    def launcher_arguments(self) -> list[str]:
+        return shlex.split(self.args.launcher_args)
+
+
+class PDSHRunner(MultiNodeRunner):
+    """Parallel distributed shell, over ssh."""
+
+    def backend_exists(self) -> bool:
+        return shutil.which("pdsh") is not None
+
+    @property
+    def name(self) -> str:
+        return PDSH_LAUNCHER
+
+    def parse_user_args(self) -> list[str]:
+        return [_for_pdsh(argument) for argument in self.args.user_args]
+
+    def get_cmd(
+        self, environment: MutableMapping[str, str], active_resources: Resources
+    ) -> tuple[list[str], list[str], MutableMapping[str, str]]:
+        """(command, command that ends what it has started, environment of both)."""
+        environment["PDSH_RCMD_TYPE"] = "ssh"
+        if self.args.ssh_port is not None:
+            appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
+            environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {self.args.ssh_port}".strip()
+        workers = ",".join(slots_of(active_resources))
+        start = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", workers, *self.launcher_arguments()]
+        steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
+        if self.args.venv_script is not None:
+            steps.append(f". {_for_pdsh(self.args.venv_script)}")
+        steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.exports.items()]
+        steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
+        launch = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
+        launch += [f"--world_info={self.world_info_base64}", "--node_rank=%n", *self._launch_options()]
+        words = [word if word == "--node_rank=%n" else _for_pdsh(word) for word in launch]
+        steps.append(" ".join(["exec", *words, _for_pdsh(self.user_script), *self.user_arguments]))
+        # The brackets keep the pattern from finding the command line that it stands on.
+        ours = _for_pdsh(f"[d]eepspeed.launcher.launch --world_info={self.world_info_base64} ")
+        end = [
+            "pdsh",
+            "-f",
+            str(PDSH_MAX_FAN_OUT),
+            "-w",
+            workers,
+            *self.launcher_arguments(),
+            f"pkill -TERM -f {ours}",
+        ]
+        return [*start, " && ".join(steps)], end, environment
+
+    def _launch_options(self) -> list[str]:
+        address, port = self.args.master_addr, self.args.master_port
+        return [f"--master_addr={address}", f"--master_port={port}", *node_options(self.args)]
+
+
+def _for_pdsh(text: str) -> str:
+    """A word for the remote shell; pdsh itself replaces ``%h``, ``%n`` and ``%u``."""
+    return shlex.quote(text).replace("%", "%%")
+
+
+class _StartsRanks(MultiNodeRunner):
+    """A program that starts the ranks itself; ``resource_pool`` is all hosts with their numbers of slots."""
+
+    program = "mpirun"
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64)
+        self.resource_pool = resource_pool
+
+    def backend_exists(self) -> bool:
+        return shutil.which(self.program) is not None
+
+    def validate_args(self) -> None:
+        if self.args.no_ssh or self.args.enable_each_rank_log is not None:
+            option = "--no_ssh" if self.args.no_ssh else "--enable_each_rank_log"
+            raise LaunchError(
+                f"{option} is an option of this package's own launchers; with --launcher {self.name} use its own "
+                "options (--launcher_args)"
+            )
+
+    def helper(self) -> list[str]:
+        """The command line of every rank."""
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "deepspeed.launcher.launcher_helper",
+            f"--launcher={self.name}",
+        ]
+        command += [f"--world_info={self.world_info_base64}"]
+        command += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
+        command += [f"--{flag}" for flag in ("module", "no_python") if getattr(self.args, flag)]
+        return [*command, self.user_script, *self.user_arguments]
+
+    def exported(self, environment: MutableMapping[str, str]) -> list[str]:
+        """Puts the exports into the environment; returns their names."""
+        environment.update(self.exports)
+        return list(self.exports)
+
+    def slots_each(self, slots: Mapping[str, Sequence[int]]) -> int:
+        """The number of ranks per machine. Raises LaunchError if it differs."""
+        counts = {len(each) for each in slots.values()}
+        if len(counts) > 1:
+            raise LaunchError(
+                f"--launcher {self.name} starts equally many ranks on each machine, but the hosts have "
+                f"{', '.join(f'{host}: {len(each)}' for host, each in slots.items())}; choose with --include"
+            )
+        return counts.pop()
+
+
+class OpenMPIRunner(_StartsRanks):
+    """``mpirun`` of Open MPI."""
+
+    @property
+    def name(self) -> str:
+        return OPENMPI_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        return shutil.which("ompi_info") is not None and super().backend_exists()
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        slots = slots_of(active_resources)
+        hosts = ",".join(f"{host}:{len(each)}" for host, each in slots.items())
+        command = [self.program, "-n", str(sum(map(len, slots.values()))), "--host", hosts]
+        command += ["--map-by", "slot", "--mca", "btl", "^openib"]
+        given = self.launcher_arguments()
+        if "btl_tcp_if_include" not in given and Path("/sys/class/net/eth0").exists():
+            command += ["--mca", "btl_tcp_if_include", "eth0"]
+        for name in self.exported(environment):
+            command += ["-x", name]
+        return [*command, *given, *self.helper()]
+
+
+class _Hydra(_StartsRanks):
+    """``mpirun`` with the Hydra process manager."""
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        slots = slots_of(active_resources)
+        each = self.slots_each(slots)
+        command = [self.program, "-n", str(each * len(slots)), "-ppn", str(each), "-hosts", ",".join(slots)]
+        names = self.exported(environment)
+        if names:
+            command += ["-genvlist", ",".join(names)]
+        return [*command, *self.launcher_arguments(), *self.helper()]
+
+
+class MPICHRunner(_Hydra):
+    """``mpirun`` of MPICH."""
+
+    @property
+    def name(self) -> str:
+        return MPICH_LAUNCHER
+
+
+class IMPIRunner(_Hydra):
+    """``mpirun`` of Intel's MPI."""
+
+    @property
+    def name(self) -> str:
+        return IMPI_LAUNCHER
+
+
+class MVAPICHRunner(_Hydra):
+    """``mpirun`` of MVAPICH2."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64, resource_pool)
+        # Ranks that use CUDA, and threads beside the one that communicates.
+        for name, value in {
+            "MV2_SMP_USE_CMA": "0",
+            "MV2_DEBUG_SHOW_BACKTRACE": "1",
+            "MV2_SUPPORT_DL": "1",
+        }.items():
+            self.add_export(name, value)
+        self.add_export("MV2_ENABLE_AFFINITY", "0")
+
+    @property
+    def name(self) -> str:
+        return MVAPICH_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        """MVAPICH2 is recognised by ``mpiname``."""
+        if shutil.which("mpiname") is None or not super().backend_exists():
+            return False
+        answer = subprocess.run(
+            ["mpiname"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False
+        )
+        return "MVAPICH2" in answer.stdout
+
+
+class SlurmRunner(_StartsRanks):
+    """``srun``, inside an allocation or not."""
+
+    program = "srun"
+
+    @property
+    def name(self) -> str:
+        return SLURM_LAUNCHER
+
+    def backend_exists(self) -> bool:
+        return shutil.which("sinfo") is not None and super().backend_exists()
+
+    def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        slots = slots_of(active_resources)
+        each = self.slots_each(slots)
+        command = [self.program, "-n", str(each * len(slots)), "--nodes", str(len(slots))]
+        command += ["--ntasks-per-node", str(each), "--nodelist", ",".join(slots), "--kill-on-bad-exit=1"]
+        self.exported(environment)
+        return [*command, "--export=ALL", *self.launcher_arguments(), *self.helper()]
+
+
+RUNNERS: dict[str, type[MultiNodeRunner]] = {
+    PDSH_LAUNCHER: PDSHRunner,
+    OPENMPI_LAUNCHER: OpenMPIRunner,
+    MPICH_LAUNCHER: MPICHRunner,
+    IMPI_LAUNCHER: IMPIRunner,
+    SLURM_LAUNCHER: SlurmRunner,
+    MVAPICH_LAUNCHER: MVAPICHRunner,
+}

@@ -1,0 +1,90 @@
+"""Running a command that starts ranks, and leaving nothing behind when it ends or is asked to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from deepspeed.launcher.processes import (
+    adopt_orphans,
+    grace_seconds,
+    handled_by,
+    kill_descendants,
+    own_children,
+    run_dir_prefix,
+)
+from deepspeed.launcher.shim import LINUX, die_with_parent
+
+logger = logging.getLogger("deepspeed.launcher")
+
+RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # names the process with which a launcher must end
+NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of telling them
+LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    asked_by: Callable[[Callable[[int], None]], None] | None = None,
+    what: str = "the launcher",
+    ends_by: int | None = None,
+    stdin: int | None = None,
+) -> int:
+    """Runs the launcher and forwards signals to it; returns the exit code when no process of the job is left.
+
+    ``asked_by`` is given a function that stops the launcher with a signal, for requests that do not come as signals.
+    ``what`` is the command's name in messages; ``ends_by`` the only signal that it is sent, if others do not end it;
+    ``stdin`` its standard input, as `subprocess` takes it.
+    """
+    adopt_orphans()
+    not_ours = own_children()
+    # In its own session the launcher gets a Ctrl-C only from us, and not from the terminal as well.
+    environment = {**(os.environ if environment is None else environment), RUNNER_PID: str(os.getpid())}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=stdin,
+        start_new_session=True,
+        preexec_fn=_end_with_this_process(os.getpid()),
+    )
+    asked: list[int] = []
+
+    def hand_on(signum: int, frame: FrameType | None = None) -> None:
+        asked.append(signum)
+        process.send_signal(signum if ends_by is None else ends_by)
+        last_resort = threading.Timer(grace_seconds() + LAST_RESORT_S, process.kill)
+        last_resort.daemon = True
+        last_resort.start()
+
+    if asked_by is not None:
+        asked_by(hand_on)
+    with handled_by(hand_on):
+        code = process.wait()
+        if code < 0:
+            if not asked or code == -signal.SIGKILL:
+                logger.error(
+                    "%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name
+                )
+            for left_behind in Path(tempfile.gettempdir()).glob(run_dir_prefix(process.pid) + "*"):
+                shutil.rmtree(left_behind, ignore_errors=True)
+        if code != 0:
+            kill_descendants(not_ours)
+    if (
+        code == -signal.SIGKILL and asked
+    ):  # a busy machine: it did not end in time, but this is not why it ended
+        return 128 + asked[0]
+    return code if code >= 0 else 128 - code
+
+
+def _end_with_this_process(own_pid: int) -> Callable[[], None] | None:
+    """What a child does before it becomes the command: the kernel ends it when this process ends (Linux)."""
+    return (lambda: die_with_parent(own_pid, signal.SIGTERM)) if LINUX else None
