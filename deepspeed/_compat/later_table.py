@@ -52,7 +52,6 @@ INSTEAD = {
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
     "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
     "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
@@ -328,9 +327,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
         "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
         "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
-    ),
-    "deepspeed.runtime.progressive_layer_drop": (
-        "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
     ),
     "deepspeed.runtime.superoffload.superoffload_stage3": (
         "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "

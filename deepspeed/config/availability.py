@@ -154,11 +154,6 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.curriculum_learning is not None and c.curriculum_learning.enabled,
         _REMOVE,
     ),
-    Missing(
-        "progressive_layer_drop.enabled",
-        lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
-        _REMOVE,
-    ),
     Missing("sparse_attention", lambda c: c.sparse_attention is not None, "remove the section"),
     # Compiler and tuner
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),

@@ -14,6 +14,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
+from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
 from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -135,8 +136,15 @@ class EngineBase(EngineAccessors, nn.Module):
         """Betas of each group, or its momentum if it has no betas."""
         return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule of progressive layer dropping, if the config asks for it."""
+        inputs = self.module_transforms.inputs
+        return next((each.schedule for each in inputs if isinstance(each, LayerDropInputs)), None)
+
     def get_pld_theta(self) -> float | None:
-        return None
+        schedule = self.progressive_layer_drop
+        return schedule.get_theta() if schedule is not None else None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(model dtype, dtype in which gradients accumulate)."""

@@ -101,7 +101,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
-    ("progressive_layer_drop.enabled", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
     ("sparse_attention", {"sparse_attention": {"mode": "fixed"}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
