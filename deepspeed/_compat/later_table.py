@@ -46,13 +46,11 @@ INSTEAD = {
     "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
     "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
-    "deepspeed.runtime.eigenvalue": "Until then use torch.autograd.functional.hvp.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.fp16.onebit": "Until then use Adam or Lamb.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
     "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
@@ -290,11 +288,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"
         " pre_process=True, post_process=True, drop_path_rate=0.0): forward "
         "inter_layer_overlap_forward intra_layer_overlap_forward",
-    ),
-    "deepspeed.runtime.eigenvalue": (
-        "class Eigenvalue(verbose=False, max_iter=100, tol=0.01, stability=0, "
-        "gas_boundary_resolution=1, layer_name='', layer_num=0): nan_to_num normalize inner_product "
-        "get_layers compute_eigenvalue post_process",
     ),
     "deepspeed.runtime.fp16.loss_scaler": (
         "def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args)",

@@ -135,15 +135,6 @@ MISSING: tuple[Missing, ...] = (
     Missing("elasticity.enabled", lambda c: c.elasticity is not None and c.elasticity.enabled, _REMOVE),
     # Compression and data efficiency
     Missing(
-        "quantize_training.eigenvalue.enabled",
-        lambda c: (
-            c.quantize_training is not None
-            and c.quantize_training.eigenvalue
-            and c.quantize_training.eigenvalue.enabled
-        ),
-        _REMOVE,
-    ),
-    Missing(
         "weight_quantization.enabled",
         lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
         _REMOVE,

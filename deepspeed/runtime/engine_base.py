@@ -67,6 +67,9 @@ class EngineBase(EngineAccessors, nn.Module):
     timers: Any
     tput_timer: Any
     compression_scheduler: Any
+    quantizer: Any
+    parts: dict[str, Any]
+    """Observers that keep something from step to step, which goes into checkpoints (``state_dict``: plain numbers)."""
 
     def _begin_counting(self) -> None:
         """Initialize the counters: nothing has happened yet."""
@@ -75,6 +78,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._is_compiled = False
+        self.parts = {}
         self._guards_states = False
         self.global_steps = 0
         self.global_samples = 0

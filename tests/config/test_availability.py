@@ -85,7 +85,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
-    ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True}}}),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
     (

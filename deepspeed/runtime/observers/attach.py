@@ -14,6 +14,7 @@ from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.runtime.observers.quantization import attach_quantization
 from deepspeed.runtime.observers.same_inputs import SameInputs
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
@@ -60,6 +61,7 @@ def attach_observers(engine: EngineBase) -> None:
     if engine.mesh.size("tp") > 1:
         SameInputs(engine)
     attach_compression(engine)
+    attach_quantization(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 
