@@ -41,13 +41,10 @@ INSTEAD = {
     "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
     "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
-    "deepspeed.runtime.eigenvalue": "Until then use torch.autograd.functional.hvp.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
-    "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
     "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
@@ -180,11 +177,6 @@ LATER: dict[str, tuple[str, ...]] = {
         " pre_process=True, post_process=True, drop_path_rate=0.0): forward "
         "inter_layer_overlap_forward intra_layer_overlap_forward",
     ),
-    "deepspeed.runtime.eigenvalue": (
-        "class Eigenvalue(verbose=False, max_iter=100, tol=0.01, stability=0, "
-        "gas_boundary_resolution=1, layer_name='', layer_num=0): nan_to_num normalize inner_product "
-        "get_layers compute_eigenvalue post_process",
-    ),
     "deepspeed.runtime.fp16.loss_scaler": (
         "def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args)",
         "class DynamicLossScaler(init_scale, scale_window, min_scale, delayed_shift, "
@@ -197,9 +189,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
         "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
         "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
-    ),
-    "deepspeed.runtime.progressive_layer_drop": (
-        "class ProgressiveLayerDrop(theta=0.5, gamma=0.001): get_state get_theta update_state",
     ),
     "deepspeed.runtime.superoffload.superoffload_stage3": (
         "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "

@@ -227,9 +227,53 @@ class EigenvalueConfig(LenientConfigModel):
     layer_num: Int = Field(default=0, ge=0, description="Number of blocks.")
 
 
-class QuantizeTrainingConfig(LenientConfigModel):
-    """Left over from the first form of MoQ; other keys than this are ignored."""
+class QuantizeBitsConfig(LenientConfigModel):
+    """From many bits to few."""
 
+    start_bits: Int = Field(default=16, ge=1, description="Bits at the start.")
+    target_bits: Int = Field(default=8, ge=1, description="Bits at the end.")
+
+
+class QuantizeScheduleConfig(LenientConfigModel):
+    """When the bits fall."""
+
+    quantize_period: Int = Field(
+        default=100, ge=1, description="Steps until the first bit is lost; it doubles with each."
+    )
+    schedule_offset: Int = Field(default=100, ge=0, description="Steps before the first that quantizes.")
+
+
+class QuantizeAlgorithmConfig(LenientConfigModel):
+    """How values are quantized."""
+
+    q_type: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric", description="With or without a zero point."
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="How values are rounded."
+    )
+
+
+class QuantizeTrainingConfig(LenientConfigModel):
+    """MoQ: after each update the 16-bit weights are quantized, in fewer and fewer bits."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    quantize_verbose: bool = Field(default=False, description="Log each change of bits.")
+    quantizer_kernel: bool = Field(default=False, description="Accepted; the arithmetic is the same.")
+    quantize_type: Literal["symmetric", "asymmetric"] | None = Field(
+        default=None, description="Short for `quantize_algo.q_type`."
+    )
+    quantize_algo: QuantizeAlgorithmConfig = Field(
+        default=QuantizeAlgorithmConfig(), description="How values are quantized."
+    )
+    quantize_bits: QuantizeBitsConfig = Field(default=QuantizeBitsConfig(), description="How many bits.")
+    quantize_schedule: QuantizeScheduleConfig = Field(
+        default=QuantizeScheduleConfig(), description="When they fall."
+    )
+    quantize_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
+    fp16_mixed_quantize: FP16MixedQuantizeConfig = Field(
+        default=FP16MixedQuantizeConfig(), description="Gradual change."
+    )
     eigenvalue: EigenvalueConfig | None = Field(default=None, description="Curvature of each block.")
 
 

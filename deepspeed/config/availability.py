@@ -91,25 +91,11 @@ MISSING: tuple[Missing, ...] = (
     ),
     # Compression and data efficiency
     Missing(
-        "quantize_training.eigenvalue.enabled",
-        lambda c: (
-            c.quantize_training is not None
-            and c.quantize_training.eigenvalue
-            and c.quantize_training.eigenvalue.enabled
-        ),
-        _REMOVE,
-    ),
-    Missing(
         "weight_quantization.enabled",
         lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
         _REMOVE,
     ),
     Missing("data_efficiency.enabled", lambda c: c.data_efficiency.enabled, _REMOVE),
-    Missing(
-        "progressive_layer_drop.enabled",
-        lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
-        _REMOVE,
-    ),
     # Compiler
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     # What cannot change the numerics

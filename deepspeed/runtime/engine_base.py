@@ -14,6 +14,7 @@ from deepspeed.config.plan import Plan
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
+from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
 from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class EngineBase(EngineAccessors, nn.Module):
     timers: Any
     tput_timer: Any
     compression_scheduler: Any
+    quantizer: Any
+    parts: dict[str, Any]
+    """Observers that keep something from step to step, which goes into checkpoints (``state_dict``: plain numbers)."""
     flops_profiler: Any = None
     """With the section ``flops_profiler``; its numbers are there once the step has been profiled."""
 
@@ -76,6 +80,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._is_compiled = False
+        self.parts = {}
         self._guards_states = False
         self.global_steps = 0
         self.global_samples = 0
@@ -137,8 +142,15 @@ class EngineBase(EngineAccessors, nn.Module):
         """Betas of each group, or its momentum if it has no betas."""
         return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule of progressive layer dropping, if the config asks for it."""
+        inputs = self.module_transforms.inputs
+        return next((each.schedule for each in inputs if isinstance(each, LayerDropInputs)), None)
+
     def get_pld_theta(self) -> float | None:
-        return None
+        schedule = self.progressive_layer_drop
+        return schedule.get_theta() if schedule is not None else None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(model dtype, dtype in which gradients accumulate)."""

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
 
 
+PARTS = "parts"
+"""Key of the index: what observers keep."""
+
+
 def create_checkpoint_engine(config: Any) -> CheckpointEngine:
     """The engine that stores single files; the safety of the folder does not depend on it."""
     return TorchCheckpointEngine(config)
@@ -104,6 +108,9 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_fr
             "optimizer_order": _optimizer_order(engine),
             "sums_gradients": engine.core is None or engine.core.reducer.cadence is not Cadence.NEVER,
             **({ORIGINALS: originals.packed()} if originals is not None else {}),
+            **(
+                {PARTS: {name: state_of(part) for name, part in engine.parts.items()}} if engine.parts else {}
+            ),
         },
         own_state=engine.core.own_state.saved() if engine.core is not None else None,
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
@@ -306,6 +313,9 @@ def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, rep
         engine.skipped_steps = int(saved.get("skipped_steps", 0))
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     if what.optimizer:
+        for name, state in catalog.index.get(PARTS, {}).items():
+            if name in engine.parts:
+                engine.parts[name].load_state_dict(state)
         _load_loss_scale(engine, catalog)
         _load_own_state(engine, catalog, ranks, report)
         _load_accumulation(engine, catalog, ranks, report)

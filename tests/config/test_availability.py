@@ -71,10 +71,8 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
-    ("quantize_training.eigenvalue.enabled", {"quantize_training": {"eigenvalue": {"enabled": True}}}),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
-    ("progressive_layer_drop.enabled", {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),

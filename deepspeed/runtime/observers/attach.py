@@ -16,6 +16,7 @@ from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.flops import FlopsOfOneStep
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.runtime.observers.quantization import attach_quantization
 from deepspeed.runtime.observers.same_inputs import SameInputs
 from deepspeed.runtime.observers.trial import Trial
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
@@ -68,6 +69,7 @@ def attach_observers(engine: EngineBase) -> None:
         SameInputs(engine)
     attach_compression(engine)
     attach_data_efficiency(engine)
+    attach_quantization(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 

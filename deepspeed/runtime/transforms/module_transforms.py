@@ -15,6 +15,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
 from deepspeed.moe.stacked import expert_parallelism
 from deepspeed.runtime.activation_checkpointing.budget import memory_budget
+from deepspeed.runtime.progressive_layer_drop import progressive_layer_drop
 from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute
 from deepspeed.runtime.sparse_attention import sparse_attention
 from deepspeed.runtime.tensor_parallel.transform import tensor_parallelism
@@ -153,6 +154,7 @@ FROM_CONFIG: tuple[Factory, ...] = (
     sequence_shards,
     tiled_compute,
     memory_budget,
+    progressive_layer_drop,
 )
 """Each gives a transform, or None where the config does not ask for it."""
 
