@@ -170,7 +170,24 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
         _REMOVE,
     ),
-    Missing("data_efficiency.enabled", lambda c: c.data_efficiency.enabled, _REMOVE),
+    Missing(
+        "data_efficiency.data_routing.random_ltd.enabled",
+        lambda c: (
+            c.data_efficiency.enabled
+            and c.data_efficiency.data_routing.enabled
+            and c.data_efficiency.data_routing.random_ltd.enabled
+        ),
+        _REMOVE,
+    ),
+    Missing(
+        "data_efficiency.data_sampling.dynamic_batching.enabled",
+        lambda c: (
+            c.data_efficiency.enabled
+            and c.data_efficiency.data_sampling.enabled
+            and c.data_efficiency.data_sampling.dynamic_batching.enabled
+        ),
+        _REMOVE,
+    ),
     Missing(
         "progressive_layer_drop.enabled",
         lambda c: c.progressive_layer_drop is not None and c.progressive_layer_drop.enabled,
