@@ -144,14 +144,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "set_current_seq get_random_ltd_layer_num get_state set_state update_seq state_dict "
         "load_state_dict get_value",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": (
-        "class DeepSpeedDataSampler(data_efficiency_config, one_epoch_total_samples, "
-        "micro_batch_size, data_parallel_rank, data_parallel_size, data_parallel_group, "
-        "gradient_accumulation_steps, global_rank, drop_last=True): "
-        "set_custom_curriculum_learning_schedule get_start_end_idx get_sample_based_on_metric_value "
-        "get_sample_based_on_metric_percentile get_new_cluster sample_from_clusters "
-        "reshuffle_clusters get_sample_from_cluster get_next_global_batch state_dict load_state_dict",
-    ),
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
         "class VariableBatchSizeLR(lr_scheduler, base_batch_size, batch_sizes, dataloader, "
         "lr_scaling_method='linear', last_epoch=-1, verbose=False): optimizer state_dict "

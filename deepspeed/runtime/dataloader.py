@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy
 import torch
@@ -105,6 +105,19 @@ class Position:
     @property
     def samples_per_step(self) -> int:
         return self.samples_per_batch * self.world_size
+
+
+@runtime_checkable
+class KnowsPosition(Protocol):
+    """A sampler of batches that goes through its data by its own rules and can tell where it was."""
+
+    @property
+    def num_batches(self) -> int: ...
+    def state_at(self, consumed_samples: int) -> dict[str, Any]:
+        """The state after so many samples of all ranks, also when it has read further since."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class DeepSpeedDataLoader:
@@ -219,6 +232,9 @@ class DeepSpeedDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass (each pass also advances it); a position to resume from within it
         is kept."""
+        if isinstance(self.data_sampler, KnowsPosition):  # it has its own passes
+            self.position.epoch = epoch
+            return
         if self._resuming and epoch == self.position.epoch:
             return
         self._start_epoch(epoch)
@@ -234,8 +250,16 @@ class DeepSpeedDataLoader:
 
     def __iter__(self) -> DeepSpeedDataLoader:
         if self._finished or (self.position.samples > 0 and not self._resuming):
-            self._start_epoch(self.position.epoch + 1)
+            if isinstance(self.data_sampler, KnowsPosition):
+                self._continue(self.data_sampler)
+            else:
+                self._start_epoch(self.position.epoch + 1)
         return self
+
+    def _continue(self, sampler: KnowsPosition) -> None:
+        """Another pass goes on where the last one was left."""
+        self._sampler_start = sampler.state_at(self.position.samples)
+        self._finished, self.data = False, None
 
     def __next__(self) -> Any:
         if self._finished:
@@ -252,9 +276,14 @@ class DeepSpeedDataLoader:
         self._resuming = False
         self.position.samples += self.position.samples_per_step
         if self.post_process_func is not None:
-            sampler_state = getattr(self.data_sampler, "state_dict", lambda: None)()
-            batch = self.post_process_func(batch, sampler_state)
+            state = self.sampler_position() or getattr(self.data_sampler, "state_dict", lambda: None)()
+            batch = self.post_process_func(batch, state)
         return batch
+
+    def sampler_position(self) -> dict[str, Any] | None:
+        """The state of a sampler that knows its position, after the last batch that was taken; None: of another."""
+        sampler = self.data_sampler
+        return sampler.state_at(self.position.samples) if isinstance(sampler, KnowsPosition) else None
 
     def _open(self) -> Iterator[Any]:
         """The batches of this epoch, starting at the current position."""
@@ -269,6 +298,9 @@ class DeepSpeedDataLoader:
                 done = 0
             elif self._resume_workers():
                 done = 0
+        elif isinstance(self.data_sampler, KnowsPosition):
+            if self._sampler_start is not None:
+                self.data_sampler.load_state_dict(self._sampler_start)
         elif self._sampler_start is None:
             self._sampler_start = _epoch_start(self.data_sampler)
         else:
@@ -283,6 +315,8 @@ class DeepSpeedDataLoader:
         start = self._sampler_start
         if self._dataset_has_state:
             start = self.dataset.state_dict()
+        elif isinstance(self.data_sampler, KnowsPosition):
+            start = self.sampler_position()
         return {
             "epoch": self.position.epoch,
             "samples": self.position.samples,
@@ -343,8 +377,22 @@ class DeepSpeedDataLoader:
         self._resuming = not self._finished
         self._sampler_start, self._workers_start = state["sampler"], state.get("workers")
         self.position.seed = state["seed"]
+        self._follow_sampler()
         if isinstance(self.data_sampler, EpochSampler):
             self.data_sampler.seed = state["seed"]
+
+    def _follow_sampler(self) -> None:
+        """After a change of samplers: count from where the new one begins."""
+        position, start = self.position, self._sampler_start
+        theirs = isinstance(start, dict) and "consumed_samples" in start
+        if isinstance(self.data_sampler, KnowsPosition) and not theirs:
+            logger.warning(
+                "The position in the data is not resumed: it was not that of a curriculum. It starts now."
+            )
+            self._sampler_start, position.samples = None, 0
+        elif isinstance(self.data_sampler, EpochSampler) and theirs:
+            epochs, position.samples = divmod(position.samples, max(1, len(self.dataset)))
+            position.epoch, self._sampler_start = position.epoch + epochs, None
 
 
 def _group_position(world_size: int | None, rank: int | None) -> tuple[int, int]:
@@ -409,10 +457,10 @@ class _Rest(Sampler[Any]):
         self.sampler, self.position = sampler, position
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return self.sampler.num_batches if isinstance(self.sampler, KnowsPosition) else len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.sampler, EpochSampler):
+        if isinstance(self.sampler, (EpochSampler, KnowsPosition)):
             return iter(self.sampler)
         skip = self.position.samples // self.position.world_size
         if _yields_batches(self.sampler):

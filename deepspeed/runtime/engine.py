@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ from deepspeed.runtime.assembly import (
 )
 from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import (
+    DeepSpeedDataSampler,
+    curriculum_sampler,
+)
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_state import EngineState
 from deepspeed.runtime.events import Events
@@ -454,9 +458,19 @@ class DeepSpeedEngine(EngineState):
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
         """A loader that gives each data-parallel rank its part of ``dataset``."""
+        micro, drop_last = (
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            bool(self.dataloader_drop_last()),
+        )
+        if route == ROUTE_TRAIN and data_sampler is None and isinstance(dataset, Sized):
+            data_sampler = curriculum_sampler(
+                self._config, len(dataset), micro, self.mesh, self.clock.steps, self.global_rank, drop_last
+            )
+        if num_local_io_workers is None and isinstance(data_sampler, DeepSpeedDataSampler):
+            num_local_io_workers = data_sampler.num_workers
         return DeepSpeedDataLoader(
             dataset=dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
+            batch_size=micro,
             pin_memory=pin_memory and self.device.type != "cpu",
             local_rank=self.local_rank,
             tput_timer=getattr(self, "tput_timer", None) if route == ROUTE_TRAIN else None,
@@ -465,13 +479,26 @@ class DeepSpeedEngine(EngineState):
             data_sampler=data_sampler,
             data_parallel_world_size=self.mesh.size("dp"),
             data_parallel_rank=self.mesh.rank("dp"),
-            dataloader_drop_last=bool(self.dataloader_drop_last()),
+            dataloader_drop_last=drop_last,
         )
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Apply ``post_process_func(batch, sampler_state)`` to every batch of the engine's own loader."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: dict[str, Callable[[int], int]]
+    ) -> None:
+        """The functions, step -> difficulty, of the metrics with ``schedule_type`` custom; before the first batch.
+        RuntimeError: the engine's own loader has no curriculum."""
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        if not isinstance(sampler, DeepSpeedDataSampler):
+            raise RuntimeError(
+                "set_custom_curriculum_learning_schedule() needs training_data= of deepspeed.initialize and "
+                "data_efficiency.data_sampling.curriculum_learning.enabled=true"
+            )
+        sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
 
     def add_input_transform(self, transform: InputTransform) -> None:
         """Change the inputs of every forward from now on, in training and evaluation. ValueError: its name is taken,

@@ -122,7 +122,6 @@ _ACCESSORS: dict[str, str] = {
 }
 
 _LATER = {
-    "set_custom_curriculum_learning_schedule": "curriculum learning",
     "register_compile_pass": "DeepCompile",
 }
 

@@ -26,6 +26,7 @@ from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_weights import gathered
 from deepspeed.runtime.stateful import Loads, state_of
 from deepspeed.utils.logging import log_dist, logger
@@ -95,6 +96,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_fr
             "skipped_steps": engine.skipped_steps,
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
+            "data_sampler": _curriculum(engine),
             **_described(engine.module),
         },
         client_state=client_state,
@@ -116,6 +118,12 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_fr
         rank_state={"random": rng.capture(), "data": state_of(engine.training_dataloader)},
         write_layers=engine.layer_writer(exclude_frozen),
     )
+
+
+def _curriculum(engine: EngineBase) -> dict[str, Any] | None:
+    """The position in a curriculum, under its documented key; what is loaded is the loader's own position."""
+    loader = engine.training_dataloader
+    return loader.sampler_position() if isinstance(loader, DeepSpeedDataLoader) else None
 
 
 def _described(module: Any) -> dict[str, Any]:

@@ -288,15 +288,26 @@ def test_refused_by_name_when_called(name: str) -> None:
 
 # Members of objects that only a refused key of the config would make.
 REFUSED_KEYS = {
-    "deepspeed.runtime.engine.DeepSpeedEngine.random_ltd_scheduler": "data_efficiency",
+    "deepspeed.runtime.engine.DeepSpeedEngine.random_ltd_scheduler": "data_efficiency.data_routing.random_ltd",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_KEYS)
 def test_member_behind_a_refused_key(name: str) -> None:
     key = REFUSED_KEYS[name]
+    random_ltd = {
+        "enabled": True,
+        "total_layer_num": 2,
+        "random_ltd_layer_num": 1,
+        "random_ltd_layer_id": [0],
+        "model_mask_name": "mask",
+        "model_type": "decoder",
+        "hidden_state_order": "batch_seq_dim",
+        "random_ltd_schedule": {},
+    }
+    section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": random_ltd}}
     with pytest.raises(ValueError, match=f"{key}.enabled.*not implemented in this release"):
-        deepspeed.DeepSpeedConfig({"train_batch_size": 1, key: {"enabled": True}})
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "data_efficiency": section})
 
 
 # ------------------------------------------------------------------------------------------- the rest

@@ -15,6 +15,17 @@ from deepspeed.config.schema import TrainingConfig
 
 # For every row of the table a config that asks for the feature.
 LTD = {"total_layer_num": 1, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0]}
+FULL_LTD = {
+    **LTD,
+    "enabled": True,
+    "model_mask_name": "mask",
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {"min_value": 1, "max_value": 2, "schedule_type": "fixed_linear"},
+}
+ROUTING = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": FULL_LTD}}
+BY_TOKENS = {"enabled": True, "max_tokens": 8}
+SAMPLING = {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": BY_TOKENS}}
 ASKING: list[tuple[str, dict[str, Any]]] = [
     ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
     (
@@ -72,7 +83,8 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
-    ("data_efficiency.enabled", {"data_efficiency": {"enabled": True}}),
+    ("data_efficiency.data_routing.random_ltd.enabled", {"data_efficiency": ROUTING}),
+    ("data_efficiency.data_sampling.dynamic_batching.enabled", {"data_efficiency": SAMPLING}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),

@@ -241,11 +241,11 @@ class DataAnalyzer:
                 "call deepspeed.init_distributed(), or run_map() in every worker and run_reduce() afterwards"
             )
         self.run_map()
-        if dist.is_initialized():
+        if self.num_workers > 1:
             dist.barrier(group=comm_group)
         if self.worker_id == 0:
             self.run_reduce()
-        if dist.is_initialized():
+        if self.num_workers > 1:
             dist.barrier(group=comm_group)
 
     def merge_map_results(
