@@ -61,18 +61,20 @@ def test_what_comes_later_imports_has_a_signature_and_is_refused_by_name(module:
 
 
 def test_a_refusal_says_what_to_use_instead() -> None:
-    from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
+    from deepspeed.module_inject.replace_policy import HFGPT2LayerPolicy
 
-    assert str(inspect.signature(LoRAOptimizedLinear)).startswith("(input_dim, output_dim, bias=False, ")
-    with pytest.raises(NotImplementedError, match="use peft for LoRA adapters"):
-        LoRAOptimizedLinear(8, 8)
-    assert not isinstance(object(), LoRAOptimizedLinear)
+    assert str(inspect.signature(HFGPT2LayerPolicy)).startswith("(client_module, inference=True")
+    with pytest.raises(NotImplementedError, match="use torch.distributed.tensor.parallel"):
+        HFGPT2LayerPolicy(None)
+    assert not isinstance(object(), HFGPT2LayerPolicy)
 
-    class Derived(LoRAOptimizedLinear):
+    class Derived(HFGPT2LayerPolicy):
         pass
 
-    with pytest.raises(NotImplementedError, match="deepspeed.linear.optimized_linear.LoRAOptimizedLinear is"):
-        Derived(8, 8)
+    with pytest.raises(
+        NotImplementedError, match="deepspeed.module_inject.replace_policy.HFGPT2LayerPolicy is"
+    ):
+        Derived(None)
 
 
 def test_every_hint_belongs_to_a_module_that_comes_later() -> None:

@@ -89,13 +89,6 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
     },
-    "deepspeed.linear": {
-        "Init": "deepspeed.linear.context_manager",
-        "LoRAConfig": "deepspeed.linear.config",
-        "OptimizedLinear": "deepspeed.linear.optimized_linear",
-        "QuantizationConfig": "deepspeed.linear.config",
-        "init_lora": "deepspeed.linear.context_manager",
-    },
     "deepspeed.module_inject": {
         "DSPolicy": "deepspeed.module_inject.policy",
         "replace_transformer_layer": "deepspeed.module_inject.replace_module",
@@ -106,11 +99,6 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
         "ZenFlowSelectiveAdamW": "deepspeed.ops.adam.zenflow_torch_adam",
-    },
-    "deepspeed.ops.fp_quantizer": {
-        "FP_Quantize": "deepspeed.ops.fp_quantizer.quantize",
-        "Quantizer": "deepspeed.ops.fp_quantizer.quantize",
-        "matmul_fp8": "deepspeed.ops.fp_quantizer.fp8_gemm",
     },
     "deepspeed.ops.quantizer": {
         "ds_quantizer": "deepspeed.ops.quantizer.quantizer",

@@ -20,12 +20,11 @@ INSTEAD = {
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
     "deepspeed.launcher": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
-    "deepspeed.linear": "Until then use peft for LoRA adapters.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
     "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
-    "deepspeed.ops.fp_quantizer": "Until then use torch.float8_e4m3fn or torchao.",
+    "deepspeed.ops.fp_quantizer": "Use deepspeed.ops.fp_quantizer.matmul_fp8.",
     "deepspeed.ops.lion": "Until then use FusedLion, which steps over all tensors at once.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
     "deepspeed.ops.quantizer": "Until then use torchao.",
@@ -91,25 +90,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.compile.passes.zero3_compile": (
         "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
         "mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.linear.config": (
-        "class LoRAConfig(**data)",
-        "class QuantizationConfig(**data)",
-    ),
-    "deepspeed.linear.context_manager": (
-        "class Init(lora_config=None, quant_config=None)",
-        "def init_lora(model)",
-    ),
-    "deepspeed.linear.optimized_linear": (
-        "class LoRAOptimizedLinear(input_dim, output_dim, bias=False, lora_config=None, "
-        "quantization_config=None, device=None, dtype=torch.bfloat16, linear_cls=nn.Linear): disable "
-        "init_lora full_weight linear_without_F_linear forward",
-        "class OptimizedLinear(**data)",
-    ),
-    "deepspeed.linear.quantization": (
-        "class QuantizedLinear(input_dim, output_dim, bias=False, quantization_config=None, "
-        "dtype=torch.bfloat16): forward",
-        "class QuantizedParameter(**data): dequantized offload cuda to",
     ),
     "deepspeed.module_inject.auto_ep_config": (
         "def parse_autoep_config(param_dict)",

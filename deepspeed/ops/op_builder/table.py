@@ -120,11 +120,12 @@ OPS: tuple[Op, ...] = (
         absolute_name="deepspeed.ops.sparse_attention.sparse_attn_op",
         module="deepspeed.ops.sparse_attention",
     ),
-    _later(
-        "fp_quantizer",
-        "FPQuantizerBuilder",
-        "deepspeed.ops.fp_quantizer.fp_quantizer_op",
-        "use torch's float8 dtypes",
+    Op(
+        name="fp_quantizer",
+        builder="FPQuantizerBuilder",
+        build_var="DS_BUILD_FP_QUANTIZER",
+        absolute_name="deepspeed.ops.fp_quantizer.fp_quantizer_op",
+        module="deepspeed.ops.fp_quantizer",
     ),
     _later(
         "quantizer", "QuantizerBuilder", "deepspeed.ops.quantizer.quantizer_op", "use torch.ao.quantization"

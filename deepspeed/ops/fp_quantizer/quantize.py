@@ -1,0 +1,204 @@
+"""Quantizing tensors to small floating-point numbers in groups, each with a scale."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.fp_quantizer.formats import FORMATS, Format, pack, unpack
+
+_SCALE_BYTES = 4
+
+
+class Quantizer(ABC):
+    """What quantizes and dequantizes; ``group_size`` values share a scale."""
+
+    def __init__(self, group_size: int = 512) -> None:
+        self.group_size = group_size
+
+    @abstractmethod
+    def quantize(
+        self,
+        input: Tensor,
+        q_bits: int = 8,
+        q_mantisa_bits: int = 3,
+        stochastic_mode: bool = False,
+        return_meta_tensor: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def dequantize(
+        self,
+        input_q: Tensor,
+        fp_out: Tensor | None = None,
+        q_bits: int = 8,
+        q_mantisa_bits: int = 3,
+        scale: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class FP_Quantize(Quantizer):
+    """Floating-point numbers of 4 (E2M1), 6 (E3M2), 8 (E4M3) or 12 (E7M4) bits.
+
+    The largest number of a group becomes the largest of the format; all others are rounded to the nearest, ties to
+    even. A quantized tensor is uint8 [groups, group size * bits / 8 + 4]: packed codes, then the group's scale in fp32.
+    The quantizer remembers shape and dtype of what it quantized last, which `dequantize` gives back.
+
+    Args:
+        quantization_config: has ``group_size`` (`deepspeed.linear.QuantizationConfig`); None: 512.
+    """
+
+    def __init__(self, quantization_config: Any = None) -> None:
+        super().__init__(getattr(quantization_config, "group_size", 512))
+        self.q_config = quantization_config
+        self.orig_dtype: torch.dtype | None = None
+        self.orig_shape: torch.Size | None = None
+        self.scale: Tensor | None = None
+
+    def quantize(
+        self,
+        input: Tensor,
+        q_bits: int = 8,
+        q_mantisa_bits: int = 3,
+        stochastic_mode: bool = False,
+        return_meta_tensor: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Quantize a tensor of any floating-point dtype and size (the last group is filled with zeros).
+
+        Args:
+            input: what to quantize; it stays as it is.
+            q_bits: 4, 6, 8 or 12.
+            q_mantisa_bits: of the format; follows from ``q_bits``.
+            stochastic_mode: round to one of the two neighbours at random, right in the mean.
+            return_meta_tensor: return codes and scales apart.
+
+        Returns:
+            The quantized tensor, or (codes, scales [groups, 1]); codes of 8 bits have the shape of ``input`` if the
+            groups divide it.
+
+        Raises:
+            ValueError: other bits, or groups of codes that are not whole bytes.
+        """
+        form = self._format(q_bits)
+        self.orig_dtype, self.orig_shape = input.dtype, input.shape
+        groups = self._grouped(input.detach())
+        scale = _scales(groups, form)
+        self.scale = scale
+        codes = self._encode(groups / scale, form, stochastic_mode)
+        if return_meta_tensor:
+            same = q_bits == 8 and codes.numel() == input.numel()
+            return (codes.view(input.shape) if same else codes), scale
+        return torch.cat([codes, scale.view(torch.uint8)], dim=1)
+
+    def dequantize(
+        self,
+        input_q: Tensor,
+        fp_out: Tensor | None = None,
+        q_bits: int = 8,
+        q_mantisa_bits: int = 3,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """What a quantized tensor stands for.
+
+        Args:
+            input_q: from `quantize`.
+            fp_out: where to write it; None: a new tensor of the shape and dtype that were quantized.
+            q_bits, q_mantisa_bits: as for `quantize`.
+            scale: the scales, if ``input_q`` has only codes.
+
+        Raises:
+            RuntimeError: nothing has been quantized yet, and there is no ``fp_out``.
+        """
+        if fp_out is None:
+            if self.orig_shape is None:
+                raise RuntimeError(
+                    "dequantize needs fp_out, or a tensor that this object has quantized before"
+                )
+            fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
+        values = self._values(input_q, scale, self._format(q_bits))
+        fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
+        return fp_out
+
+    def selective_dequantize(
+        self,
+        input_q: Tensor,
+        indexes: Tensor,
+        fp_out: Tensor | None = None,
+        q_bits: int = 8,
+        q_mantisa_bits: int = 3,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Only ``indexes`` along the first dimension of what was quantized; the others are not read.
+
+        Raises:
+            RuntimeError: nothing has been quantized yet. ValueError: groups that do not divide a row.
+        """
+        if self.orig_shape is None:
+            raise RuntimeError("selective_dequantize needs a tensor that this object has quantized before")
+        each = self.orig_shape[1:].numel()
+        if each % self.group_size:
+            raise ValueError(f"group_size={self.group_size} does not divide the {each} values of a row")
+        rows = self.orig_shape[0]
+        chosen = indexes.to(input_q.device, torch.int64)
+        part = input_q.reshape(rows, each // self.group_size, -1)[chosen].flatten(0, 1)
+        if scale is not None:
+            scale = scale.reshape(rows, -1)[chosen].reshape(-1, 1)
+        if fp_out is None:
+            shape = (len(chosen), *self.orig_shape[1:])
+            fp_out = torch.empty(shape, dtype=self.orig_dtype, device=input_q.device)
+        return fp_out.copy_(self._values(part, scale, self._format(q_bits)).view(fp_out.shape))
+
+    def get_scales(self) -> Tensor | None:
+        """The scales of what was quantized last, [groups, 1] in fp32."""
+        return self.scale
+
+    def to(self, *args: Any, **kwargs: Any) -> FP_Quantize:
+        """Move the scales; this object."""
+        if self.scale is not None:
+            self.scale = self.scale.to(*args, **kwargs)
+        return self
+
+    def _format(self, bits: int) -> Format:
+        if bits not in FORMATS:
+            raise ValueError(
+                f"q_bits={bits}: there are floating-point numbers of {', '.join(map(str, FORMATS))} bits"
+            )
+        if self.group_size * bits % 24 and bits in (6, 12) or self.group_size * bits % 8:
+            raise ValueError(
+                f"group_size={self.group_size} with q_bits={bits}: groups have to be a multiple of 4 values"
+            )
+        return FORMATS[bits]
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1).to(torch.float32)
+        missing = -len(flat) % self.group_size
+        return torch.nn.functional.pad(flat, (0, missing)).view(-1, self.group_size)
+
+    def _encode(self, x: Tensor, form: Format, stochastic: bool) -> Tensor:
+        if form.bits == 8 and not stochastic:  # torch's own conversion is the same, and faster
+            return x.clamp_(-form.largest, form.largest).to(torch.float8_e4m3fn).view(torch.uint8)
+        return pack(form.encode(x, stochastic=stochastic), form.bits)
+
+    def _values(self, packed: Tensor, scale: Tensor | None, form: Format) -> Tensor:
+        """[groups, group size] in fp32."""
+        width = self.group_size * form.bits // 8
+        if scale is None:
+            rows = packed.reshape(-1, width + _SCALE_BYTES)
+            scale = rows[:, width:].contiguous().view(torch.float32)
+            packed = rows[:, :width]
+        packed, scale = packed.reshape(-1, width), scale.reshape(-1, 1)
+        if form.bits == 8:
+            return packed.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
+        codes = unpack(packed, form.bits)
+        return form.table(packed.device)[codes].mul_(scale)
+
+
+def _scales(groups: Tensor, form: Format) -> Tensor:
+    """[groups, 1]: what makes the largest of each group the largest of the format; 1 for zeros."""
+    top = groups.abs().amax(1, keepdim=True)
+    scale = top / form.largest
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.where(top > 0, scale.clamp(min=smallest), 1.0)

@@ -1,0 +1,153 @@
+"""Small floating-point numbers against their definition, written out number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.linear import QuantizationConfig
+from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
+from deepspeed.ops.fp_quantizer.formats import FORMATS, pack, unpack
+
+LARGEST = {4: 6.0, 6: 28.0, 8: 448.0, 12: 2.0**64 * 1.9375}
+
+
+def by_definition(bits: int) -> list[float]:
+    """(-1)^sign 2^(exponent - bias) (1 + mantissa / 2^m), and subnormal numbers, by code."""
+    exponent_bits, mantissa_bits = {4: (2, 1), 6: (3, 2), 8: (4, 3), 12: (7, 4)}[bits]
+    bias, found = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(2 ** (bits - 1)):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        fraction = mantissa / 2**mantissa_bits
+        found.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
+    if bits == 8:
+        found[-1] = math.nan
+    return found
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_every_code_stands_for_its_number(bits: int) -> None:
+    expected = torch.tensor(by_definition(bits))
+    table = FORMATS[bits].table(torch.device("cpu"))
+    torch.testing.assert_close(table, torch.cat([expected, -expected]), rtol=0, atol=0, equal_nan=True)
+    assert FORMATS[bits].largest == LARGEST[bits]
+    assert FORMATS[bits].bits == bits
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_every_number_and_what_lies_between_is_rounded_as_defined(bits: int) -> None:
+    numbers = torch.tensor([x for x in by_definition(bits) if not math.isnan(x)], dtype=torch.float64)
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    near = [middle.float(), torch.nextafter(middle.float(), torch.tensor(0.0)), middle.float() * (1 + 2**-23)]
+    x = torch.cat([numbers.float(), *near, numbers[-1:].float() * 1.01])
+    x = torch.cat([x, -x])
+    even_first = nearest(x.double(), numbers)
+    found = FORMATS[bits].encode(x)
+    assert torch.equal(found & ((1 << (bits - 1)) - 1), even_first.to(torch.int32))
+    assert torch.equal(found >> (bits - 1) == 1, torch.signbit(x))
+    if bits == 8:
+        clamped = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
+        assert torch.equal(found, clamped)
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_packing(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, 24), dtype=torch.int32)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (3, 24 * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+    first = sum(int(code) << (bits * at) for at, code in enumerate(codes[0]))
+    assert bytes(packed[0].tolist()) == first.to_bytes(24 * bits // 8, "little")
+
+
+def nearest(x: Tensor, numbers: Tensor) -> Tensor:
+    """The code of the nearest of ``numbers``, the even one of two."""
+    distance = (x.abs()[..., None] - numbers).abs()
+    candidates = distance == distance.amin(-1, keepdim=True)
+    code = torch.arange(len(numbers))
+    return torch.where(candidates, (code % 2) * len(numbers) + code, 1 << 20).argmin(-1)
+
+
+def expected_round_trip(x: Tensor, bits: int, group: int) -> Tensor:
+    numbers = torch.tensor([v for v in by_definition(bits) if not math.isnan(v)], dtype=torch.float64)
+    flat = x.float().reshape(-1, group)
+    scale = flat.abs().amax(1, keepdim=True) / LARGEST[bits]
+    scaled = (flat / scale).double()
+    return (numbers[nearest(scaled, numbers)].float() * scaled.sign().float() * scale).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("bits", FORMATS)
+def test_round_trip(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(4, 96) * torch.tensor([1e-3, 1.0, 50.0, 0.2])[:, None]).to(dtype)
+    quantizer = FP_Quantize(QuantizationConfig(group_size=48))
+    packed = quantizer.quantize(x, q_bits=bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (8, 48 * bits // 8 + 4)
+    back = quantizer.dequantize(packed, q_bits=bits)
+    assert back.dtype == dtype and back.shape == x.shape
+    torch.testing.assert_close(back, expected_round_trip(x, bits, 48).to(dtype), rtol=0, atol=0)
+    codes, scales = quantizer.quantize(x, q_bits=bits, return_meta_tensor=True)
+    assert torch.equal(scales, quantizer.get_scales()) and scales.shape == (8, 1)
+    assert torch.equal(quantizer.dequantize(codes, q_bits=bits, scale=scales), back)
+    out = torch.empty(4, 96)
+    assert quantizer.dequantize(packed, fp_out=out, q_bits=bits) is out
+    assert torch.equal(out.to(dtype), back)
+
+
+def test_rows_of_a_choice() -> None:
+    x = torch.randn(6, 2, 32)
+    quantizer = FP_Quantize(QuantizationConfig(group_size=32))
+    for bits in FORMATS:
+        packed = quantizer.quantize(x, q_bits=bits)
+        chosen = torch.tensor([4, 0, 4])
+        whole = quantizer.dequantize(packed, q_bits=bits)
+        assert torch.equal(quantizer.selective_dequantize(packed, chosen, q_bits=bits), whole[chosen])
+    codes, scales = quantizer.quantize(x, q_bits=12, return_meta_tensor=True)
+    assert torch.equal(quantizer.selective_dequantize(codes, chosen, q_bits=12, scale=scales), whole[chosen])
+
+
+def test_sizes_that_groups_do_not_divide_and_zeros() -> None:
+    quantizer = FP_Quantize(QuantizationConfig(group_size=64))
+    x = torch.randn(3, 50)
+    x[1] = 0.0
+    for bits in FORMATS:
+        back = quantizer.dequantize(quantizer.quantize(x, q_bits=bits), q_bits=bits)
+        assert back.shape == x.shape and not back[1].any()
+    nothing = torch.zeros(128)
+    assert torch.equal(quantizer.dequantize(quantizer.quantize(nothing)), nothing)
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    torch.manual_seed(0)
+    quantizer = FP_Quantize(QuantizationConfig(group_size=512))
+    x = torch.full((200, 512), 0.3)
+    x[:, 0] = 1.0
+    for bits in (6, 8):
+        back = quantizer.dequantize(quantizer.quantize(x, q_bits=bits, stochastic_mode=True), q_bits=bits)
+        assert len(back[:, 1:].unique()) == 2
+        assert back[:, 1:].mean().item() == pytest.approx(0.3, rel=1e-3)
+
+
+def test_products_with_a_quantized_matrix() -> None:
+    matrix, x = torch.randn(64, 32), torch.randn(5, 64)
+    quantizer = FP_Quantize(QuantizationConfig(group_size=64))
+    codes, scales = quantizer.quantize(matrix, return_meta_tensor=True)
+    assert codes.shape == matrix.shape
+    expected = x @ quantizer.dequantize(codes, scale=scales)
+    assert torch.equal(matmul_fp8(x, codes, scales, 64, quantizer), expected)
+    with pytest.raises(ValueError, match="quantization_group_size=32"):
+        matmul_fp8(x, codes, scales, 32, quantizer)
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    quantizer = FP_Quantize(QuantizationConfig(group_size=10))
+    with pytest.raises(ValueError, match="q_bits=5"):
+        quantizer.quantize(torch.zeros(10), q_bits=5)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        quantizer.quantize(torch.zeros(10), q_bits=6)
+    with pytest.raises(RuntimeError, match="fp_out"):
+        quantizer.dequantize(torch.zeros(10, dtype=torch.uint8))
