@@ -56,7 +56,6 @@ INSTEAD = {
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.progressive_layer_drop": "Until then drop layers in the model's forward.",
     "deepspeed.runtime.quantize": "Until then use torch.ao.quantization.",
-    "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
     "deepspeed.runtime.superoffload": "Until then use offload_optimizer with device cpu.",
