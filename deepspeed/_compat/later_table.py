@@ -44,7 +44,6 @@ INSTEAD = {
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.rollout": "Until then generate with engine.module, or with vllm beside the engine.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
     "deepspeed.runtime.superoffload": "Until then use offload_optimizer with device cpu.",

@@ -1,0 +1,87 @@
+"""What is asked of a rollout engine, and what it returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class RolloutConfig:
+    """Which engine generates. ``use_graph_capture`` has no effect."""
+
+    engine: str = "hybrid_engine"
+    use_graph_capture: bool = False
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn.
+
+    Attributes:
+        max_new_tokens: of an answer.
+        temperature: 0 takes the most probable token.
+        top_p: the smallest set of tokens that has this probability; 1: all.
+        top_k: the most probable ones only; -1: all.
+        n_samples_per_prompt: answers to each prompt, next to each other in the batch.
+        log_probs: return the log-probability of every token of the answers, before temperature and truncation.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    n_samples_per_prompt: int = 1
+    log_probs: bool = False
+
+
+@dataclass
+class RolloutRequest:
+    """``prompt_ids [prompts, width]``, padded on the left, and ``prompt_attention_mask`` of the same shape."""
+
+    prompt_ids: Tensor
+    prompt_attention_mask: Tensor
+
+
+@dataclass
+class RolloutBatch:
+    """Prompts with their answers.
+
+    Attributes:
+        input_ids: [rows, length], a prompt that is padded on the left, then its answer.
+        attention_mask: [rows, length]: 0 on the left of the prompt, and behind the token that ends the answer.
+        response_start_idx: [rows], where the answers begin.
+        log_probs: [rows, length - prompt's width] float32, 0 behind the end; None unless asked for.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    response_start_idx: Tensor
+    log_probs: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return self.input_ids.shape[1]
+
+
+class RolloutEngine(ABC):
+    """Generates with the weights that ``sync_weights`` gave it last."""
+
+    name: str = "base"
+
+    @abstractmethod
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
+        """Answers to the prompts of ``request``."""
+
+    @abstractmethod
+    def sync_weights(self, step: int) -> None:
+        """Take the weights after training step ``step``."""
+
+    def shutdown(self) -> None:  # noqa: B027 - most have nothing to end
+        """Give back what is held."""

@@ -1,0 +1,107 @@
+"""Rollouts by the engine that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.config.sections import note
+from deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
+
+
+@dataclass
+class HybridEngineRolloutConfig:
+    """``use_graph_capture`` has no effect: decoding is not captured as a graph."""
+
+    use_graph_capture: bool = False
+
+
+class HybridEngineRollout(RolloutEngine):
+    """Answers by ``engine.generate``, in evaluation mode; the engine's mode is the same afterwards.
+
+    Args:
+        engine: of ``deepspeed.initialize`` with ``hybrid_engine``; any engine whose module generates does.
+        tokenizer: says which tokens end an answer and which one pads; without it the model's generation config does.
+        cfg: see ``HybridEngineRolloutConfig``.
+    """
+
+    name = "hybrid_engine"
+
+    def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | None = None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        if cfg is not None and cfg.use_graph_capture:
+            note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
+
+    def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
+        """Collective where the engine's ``generate`` is.
+
+        ValueError: ``log_probs`` with ranks that share layers in generation only.
+        """
+        ends, padding = self._special_tokens()
+        trained = self.engine.training
+        self.engine.eval()
+        try:
+            made = self.engine.generate(
+                input_ids=request.prompt_ids,
+                attention_mask=request.prompt_attention_mask,
+                **_settings(sampling),
+                eos_token_id=ends or None,
+                pad_token_id=padding,
+            )
+        finally:
+            self.engine.train(trained)
+        tokens = made.sequences if sampling.log_probs else made
+        width = request.prompt_ids.shape[1]
+        answers = _until_the_end(tokens[:, width:], ends)
+        prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
+        return RolloutBatch(
+            tokens,
+            torch.cat([prompts, answers.to(prompts.dtype)], 1),
+            torch.full((tokens.shape[0],), width, device=tokens.device),
+            _log_probs(made.logits, tokens[:, width:]) * answers if sampling.log_probs else None,
+        )
+
+    def sync_weights(self, step: int) -> None:
+        """Nothing: the weights are those that are trained."""
+
+    def _special_tokens(self) -> tuple[list[int], int]:
+        """Those that end an answer, and the one behind the end."""
+        source = self.tokenizer if self.tokenizer is not None else self.engine.module.generation_config
+        found = source.eos_token_id
+        ends = [] if found is None else [found] if isinstance(found, int) else list(found)
+        padding = source.pad_token_id
+        return ends, padding if padding is not None else ends[0] if ends else 0
+
+
+def _settings(sampling: SamplingConfig) -> dict[str, Any]:
+    """Arguments of ``generate``."""
+    settings: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "num_return_sequences": sampling.n_samples_per_prompt,
+        "do_sample": sampling.temperature > 0,
+    }
+    if sampling.temperature > 0:
+        settings |= {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": max(0, sampling.top_k),
+        }
+    if sampling.log_probs:
+        settings |= {"return_dict_in_generate": True, "output_logits": True}
+    return settings
+
+
+def _until_the_end(answers: Tensor, ends: list[int]) -> Tensor:
+    """[rows, length]: 1 up to and with the first of ``ends``, 0 behind."""
+    ended = torch.isin(answers, torch.tensor(ends, dtype=answers.dtype, device=answers.device)).int()
+    return (ended.cumsum(1) - ended == 0).int()
+
+
+def _log_probs(logits: tuple[Tensor, ...], answers: Tensor) -> Tensor:
+    """[rows, length] float32 of the tokens that were drawn, from the logits ``[rows, vocabulary]`` of each of them."""
+    each = [step.float().log_softmax(-1).gather(1, answers[:, at, None]) for at, step in enumerate(logits)]
+    return torch.cat(each, 1)

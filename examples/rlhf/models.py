@@ -1,0 +1,178 @@
+"""The models of the three steps, the text that goes into them, and how whole weights leave an engine."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from losses import last, positions_of
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import deepspeed
+
+
+def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "</s>", "<unk>", *words]
+    raw = Tokenizer(models.WordLevel({word: at for at, word in enumerate(names)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="left"
+    )
+
+
+def small_model(tokenizer: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(sizes)
+
+
+def load_policy(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name in ("temperature", "top_p", "top_k"):  # sampling is ours
+        setattr(model.generation_config, name, None)
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+class ScoredModel(nn.Module):
+    """A transformer with a number for each token: a reward model reads it at the last token, a critic at all.
+
+    Args:
+        base: without a language model's head.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.head = nn.Linear(base.config.hidden_size, 1, bias=False)  # type: ignore[union-attr, arg-type]
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[rows, length] float32."""
+        hidden = self.base(tokens, **context(self.base, mask)).last_hidden_state
+        return self.head(hidden)[..., 0].float()
+
+    @classmethod
+    def load(cls, folder: Path) -> ScoredModel:
+        """From a policy's folder, or from one that ``save`` wrote."""
+        model = cls(AutoModel.from_pretrained(folder, dtype=torch.float32))
+        if (head := folder / "head.pt").exists():
+            model.head.load_state_dict(torch.load(head, weights_only=True))
+        return model
+
+
+def context(model: Any, mask: Tensor) -> dict[str, Any]:
+    """What a forward needs to know of padding on the left."""
+    found: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+    if "position_ids" in inspect.signature(type(model).forward).parameters:
+        found["position_ids"] = positions_of(mask)
+    return found
+
+
+def score_at_end(engine: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """[rows]: what a reward model says of whole dialogues."""
+    return engine(tokens, mask).gather(1, last(mask)[:, None])[:, 0]
+
+
+def with_adapters(model: Any, rank: int, only: bool = True) -> Any:
+    """LoRA on every linear layer but the head; ``rank`` 0: none."""
+    if rank == 0:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    if not only:
+        adapted.requires_grad_(True)
+    return adapted
+
+
+def encode(tokenizer: Any, pairs: list[tuple[str, str]], device: Any) -> dict[str, Tensor]:
+    """``tokens``, ``mask`` and ``answers`` [rows, length]: dialogues padded on the left, with the end-of-text token;
+    ``answers`` is 1 where a token is part of an answer."""
+    made = []
+    for question, answer in pairs:
+        first = tokenizer(question, add_special_tokens=False).input_ids
+        second = [*tokenizer(" " + answer, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        made.append((first, second))
+    length = max(len(first) + len(second) for first, second in made)
+    tokens = torch.full((len(made), length), tokenizer.pad_token_id)
+    mask, answers = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    for row, (first, second) in enumerate(made):
+        tokens[row, length - len(first) - len(second) :] = torch.tensor(first + second)
+        mask[row, length - len(first) - len(second) :] = 1
+        answers[row, length - len(second) :] = 1
+    return {"tokens": tokens.to(device), "mask": mask.to(device), "answers": answers.to(device)}
+
+
+def save_policy(engine: Any, tokenizer: Any, folder: Path) -> None:
+    """Whole weights with the adapters in them, as ``from_pretrained`` reads them. Collective."""
+    module = engine.module
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        if torch.distributed.get_rank() == 0:
+            adapted = hasattr(module, "merge_adapter")
+            kept = {name: param.detach().clone() for name, param in module.named_parameters()}
+            if adapted:
+                module.merge_adapter()
+            plain = {
+                name.removeprefix("base_model.model.").replace(".base_layer", ""): param.detach().clone()
+                for name, param in module.named_parameters()
+                if "lora_" not in name
+            }
+            if adapted:
+                module.unmerge_adapter()
+                for name, param in module.named_parameters():
+                    param.data.copy_(kept[name])
+            inner = module.get_base_model() if adapted else module
+            inner.config.save_pretrained(folder)
+            inner.generation_config.save_pretrained(folder)
+            from safetensors.torch import save_file
+
+            tied = set(getattr(inner, "_tied_weights_keys", None) or ()) - plain.keys()
+            save_file(
+                {name: value for name, value in plain.items() if name not in tied},
+                folder / "model.safetensors",
+                {"format": "pt"},
+            )
+            tokenizer.save_pretrained(folder)
+    torch.distributed.barrier()
+
+
+def save_scored(engine: Any, folder: Path) -> None:
+    """As ``ScoredModel.load`` reads it. Collective."""
+    module = engine.module
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        if torch.distributed.get_rank() == 0:
+            module.base.save_pretrained(
+                folder, state_dict={name: each.clone() for name, each in module.base.state_dict().items()}
+            )
+            torch.save(
+                {name: each.clone() for name, each in module.head.state_dict().items()}, folder / "head.pt"
+            )
+    torch.distributed.barrier()

@@ -1,0 +1,282 @@
+"""Steps that learn from the model's own answers: PPO with four models, GRPO and RLOO with a function as the reward."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import losses
+import torch
+from engines import follow
+from models import encode, score_at_end
+from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+Batch = dict[str, Tensor]
+
+
+class SeededNoise(LogitsProcessor):
+    """Turns the most probable token into a sample (Gumbel noise), the same for a row wherever and with whom it is
+    generated: the noise depends on the row's number, the token's place and the seed only.
+
+    Args:
+        rows: numbers of the rows.
+        seed: of this rollout.
+        prompt: tokens of the prompts, with padding.
+        temperature: 1 samples from the model's distribution.
+    """
+
+    def __init__(self, rows: list[int], seed: int, prompt: int, temperature: float) -> None:
+        self.rows, self.seed, self.prompt, self.temperature = rows, seed, prompt, temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        place, width = input_ids.shape[1] - self.prompt, scores.shape[1]
+        draws = [
+            torch.rand(
+                width, generator=torch.Generator().manual_seed((self.seed * 9973 + row) * 4099 + place)
+            )
+            for row in self.rows
+        ]
+        uniform = torch.stack(draws).clamp(1e-9, 1 - 1e-7).to(scores.device)
+        return scores.float() / self.temperature - torch.log(-torch.log(uniform))
+
+
+class Online:
+    """Collects answers to a batch of prompts, learns from them in several updates, and goes on with the next batch.
+
+    Args:
+        kind: ``ppo``, ``grpo`` or ``rloo``.
+        actor: the hybrid engine.
+        reference: the model that the actor should stay near to.
+        critic, reward: of PPO.
+        average: an engine whose weights follow the actor's, or None.
+        score: of (prompt, answer); the reward of GRPO and RLOO, and of all kinds what the curve shows.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        options: Namespace,
+        tokenizer: Any,
+        rows: list[Row],
+        score: Callable[[str, str], float],
+        *,
+        actor: Any,
+        reference: Any,
+        critic: Any = None,
+        reward: Any = None,
+        average: Any = None,
+    ) -> None:
+        self.kind, self.options, self.tokenizer, self.rows, self.score = kind, options, tokenizer, rows, score
+        self.actor, self.reference, self.critic, self.reward, self.average = (
+            actor,
+            reference,
+            critic,
+            reward,
+            average,
+        )
+        self.iteration = 0
+        self.update = 0
+        self.experience: Batch | None = None
+        self.curve: list[dict[str, float]] = []
+
+    # ------------------------------------------------------------------------------------------------ rollouts
+
+    def collect(self) -> Batch:
+        """Answers of the actor, and what all models say of them."""
+        options, began = self.options, time.perf_counter()
+        size = 1 if self.kind == "ppo" else options.num_answers
+        prompts = options.per_device_generation_batch_size // size
+        chosen = [
+            row["prompt"]
+            for row in batch_of(self.rows, self.iteration, prompts, options.seed)
+            for _ in range(size)
+        ]
+        first = torch.distributed.get_rank() * len(chosen)
+        found, rolled = self._answers(chosen, [first + at for at in range(len(chosen))])
+        seconds = time.perf_counter() - began
+        mask = found["answers"][:, 1:]
+        texts = [
+            self.tokenizer.decode(row[kept.bool()], skip_special_tokens=True)
+            for row, kept in zip(found["tokens"], found["answers"], strict=True)
+        ]
+        true = [self.score(question, text) for question, text in zip(chosen, texts, strict=True)]
+        found["scores"] = torch.tensor(true, device=self.actor.device)
+        with torch.no_grad():
+            for engine in (self.actor, self.critic):
+                if engine is not None:
+                    engine.eval()
+            found["then"] = log_probs(self.actor, found) * mask
+            found["reference"] = log_probs(self.reference, found) * mask
+            if self.kind == "ppo":
+                ended = ((found["tokens"] == self.tokenizer.eos_token_id) * found["answers"]).any(1)
+                found["rewards"] = score_at_end(self.reward, found["tokens"], found["mask"])
+                found["rewards"] -= self.options.missing_eos_penalty * ~ended
+                found["values"] = self.critic(found["tokens"], found["mask"])[:, :-1] * mask
+        self._report(found, rolled, seconds, texts[0])
+        return found
+
+    def _answers(self, questions: list[str], numbers: list[int]) -> tuple[Batch, Tensor | None]:
+        """Tokens with masks, and the log-probabilities that generation had, if it tells them."""
+        options, tokenizer = self.options, self.tokenizer
+        given = tokenizer(
+            questions,
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=options.max_prompt_seq_len,
+            add_special_tokens=False,
+        ).to(self.actor.device)
+        width = given.input_ids.shape[1]
+        alone = options.inference_tp_size == 1
+        noise = SeededNoise(numbers, options.seed * 31 + self.iteration, width, options.temperature)
+        self.actor.eval()
+        with torch.no_grad():
+            made = self.actor.module.generate(
+                input_ids=given.input_ids,
+                attention_mask=given.attention_mask,
+                max_new_tokens=options.max_answer_seq_len,
+                do_sample=not alone,  # ranks that share layers draw the same numbers by themselves
+                logits_processor=LogitsProcessorList([noise] if alone else []),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                **({"return_dict_in_generate": True, "output_logits": True} if alone else {}),
+            )
+        tokens = made.sequences if alone else made
+        answers = tokens[:, width:]
+        ended = (answers == tokenizer.eos_token_id).int()
+        kept = (ended.cumsum(1) - ended == 0).long()
+        before = torch.zeros_like(given.attention_mask)
+        found = {
+            "tokens": tokens,
+            "mask": torch.cat([given.attention_mask, kept], 1),
+            "answers": torch.cat([before, kept], 1),
+        }
+        if not alone:
+            return found, None
+        logits = torch.stack(made.logits, 1).float().log_softmax(-1)
+        rolled = logits.gather(2, answers[..., None])[..., 0] * kept
+        return found, torch.cat([before[:, 1:].to(rolled.dtype), rolled], 1)
+
+    def _report(self, found: Batch, rolled: Tensor | None, seconds: float, text: str) -> None:
+        mask = found["answers"][:, 1:]
+        made = mask.sum().item()
+        values = {
+            "reward": found["scores"].mean(),
+            "kl": ((found["then"] - found["reference"]).sum(1)).mean(),
+            "length": mask.sum(1).float().mean(),
+            "entropy": -losses.row_mean(found["then"], mask),  # an estimate from the tokens that were drawn
+            "rollout_mismatch": 0.0 if rolled is None else (rolled - found["then"]).abs().max(),
+            "rollout_s": seconds,
+            "rollout_tokens_per_s": made / seconds,
+        }
+        self.curve.append({name: mean_over_ranks(value) for name, value in values.items()})
+        monitor = self.actor.monitor
+        if monitor.enabled and torch.distributed.get_rank() == 0:
+            monitor.write_events(
+                [
+                    (f"RLHF/{self.kind}/{name}", value, self.iteration)
+                    for name, value in self.curve[-1].items()
+                ]
+            )
+        if torch.distributed.get_rank() == 0 and self.options.print_answers:
+            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+
+    # ------------------------------------------------------------------------------------------------ learning
+
+    @property
+    def updates(self) -> int:
+        """Of one batch of answers."""
+        rows = self.options.per_device_generation_batch_size
+        return self.options.ppo_epochs * (rows // self.options.per_device_training_batch_size)
+
+    def step(self) -> None:
+        """One update; before the first of a batch its answers are collected."""
+        if self.experience is None:
+            self.experience = self._targets(self.collect())
+        size = self.options.per_device_training_batch_size
+        start = self.update * size % self.options.per_device_generation_batch_size
+        part = {name: value[start : start + size] for name, value in self.experience.items()}
+        began = time.perf_counter()
+        self._learn(part)
+        self.curve[-1]["training_s"] = self.curve[-1].get("training_s", 0.0) + time.perf_counter() - began
+        if self.average is not None:
+            follow(self.average, self.actor, self.options.ema_beta)
+        self.update += 1
+        if self.update == self.updates:
+            self.iteration, self.update, self.experience = self.iteration + 1, 0, None
+
+    def _targets(self, found: Batch) -> Batch:
+        """Advantages, from what the models said."""
+        options, mask = self.options, found["answers"][:, 1:]
+        if self.kind == "ppo":
+            rewards = losses.shaped_rewards(
+                found["rewards"],
+                found["then"],
+                found["reference"],
+                mask,
+                options.kl_coef,
+                options.clip_reward,
+            )
+            found["advantages"], found["returns"] = losses.advantages_and_returns(
+                found["values"], rewards, mask, options.gamma, options.lam
+            )
+            return found
+        scores = found["scores"]
+        if self.kind == "rloo":
+            scores = scores - options.kl_coef * (found["then"] - found["reference"]).sum(1)
+        each = losses.group_advantages(scores, options.num_answers, self.kind)
+        found["advantages"] = each[:, None] * mask
+        return found
+
+    def _learn(self, part: Batch) -> None:
+        options, mask = self.options, part["answers"][:, 1:]
+        self.actor.train()
+        now = log_probs(self.actor, part)
+        loss = losses.clipped_policy_loss(now, part["then"], part["advantages"], mask, options.clip_range)
+        if self.kind == "grpo":
+            loss = loss + options.kl_coef * losses.reference_penalty(now, part["reference"], mask)
+        self.actor.backward(loss)
+        if options.unsup_coef > 0:
+            self.actor.backward(options.unsup_coef * self._mixture())
+        self.actor.step()
+        if self.kind == "ppo":
+            self.critic.train()
+            values = self.critic(part["tokens"], part["mask"])[:, :-1]
+            self.critic.backward(
+                losses.clipped_value_loss(values, part["values"], part["returns"], mask, options.clip_value)
+            )
+            self.critic.step()
+
+    def _mixture(self) -> Tensor:
+        """The loss on demonstrations, which keeps the actor's language (the mixture of InstructGPT)."""
+        step = self.iteration * self.updates + self.update
+        rows = batch_of(self.rows, step, self.options.per_device_training_batch_size, self.options.seed + 1)
+        pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in rows]
+        return language_loss(self.actor, encode(self.tokenizer, pairs, self.actor.device))
+
+    # ------------------------------------------------------------------------------------------------- resuming
+
+    def _engines(self) -> dict[str, Any]:
+        everyone = {"actor": self.actor, "critic": self.critic, "average": self.average}
+        return {name: engine for name, engine in everyone.items() if engine is not None}
+
+    def save(self, folder: Path) -> None:
+        """Everything to go on with the very next update, also between two of one batch of answers. Collective."""
+        state = {name: getattr(self, name) for name in ("iteration", "update", "experience", "curve")}
+        for name, engine in self._engines().items():
+            engine.save_checkpoint(str(folder / name))
+        torch.save(state, folder / f"rollouts_{torch.distributed.get_rank()}.pt")
+        torch.distributed.barrier()
+
+    def load(self, folder: Path) -> None:
+        """What ``save`` wrote, with as many ranks. Collective."""
+        for name, engine in self._engines().items():
+            engine.load_checkpoint(str(folder / name))
+        state = torch.load(folder / f"rollouts_{torch.distributed.get_rank()}.pt", weights_only=True)
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,118 @@
+"""Steps that learn from texts that are there: demonstrations (SFT), and preferences (a reward model, or DPO)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from losses import direct_preference_loss, preference_loss, row_mean, token_log_probs
+from models import context, encode, score_at_end
+from torch import Tensor
+
+Row = dict[str, str]
+
+
+def batch_of(rows: list[Row], step: int, count: int, seed: int) -> list[Row]:
+    """This rank's ``count`` rows of a step; all ranks together see the same rows in the same step, however many they
+    are, if they have as many in sum."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    everyone = count * ranks
+    per_epoch = max(1, len(rows) // everyone)
+    order = torch.randperm(
+        len(rows), generator=torch.Generator().manual_seed(seed * 7919 + step // per_epoch)
+    )
+    start = step % per_epoch * everyone + rank * count
+    return [rows[order[(start + at) % len(rows)]] for at in range(count)]
+
+
+def language_loss(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Mean negative log-probability of the tokens of the answers."""
+    return -row_mean(log_probs(engine, batch), batch["answers"][:, 1:])
+
+
+def log_probs(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+    """[rows, length - 1], of each token but the first."""
+    logits = engine(input_ids=batch["tokens"], **context(_causal(engine), batch["mask"])).logits
+    return token_log_probs(logits, batch["tokens"])
+
+
+def _causal(engine: Any) -> Any:
+    """The model of Transformers inside of an engine, below adapters."""
+    module = engine.module
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def run(engine: Any, loss: Callable[[int], Tensor], steps: int, seen: Callable[[int, float], None]) -> None:
+    """``seen`` is told each step's loss, the mean over ranks."""
+    engine.train()
+    for step in range(steps):
+        value = loss(step)
+        engine.backward(value)
+        engine.step()
+        seen(step, mean_over_ranks(value.detach()))
+
+
+def mean_over_ranks(value: Tensor | float) -> float:
+    found = torch.as_tensor(value, dtype=torch.float64).clone()
+    torch.distributed.all_reduce(found)
+    return found.item() / torch.distributed.get_world_size()
+
+
+def demonstrations(
+    engine: Any, tokenizer: Any, rows: list[Row], options: Namespace
+) -> Callable[[int], Tensor]:
+    """The loss of SFT, by step."""
+
+    def loss(step: int) -> Tensor:
+        chosen = batch_of(rows, step, options.per_device_train_batch_size, options.seed)
+        pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in chosen]
+        return language_loss(engine, encode(tokenizer, pairs, engine.device))
+
+    return loss
+
+
+def preferences(engine: Any, tokenizer: Any, rows: list[Row], options: Namespace) -> Callable[[int], Tensor]:
+    """The loss of a reward model, by step."""
+
+    def loss(step: int) -> Tensor:
+        batch = _both(
+            tokenizer, batch_of(rows, step, options.per_device_train_batch_size, options.seed), engine
+        )
+        return preference_loss(*score_at_end(engine, batch["tokens"], batch["mask"]).chunk(2))
+
+    return loss
+
+
+def direct_preferences(
+    engine: Any, reference: Any, tokenizer: Any, rows: list[Row], options: Namespace
+) -> Callable[[int], Tensor]:
+    """The loss of DPO, by step."""
+
+    def loss(step: int) -> Tensor:
+        batch = _both(
+            tokenizer, batch_of(rows, step, options.per_device_train_batch_size, options.seed), engine
+        )
+        answers = batch["answers"][:, 1:]
+        with torch.no_grad():
+            before = (log_probs(reference, batch) * answers).sum(1)
+        now = (log_probs(engine, batch) * answers).sum(1)
+        return direct_preference_loss(now, before, options.dpo_beta)[0]
+
+    return loss
+
+
+def accuracy(engine: Any, tokenizer: Any, rows: list[Row]) -> float:
+    """How often the chosen answer has the higher score."""
+    engine.eval()
+    batch = _both(tokenizer, rows, engine)
+    with torch.no_grad():
+        chosen, rejected = score_at_end(engine, batch["tokens"], batch["mask"]).chunk(2)
+    return (chosen > rejected).float().mean().item()
+
+
+def _both(tokenizer: Any, rows: list[Row], engine: Any) -> dict[str, Tensor]:
+    """The chosen answers and then the rejected ones."""
+    pairs = [(row["prompt"], row[kind]) for kind in ("chosen", "rejected") for row in rows]
+    return encode(tokenizer, pairs, engine.device)

@@ -1,0 +1,339 @@
+"""Learning from preferences, from a model to a chat: SFT, a reward model, PPO, and then GRPO, RLOO and DPO.
+
+    python examples/rlhf/train.py                                # a small model and a toy task, about two minutes
+    python examples/rlhf/train.py --chat                         # and talk to the result
+    deepspeed --num_gpus 2 examples/rlhf/train.py --actor_zero_stage 3 --critic_zero_stage 2 --enable_ema
+    python examples/rlhf/train.py --model_name_or_path FOLDER --data_path ROWS.jsonl --reward_function FILE.py:NAME
+
+PPO has four models, each in an engine of its own; the actor's engine also generates. The toy task is scored by a
+program (task.py), which GRPO and RLOO take as their reward, and by which all curves are drawn: OUTPUT/curves.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engines
+import supervised
+import task
+import torch
+from models import (
+    ScoredModel,
+    load_policy,
+    load_tokenizer,
+    save_policy,
+    save_scored,
+    small_model,
+    with_adapters,
+    word_tokenizer,
+)
+from online import Online
+from picture import draw
+from transformers.utils import logging as transformers_logging
+
+import deepspeed
+
+KINDS = ("ppo", "grpo", "rloo", "dpo")
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29517",
+}
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model_name_or_path", type=Path, help="a folder of save_pretrained; default: a small new model")
+    add(
+        "--data_path",
+        type=Path,
+        help="JSON lines: prompt, chosen, rejected, and demonstration if there is one",
+    )
+    add(
+        "--reward_function",
+        help="FILE.py:NAME of a function (prompt, answer) -> number; default: the toy task's",
+    )
+    add("--output_dir", "--output", type=Path, default=Path(tempfile.gettempdir(), "ds_rlhf"))
+    add("--run", nargs="*", choices=KINDS, default=list(KINDS), help="after SFT and the reward model")
+    add("--chat", action="store_true", help="talk to the result in the terminal")
+    add("--print_answers", action="store_true")
+    add("--monitor", type=Path, help="a folder for curves as CSV")
+    add("--seed", type=int, default=1234)
+    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    # the first two steps, and DPO
+    add("--zero_stage", type=int, default=2)
+    add("--sft_steps", type=int, default=120)
+    add("--reward_steps", type=int, default=60)
+    add("--dpo_steps", type=int, default=40)
+    add("--dpo_beta", type=float, default=0.1)
+    add("--per_device_train_batch_size", type=int, default=16)
+    add("--learning_rate", type=float, default=3e-3)
+    # the third step
+    add("--iterations", type=int, default=25, help="batches of answers")
+    add("--per_device_generation_batch_size", type=int, default=32)
+    add("--per_device_training_batch_size", type=int, default=16)
+    add("--ppo_epochs", type=int, default=2)
+    add("--num_answers", type=int, default=8, help="to each prompt: GRPO, RLOO")
+    add("--max_prompt_seq_len", type=int, default=32)
+    add("--max_answer_seq_len", type=int, default=12)
+    add("--actor_learning_rate", type=float, default=1e-3)
+    add("--critic_learning_rate", type=float, default=3e-3)
+    add("--weight_decay", type=float, default=0.0)
+    add("--temperature", type=float, default=1.0)
+    add("--kl_coef", type=float, default=0.05)
+    add(
+        "--missing_eos_penalty", type=float, default=5.0, help="off a reward model's score of what has no end"
+    )
+    add("--clip_reward", type=float, default=5.0)
+    add("--clip_range", type=float, default=0.2)
+    add("--clip_value", type=float, default=0.2)
+    add("--gamma", type=float, default=1.0)
+    add("--lam", type=float, default=0.95)
+    add("--unsup_coef", type=float, default=0.05, help="of the loss on demonstrations in the third step")
+    add("--actor_zero_stage", type=int, default=2)
+    add("--critic_zero_stage", type=int, default=2)
+    add("--offload", action="store_true", help="optimizer states in host memory")
+    add("--offload_reference_model", action="store_true")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    add("--gradient_checkpointing", action="store_true")
+    add("--actor_lora_dim", "--lora_dim", dest="lora_dim", type=int, default=0)
+    add("--only_optimize_lora", action="store_true")
+    add("--enable_ema", action="store_true", help="an average of the actor's weights, which is saved too")
+    add("--ema_beta", type=float, default=0.95)
+    add("--enable_hybrid_engine", action=argparse.BooleanOptionalAction, default=True)
+    add("--inference_tp_size", type=int, default=1)
+    add("--tp_gather_partition_size", type=int, default=8)
+    add("--unpin_actor_parameters", action="store_true")
+    add("--release_inference_cache", action="store_true")
+    add("--save_interval", type=int, default=0, help="updates between checkpoints of the third step; 0: none")
+    add("--resume", action="store_true", help="of the third step, from its last checkpoint")
+    return parser.parse_args(given)
+
+
+class Steps:
+    """The steps, each from the folder that another one wrote."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.is_first = torch.distributed.get_rank() == 0
+        self.rows = task.read(options.data_path, 512, options.seed)
+        self.score = scoring(options.reward_function)
+        self.sft, self.reward = options.output_dir / "sft", options.output_dir / "reward"
+        if options.model_name_or_path is None:
+            self.tokenizer = word_tokenizer(task.WORDS)
+        else:
+            self.tokenizer = load_tokenizer(options.model_name_or_path)
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+    def _run(self, name: str, engine: Any, loss: Callable[[int], Any], steps: int) -> None:
+        seen: list[float] = []
+        supervised.run(engine, loss, steps, lambda _, value: seen.append(value))
+        tenth = max(1, len(seen) // 10)
+        self.say(f"{name}: loss {sum(seen[:tenth]) / tenth:.4f} -> {sum(seen[-tenth:]) / tenth:.4f}")
+
+    def demonstrate(self) -> None:
+        """Step 1."""
+        options = self.options
+        path = options.model_name_or_path
+        model = small_model(self.tokenizer) if path is None else load_policy(path)
+        model = with_adapters(model, options.lora_dim if path else 0, options.only_optimize_lora)
+        engine = engines.trained(
+            model,
+            options,
+            stage=options.zero_stage,
+            lr=options.learning_rate,
+            rows=options.per_device_train_batch_size,
+        )
+        loss = supervised.demonstrations(engine, self.tokenizer, self.rows, options)
+        self._run("SFT", engine, loss, options.sft_steps)
+        save_policy(engine, self.tokenizer, self.sft)
+        engine.destroy()
+
+    def prefer(self) -> None:
+        """Step 2."""
+        options = self.options
+        engine = engines.trained(
+            ScoredModel.load(self.sft),
+            options,
+            stage=options.zero_stage,
+            lr=options.learning_rate,
+            rows=options.per_device_train_batch_size,
+        )
+        loss = supervised.preferences(engine, self.tokenizer, self.rows, options)
+        self._run("reward model", engine, loss, options.reward_steps)
+        held_out = task.read(options.data_path, 64, options.seed + 1)
+        right = supervised.accuracy(engine, self.tokenizer, held_out)
+        self.say(f"reward model: the better of two answers in {100 * right:.0f} % of pairs")
+        save_scored(engine, self.reward)
+        engine.destroy()
+
+    def _actor(self) -> Any:
+        options = self.options
+        return engines.trained(
+            with_adapters(load_policy(self.sft), options.lora_dim, options.only_optimize_lora),
+            options,
+            stage=options.actor_zero_stage,
+            lr=options.actor_learning_rate,
+            rows=options.per_device_training_batch_size,
+            hybrid=True,
+        )
+
+    def _reference(self) -> Any:
+        options = self.options
+        return engines.frozen(
+            load_policy(self.sft),
+            options,
+            stage=options.actor_zero_stage,
+            offload=options.offload or options.offload_reference_model,
+        )
+
+    def direct(self) -> Path:
+        """Step 3 without rollouts: DPO."""
+        options = self.options
+        engine, reference = self._actor(), self._reference()
+        loss = supervised.direct_preferences(engine, reference, self.tokenizer, self.rows, options)
+        self._run("DPO", engine, loss, options.dpo_steps)
+        folder = options.output_dir / "dpo"
+        save_policy(engine, self.tokenizer, folder)
+        for each in (engine, reference):
+            each.destroy()
+        return folder
+
+    def online(self, kind: str) -> tuple[Path, list[dict[str, float]]]:
+        """Step 3: the model learns from its own answers."""
+        options = self.options
+        made: dict[str, Any] = {"actor": self._actor(), "reference": self._reference()}
+        if kind == "ppo":
+            made["critic"] = engines.trained(
+                ScoredModel.load(self.reward),
+                options,
+                stage=options.critic_zero_stage,
+                lr=options.critic_learning_rate,
+                rows=options.per_device_training_batch_size,
+            )
+            made["reward"] = engines.frozen(
+                ScoredModel.load(self.reward), options, stage=options.critic_zero_stage
+            )
+        if options.enable_ema:
+            average = with_adapters(load_policy(self.sft), options.lora_dim, options.only_optimize_lora)
+            made["average"] = engines.frozen(average, options, stage=options.actor_zero_stage)
+            engines.follow(made["average"], made["actor"], 0.0)
+        learning = Online(kind, options, self.tokenizer, self.rows, self.score, **made)
+        self._learn(learning, options.output_dir / f"{kind}_checkpoint")
+        folder = options.output_dir / kind
+        save_policy(made["actor"], self.tokenizer, folder)
+        if options.enable_ema:
+            save_policy(made["average"], self.tokenizer, options.output_dir / f"{kind}_ema")
+        for each in made.values():
+            each.destroy()
+        return folder, learning.curve
+
+    def _learn(self, learning: Online, checkpoint: Path) -> None:
+        options = self.options
+        if options.resume and checkpoint.exists():
+            learning.load(checkpoint)
+        done = 0
+        while learning.iteration < options.iterations:
+            learning.step()
+            done += 1
+            if options.save_interval and done % options.save_interval == 0:
+                learning.save(checkpoint)
+        curve = learning.curve
+        seconds = [sum(point.get(name, 0.0) for point in curve) for name in ("rollout_s", "training_s")]
+        tokens = sum(point["rollout_s"] * point["rollout_tokens_per_s"] for point in curve)
+        self.say(
+            f"{learning.kind.upper()}: score {curve[0]['reward']:.3f} -> {curve[-1]['reward']:.3f}, "
+            f"KL {curve[-1]['kl']:.2f}; rollouts {seconds[0]:.1f} s ({tokens / max(seconds[0], 1e-9):.0f} tokens/s), "
+            f"training {seconds[1]:.1f} s; rollout and training differ by "
+            f"{max(point['rollout_mismatch'] for point in curve):.1e} in a log-probability at most"
+        )
+
+
+def scoring(where: str | None) -> Callable[[str, str], float]:
+    if where is None:
+        return task.score
+    path, _, name = where.rpartition(":")
+    spec = importlib.util.spec_from_file_location("reward_function", path)
+    assert spec is not None and spec.loader is not None, f"{path} is not a Python file"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def chat(folder: Path, typed: bool, questions: list[str]) -> None:
+    """Dialogues with the model in ``folder``: with who sits there, or with ``questions``."""
+    model, tokenizer = load_policy(folder).eval(), load_tokenizer(folder)
+
+    def answer(question: str) -> str:
+        given = tokenizer(question, return_tensors="pt", add_special_tokens=False)
+        made = model.generate(
+            **given, max_new_tokens=32, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
+        return tokenizer.decode(made[0, given.input_ids.shape[1] :], skip_special_tokens=True)
+
+    for question in questions:
+        print(f"{question} {answer(question)}")
+    while typed:
+        try:
+            line = input("Human: ").strip()
+        except EOFError:
+            break
+        if line in ("", "quit", "exit"):
+            break
+        print(f"Assistant: {answer(f'Human: {line} Assistant:')}", flush=True)
+
+
+def main(given: list[str] | None = None) -> dict[str, list[dict[str, float]]]:
+    """The curves of what was run."""
+    options = arguments(given)
+    if options.local_rank < 0:
+        for name, value in ALONE.items():
+            os.environ.setdefault(name, value)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    deepspeed.init_distributed()
+    torch.manual_seed(options.seed)
+    began = time.perf_counter()
+    steps = Steps(options)
+    steps.demonstrate()
+    if "ppo" in options.run:
+        steps.prefer()
+    curves, result = {}, steps.sft
+    for kind in options.run:
+        if kind == "dpo":
+            folder = steps.direct()
+        else:
+            folder, curves[kind] = steps.online(kind)
+        result = folder if result == steps.sft else result
+    if steps.is_first:
+        if curves:
+            draw(curves, options.output_dir / "curves.svg")
+            (options.output_dir / "curves.json").write_text(json.dumps(curves, indent=1))
+        print(
+            f"done in {time.perf_counter() - began:.0f} s; models and curves.svg are in {options.output_dir}"
+        )
+        chat(result, options.chat, [row["prompt"] for row in steps.rows[:3]])
+    return curves
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    torch.distributed.destroy_process_group()
