@@ -36,6 +36,7 @@ OTHER_PARAMETERS = {
     "deepspeed.runtime.activation_checkpointing.config.DeepSpeedActivationCheckpointingConfig": _BY_KEYS,
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": _ENGINE_MAKES,
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": _ENGINE_MAKES,
+    "deepspeed.runtime.superoffload.superoffload_stage3.SuperOffloadOptimizer_Stage3": _ENGINE_MAKES,
     "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload": _ENGINE_MAKES,
     "deepspeed.runtime.zero.parameter_offload.ZeROOrderedDict": _ENGINE_MAKES,
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _ENGINE_MAKES,

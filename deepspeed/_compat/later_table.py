@@ -46,7 +46,6 @@ INSTEAD = {
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
-    "deepspeed.runtime.superoffload": "Until then use offload_optimizer with device cpu.",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do this.",
     "deepspeed.runtime.tensor_parallel": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
@@ -160,14 +159,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
         "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
         "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
-    ),
-    "deepspeed.runtime.superoffload.superoffload_stage3": (
-        "class SuperOffloadOptimizer_Stage3(module, init_optimizer, param_names, timers, ds_config, "
-        "**kwargs): independent_gradient_partition_epilogue partition_grads step check_clip_grads",
-    ),
-    "deepspeed.runtime.superoffload.superoffload_utils": (
-        "class SuperOffloadCPUOptimizer(optimizer_config, cpuadam_cores_perc=0.8, "
-        "max_grad_numel=1000000): async_step get_result close",
     ),
     "deepspeed.runtime.torch_autocast": (
         "def get_default_autocast_lower_precision_modules()",

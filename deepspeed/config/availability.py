@@ -70,14 +70,6 @@ _REMOVE = "remove it or set it to false"
 MISSING: tuple[Missing, ...] = (
     # ZeRO
     Missing(
-        "zero_optimization.offload_optimizer.super_offload",
-        lambda c: (
-            c.zero_optimization.offload_optimizer is not None
-            and c.zero_optimization.offload_optimizer.super_offload
-        ),
-        _REMOVE,
-    ),
-    Missing(
         "zero_optimization.zenflow",
         lambda c: c.zero_optimization.zenflow is not None,
         "remove it or set it to null",

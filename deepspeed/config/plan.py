@@ -108,6 +108,10 @@ class StateOffload:
     write_behind: bool
     storage: Options
     """How files are read and written (the ``aio`` section)."""
+    speculate: bool = False
+    """Update while backward runs, before the step is validated (``super_offload``)."""
+    cores: float = 0.8
+    """Share of a rank's threads that do so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +249,8 @@ def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
         read_ahead=read,
         write_behind=write,
         storage=storage_options(config.aio_config),
+        speculate=bool(section.super_offload),
+        cores=float(section.cpuadam_cores_perc),
     )
 
 

@@ -167,8 +167,13 @@ def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
             (f"{OFFLOAD}.ratio", STAGE),
             f"{optimizer.ratio} is below 1, which needs stage 3 (stage is {zero.stage})",
         )
-    if optimizer is not None and optimizer.super_offload and zero.stage != 3:
-        yield Finding((f"{OFFLOAD}.super_offload", STAGE), f"needs stage 3 (stage is {zero.stage})")
+    if optimizer is not None and optimizer.super_offload and zero.stage == 0:
+        yield Finding((f"{OFFLOAD}.super_offload", STAGE), "needs stage 1, 2 or 3 (stage is 0)")
+    if optimizer is not None and optimizer.super_offload and optimizer.device != "cpu":
+        yield Finding(
+            (f"{OFFLOAD}.super_offload", f"{OFFLOAD}.device"),
+            f"needs device 'cpu' (it is '{optimizer.device}'): what is updated ahead is in host memory",
+        )
 
 
 def mics_needs_stage_3(config: TrainingConfig) -> Iterator[Finding]:

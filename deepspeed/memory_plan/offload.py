@@ -170,12 +170,23 @@ class Offload:
             )
             for piece in pieces
         ]
+        if self.plan.state_offload is not None and self.plan.state_offload.speculate:
+            self._twins(owned, bucket.state_place, here=taken or not self.apart)
         if taken:
             return owned
         for one in owned:
             nbytes = sum(one.state.per_element) * one.numel + one.state.per_tensor
             self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
         return []
+
+    def _twins(self, owned: Sequence[PaperFragment], place: Place, *, here: bool) -> None:
+        """What ``Speculation`` updates ahead of the step: copies of masters and state, and the rounded weights."""
+        if here and self.optimizer.elementwise:
+            each = (
+                one.master_size + sum(one.state.per_element) + one.separate * one.low_size for one in owned
+            )
+            nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
+            self.ledger.add(STEADY, Place.HOST if self.apart else place, Kind.STATE, nbytes)
 
     def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
         numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]

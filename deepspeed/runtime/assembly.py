@@ -22,6 +22,7 @@ from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -42,6 +43,12 @@ from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.offload.host_copies import HostCopies
+from deepspeed.runtime.zero.offload.speculation import (
+    Speculation,
+    SpeculativeBucket,
+    SpeculativeStepExecutor,
+    make_speculation,
+)
 from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload.tiers import make_tier
 from deepspeed.runtime.zero.optimizer import (
@@ -199,6 +206,10 @@ def build_core(
         elementwise=not traits_of(optimizer).joins_ranks,
     )
     host = HostCopies(device) if plan.state_offload is not None else None
+    offload = plan.state_offload
+    speculation = None
+    if offload is not None and offload.speculate:
+        speculation = make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
     make_grads = partial(
         make_grad_buckets,
         plan=plan,
@@ -207,6 +218,7 @@ def build_core(
         tier=tier,
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
         host=host,
+        make=partial(SpeculativeBucket, speculation=speculation) if speculation is not None else GradBucket,
     )
     grads = make_grads(weights)
     coordinator = sharded.coordinator if sharded is not None else None
@@ -216,7 +228,9 @@ def build_core(
     store = StateStore(
         optimizer, trained.params, weights, grads, master_dtype=plan.precision.master, tier=tier
     )
-    core = _wire_step(module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare)
+    core = _wire_step(
+        module, plan, scopes, trained, reducer, store, make_grads, sharded, host, spare, speculation
+    )
     reducer.install_hooks()
     return core
 
@@ -232,6 +246,7 @@ def _wire_step(
     sharded: ShardedModel | None,
     host: HostCopies | None,
     spare: Sequence[nn.Parameter],
+    speculation: Speculation | None,
 ) -> TrainingCore:
     """From summed gradients to published weights, and everything that reads and writes the state in between."""
     optimizer = store.optimizer
@@ -245,9 +260,8 @@ def _wire_step(
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
     make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
     late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
-    executor = StepExecutor(
-        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step
-    )
+    kind = StepExecutor if speculation is None else partial(SpeculativeStepExecutor, speculation=speculation)
+    executor = kind(plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step)
     observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
         trained=trained,
@@ -376,11 +390,14 @@ def _facade(
         return optimizer
     mover = StateMover(executor.store, executor.reducer.buckets)
     if sharded is not None:
-        return DeepSpeedZeroOptimizer_Stage3(optimizer, executor, access, mover, sharded.offload)
+        kind = DeepSpeedZeroOptimizer_Stage3
+        if isinstance(executor, SpeculativeStepExecutor):
+            kind = SuperOffloadOptimizer_Stage3
+        return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
         return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
-    kind = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
-    return kind(optimizer, executor, access, mover)
+    keeps = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
+    return keeps(optimizer, executor, access, mover)
 
 
 def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:

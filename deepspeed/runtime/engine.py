@@ -573,7 +573,7 @@ class DeepSpeedEngine(EngineState):
         core, self.core = self.core, None
         sharded, self.sharded = self.sharded, None
         if core is not None:
-            core.reducer.destroy()
+            core.executor.close()
             if core.client_state is not None:
                 core.client_state.release(core.store.optimizer)
             core.store.tier.close()

@@ -82,7 +82,9 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         description="Share of the update that the host does (Twin-Flow); below 1 with stage 3 only.",
     )
     super_offload: bool = Field(
-        default=False, description="Update asynchronously with rollback (SuperOffload, stage 3)."
+        default=False,
+        description="Update on the host while backward runs, and roll back what the step does not confirm "
+        "(SuperOffload); with device `cpu`.",
     )
     cpuadam_cores_perc: Float = Field(
         default=0.8, ge=0.0, le=1.0, description="Share of the cores given to the SuperOffload worker."

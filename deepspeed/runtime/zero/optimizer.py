@@ -197,7 +197,7 @@ class ZeroOptimizer(ZeROOptimizer):
         return self.executor.communicator.group
 
     def destroy(self) -> None:
-        self.executor.reducer.destroy()
+        self.executor.close()
 
 
 class DeepSpeedZeroOptimizer(ZeroOptimizer):

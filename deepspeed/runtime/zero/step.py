@@ -290,9 +290,16 @@ class StepExecutor:
         lists = self._lists or self._gradient_lists()  # the latter: weights have moved
         if not all(used):
             lists = [_select(entry, used) for entry in lists]
+        self._update_lists(lists, grad_scale, context)
+
+    def _update_lists(self, lists: list[GroupTensors], grad_scale: float, context: UpdateContext) -> None:
         self.store.tier.update(lists, partial(self._step_fragments, grad_scale=grad_scale, context=context))
         if self.store.traits.fused:
             self.store.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+
+    def close(self) -> None:
+        """The engine takes no more steps."""
+        self.reducer.destroy()
 
 
 def _select(tensors: GroupTensors, used: Sequence[bool]) -> GroupTensors:

@@ -45,12 +45,14 @@ def make_grad_buckets(
     tier: ResidentTier,
     by_rows: Container[nn.Parameter] = (),
     host: HostCopies | None = None,
+    make: Callable[..., GradBucket] = GradBucket,
 ) -> list[GradBucket]:
     """A bucket for the gradients of each bucket of weights, on the device of its first parameter.
 
     Args:
         pool: lends the buffers that live for one round.
         tier: where the states are kept; slices whose state is off the device leave through ``host``.
+        make: what takes the arguments of ``GradBucket``.
         by_rows: embeddings of whose gradients only the rows that were touched travel; each is alone in its bucket.
     """
     result: list[GradBucket] = []
@@ -60,7 +62,7 @@ def make_grad_buckets(
         first_holder = scope.first_replica if plan.zero.shard_state else scope.first_holder
         rows_of = full_shape(first) if first in by_rows else None
         result.append(
-            GradBucket(
+            make(
                 layout,
                 [full_shape(param) for param in bucket.params],
                 gradient_sum(layout, scope, pool, plan, rows_of),
