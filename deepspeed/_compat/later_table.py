@@ -19,7 +19,6 @@ INSTEAD = {
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
-    "deepspeed.launcher": "Until then choose micro-batch size and ZeRO stage by hand; see ds_check.",
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",

@@ -224,7 +224,6 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.offload_optimizer.ratio": 0.5}, "zero_optimization.offload_optimizer.ratio"),
     ({"zero_optimization.cpu_offload": True}, "zero_optimization"),
     ({"optimizer.params.max_grad_norm": 1.0}, "optimizer.params.max_grad_norm"),
-    ({"optimizer.type": "MuAdam"}, "optimizer.type"),
     ({"zero_optimization.legacy_stage1": True}, "zero_optimization.legacy_stage1"),
     ({"managed_gradient_accumulation": False, "zero_optimization.stage": 1}, "managed_gradient_accumulation"),
     ({"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}, "gradient_allreduce_op"),
