@@ -20,8 +20,8 @@ from typing import Any
 from deepspeed.autotuning.arguments import LAUNCHER, arguments_for, given_config, launcher_command, value_of
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.autotuning.scheduler import ResourceManager, metrics_of
+from deepspeed.autotuning.search import PLATEAU, Search
 from deepspeed.autotuning.tuner.base_tuner import BaseTuner, better
-from deepspeed.autotuning.tuner.cost_model import StepTime
 from deepspeed.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
 from deepspeed.autotuning.tuner.model_based_tuner import ModelBasedTuner
 from deepspeed.autotuning.utils import (
@@ -38,8 +38,6 @@ OPTIMAL_CONFIG, OPTIMAL_COMMAND, SUMMARY = "ds_config_optimal.json", "cmd_optima
 STAGES = (0, 1, 2, 3)
 SPARE = 0.9
 """The share of free memory that a config may need: the rest is for what no plan knows."""
-PLATEAU = 0.03
-"""A larger micro-batch that gains less than this share is not worth its memory, nor a run that promises no more."""
 
 
 class AutotuningError(ValueError):
@@ -78,7 +76,7 @@ class Autotuner:
         self.optimal_ds_config: dict[str, Any] | None = None
         self.optimal_cmd: list[str] | None = None
         self.reason = ""
-        self._measured: list[tuple[int, int, float]] = []
+        self.search = Search(self.metric())
         self._began = time.monotonic()
 
     # What the section says ------------------------------------------------------------------------------------
@@ -261,9 +259,8 @@ class Autotuner:
         self.rm.run()
         error = None
         for exp, error in self.rm.finished_experiments.values():
-            metrics = metrics_of(exp)
-            value = metrics and metrics.get(self.metric())
-            shown = error or f"{number_to_string(value or 0.0)} {self._unit()}"
+            value = (metrics_of(exp) or {}).get(self.metric()) or 0.0
+            shown = error or f"{value:.6g} {self._unit()}"
             logger.info("autotuning: %s: %s", exp["name"], shown)
         self.rm.clear()
         return error
@@ -280,7 +277,7 @@ class Autotuner:
         if samples and samples != size:
             self._sizes_are_fixed(samples, size)
         gas = exp["ds_config"]["gradient_accumulation_steps"]
-        self._measured.append((stage, size, metrics["latency"] / gas))
+        self.search.measured((stage, size), metrics["latency"] / gas)
         value = metrics.get(self.metric())
         space = f"z{stage}"
         self.update_records(space, exp, value, len(self.records.get(space, [])) + 1)
@@ -328,19 +325,25 @@ class Autotuner:
         section = self.autotuning_config
         stages = [stage for stage in self._stages() if self._can_fit(stage)]
         self._calibrate(stages[0])
-        tried, since_best, best = 0, 0, self._best()
-        while tried < section.tuner_num_trials and since_best < max(1, section.tuner_early_stopping):
-            chosen = self._most_promising(stages)
+        since_best, best = 0, self._best()
+        for _ in range(section.tuner_num_trials):
+            chosen = self.search.next(stages, self._sizes)
             if chosen is None:
+                self.reason = self.search.reason
                 return
-            exp = self._experiment(*chosen)
-            tried += 1
-            if self._run([exp]) is not None:
-                self._measured.append((*chosen, float("inf")))
-            self._learn(exp, *chosen)
+            self._measure(*chosen)
             now = self._best()
             since_best, best = (0, now) if better(self.metric(), now, best) else (since_best + 1, best)
+            if since_best >= max(1, section.tuner_early_stopping):
+                break
         self.reason = "the number of runs is limited"
+
+    def _measure(self, stage: int, size: int) -> None:
+        exp = self._experiment(stage, size)
+        if self._run([exp]) is None:
+            self._learn(exp, stage, size)
+        else:
+            self.search.measured((stage, size))
 
     def _calibrate(self, stage: int) -> None:
         """A second size beside the first: what of a micro-batch's time grows with it."""
@@ -348,57 +351,17 @@ class Autotuner:
         _, most = self.get_min_max_micro_batch_size(stage, least, self.max_train_micro_batch_size_per_gpu())
         size = min(4 * least, most)
         if size > least:
-            exp = self._experiment(stage, size)
-            self._run([exp])
-            self._learn(exp, stage, size)
+            self._measure(stage, size)
 
     def _best(self) -> float | None:
         values = [value for records in self.records.values() for _, value, _ in records]
         return (min if self.metric() == "latency" else max)(values, default=None)
 
-    def _most_promising(self, stages: Sequence[int]) -> tuple[int, int] | None:
-        """The stage and micro-batch with the best prediction that has not been measured; None if it promises no more
-        than what has been."""
-        model = StepTime()
-        runs = [run for run in self._measured if run[2] != float("inf")]
-        model.fit(runs)
-        failed = [(stage, size) for stage, size, seconds in self._measured if seconds == float("inf")]
-        known = {(stage, size) for stage, size, _ in self._measured}
-        ranks = self._data_parallel()
-
-        def score(stage: int, size: int) -> float:
-            """Larger is better: samples per second, or steps per second."""
-            return (1 if self.metric() == "latency" else size * ranks) / model.seconds(stage, size)
-
-        candidates = [
-            (stage, size)
-            for stage in stages
-            for size in self._sizes(stage, model)
-            if (stage, size) not in known and not any(at == stage and size >= bad for at, bad in failed)
-        ]
-        measured = max(score(stage, size) for stage, size, _ in runs)
-        if not candidates:
-            self.reason = "every config that fits was measured"
-            return None
-        tested = {stage for stage, _, _ in runs}
-        chosen = max(candidates, key=lambda each: (round(score(*each), 9), -each[0]))
-        gains = score(*chosen) > (1 + PLATEAU) * measured
-        if not gains:
-            others = [
-                each
-                for each in candidates
-                if each[0] not in tested and score(*each) > (1 - PLATEAU) * measured
-            ]
-            if not others or len(tested) > 2:
-                self.reason = f"no other promises {PLATEAU:.0%} more"
-                return None
-            chosen = max(others, key=lambda each: (score(*each), -each[0]))
-        return chosen
-
-    def _sizes(self, stage: int, model: StepTime | None = None) -> list[int]:
+    def _sizes(self, stage: int, limit: int | None = None) -> list[int]:
+        """The micro-batches to try at a stage, none above ``limit``."""
         least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
-        if model is not None and self.metric() != "latency":
-            most = max(least, min(most, model.plateau(PLATEAU)))
+        if limit is not None:
+            most = max(least, min(most, limit))
         least, most = self.get_min_max_micro_batch_size(stage, least, most)
         return self.get_tuning_micro_batch_size_list(least, most, self.num_tuning_micro_batch_sizes())
 
@@ -443,12 +406,12 @@ class Autotuner:
         else:
             tuner = GridSearchTuner(exps, self.rm, self.metric())
         tuner.tune(1, section.tuner_num_trials, section.tuner_early_stopping)
-        best = (0, None)
+        best_size, best = 0, None
         for exp, size in zip(exps, tuning_micro_batch_sizes, strict=True):
             value = self._learn(exp, stage, size)
-            if better(self.metric(), value, best[1]):
-                best = size, value
-        return max(tuning_micro_batch_sizes), *best
+            if better(self.metric(), value, best):
+                best_size, best = size, value
+        return max(tuning_micro_batch_sizes), best_size, best
 
     def get_plateau_mbs(self, tuning_space_name: str) -> int:
         """The smallest measured micro-batch of a space within 3 % of its best metric; 0 if nothing was measured."""

@@ -83,8 +83,10 @@ def replace_dict(d: dict[str, Any], u: Mapping[str, Any], ignored_keys: Sequence
         if key in ignored_keys:
             continue
         here = d.get(key)
-        nested = isinstance(value, Mapping) and isinstance(here, dict)
-        d[key] = replace_dict(here, value, ignored_keys) if nested else copy.deepcopy(value)
+        if isinstance(value, Mapping) and isinstance(here, dict):
+            replace_dict(here, value, ignored_keys)
+        else:
+            d[key] = copy.deepcopy(value)
     return d
 
 

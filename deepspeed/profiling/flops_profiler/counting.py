@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import get_accelerator
@@ -83,7 +84,8 @@ class Makers:
     def note(self, record: Record | None) -> None:
         """``record`` makes the nodes from here on."""
         self.task = torch._C._current_graph_task_id()
-        self._from.append(torch._C._autograd._get_sequence_nr())
+        number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._from.append(number)
         self._records.append(record)
 
     def of(self, node: Node) -> Record | None:
@@ -149,7 +151,7 @@ class Counter(TorchDispatchMode):
             hook.remove()
         self._hooks.clear()
         self._suspended = True
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
         if (
             self._entered and modes and modes[-1] is self
         ):  # else the caller has entered a mode and not left it yet
@@ -260,5 +262,5 @@ class Counter(TorchDispatchMode):
 
 def running_counter() -> Counter | None:
     """The innermost one that counts now in this thread."""
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, Counter)), None)

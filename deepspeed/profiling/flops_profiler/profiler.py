@@ -261,7 +261,7 @@ def get_model_profile(
     given = _inputs(model, input_shape, args, kwargs)
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: it is one of {', '.join(map(repr, MODES))}")
-    run = model if mode == "forward" else model.generate  # type: ignore[operator]
+    run: Callable[..., Any] = model if mode == "forward" else getattr(model, "generate")  # noqa: B009
     profiler = FlopsProfiler(model)
     training = [module for module in model.modules() if module.training]
     model.eval()
