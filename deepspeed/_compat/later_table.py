@@ -225,9 +225,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "detailed=True, module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, "
         "ignore_modules=None, mode='forward')",
     ),
-    "deepspeed.runtime.checkpoint_engine.utils": (
-        "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-    ),
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": (
         "class CurriculumScheduler(config): get_current_difficulty set_current_difficulty "
         "set_custom_get_difficulty get_state set_state get_difficulty update_difficulty",

@@ -17,6 +17,7 @@ from deepspeed.runtime.events import Events
 from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
+    from deepspeed.checkpoint.background import BackgroundWriter
     from deepspeed.comm.mesh import ProcessMesh
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
@@ -62,6 +63,7 @@ class EngineBase(EngineAccessors, nn.Module):
     sharded: ShardedModel | None
     """Stage 3."""
     checkpoint_engine: CheckpointEngine
+    background_writer: BackgroundWriter | None
     # made by observers
     timers: Any
     tput_timer: Any
