@@ -106,9 +106,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
     ),
-    "deepspeed.runtime.checkpoint_engine.utils": (
-        "def create_checkpoint_engine(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-    ),
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": (
         "class RandomLayerTokenDrop(layer): init_config get_bsh get_sbh forward",
     ),

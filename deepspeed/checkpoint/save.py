@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import directory, names
 from deepspeed.checkpoint.archive import hash_tensor, naming, write_archive
+from deepspeed.checkpoint.background import BackgroundWriter, remove_older
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.flush import flush_later, wait_for_flushes
 from deepspeed.checkpoint.numbered import names_elsewhere
@@ -111,12 +112,18 @@ def save(
     save_latest: bool = True,
     exclude_frozen: bool = False,
     on_tag_mismatch: str = "WARN",
+    background: BackgroundWriter | None = None,
+    keep_last: int | None = None,
 ) -> None:
     """Write ``save_dir/tag``. Collective. Afterwards either all of it is in place, or what was there before.
 
     ``on_tag_mismatch``: "IGNORE", "WARN" or "FAIL" where ranks give different tags; rank 0's is used.
+    ``background``: return when the state is copied; it writes the copy. ``keep_last``: how many checkpoints stay in
+    the folder.
     """
     check_client_state(training.client_state)
+    if background is not None:
+        background.wait(ranks)
     wait_for_flushes()
     tag = _agree(tag, training, place, ranks, on_tag_mismatch)
     pending = training.state.pending_gradients() if training.state is not None else None
@@ -131,20 +138,33 @@ def save(
             held = files.held() if not ranks.node_local else {}
             hashes = files.buffer_hashes()
         files.whole_job(ranks, held, hashes)
+        contents = files.contents(pending, ranks.rank)
         with ranks.together("writing the checkpoint"):
-            written = files.write(folder.staging, pending, ranks.rank)
+            if background is not None:
+                copied = background.copy(contents)
+            else:
+                _put_all(folder.staging, contents)
         if training.write_layers is not None:
             with ranks.together("writing the files of layers"):
                 training.write_layers(folder.staging)
+
+        def commit() -> None:
+            folder.commit()
+            _put_recovery_script(save_dir)
+            if save_latest:
+                write_latest(save_dir, tag)
+            if keep_last is not None:
+                remove_older(save_dir, keep_last, _is_checkpoint)
+
+        if background is not None:
+            background.start(folder, copied, ranks, commit)
+            return
         with ranks.together("committing the checkpoint"):
             if ranks.keeps_folder:
-                folder.commit()
-                _put_recovery_script(save_dir)
-                if save_latest:
-                    write_latest(save_dir, tag)
+                commit()
         if not ranks.keeps_folder:
             flush_later(
-                folder.final / name for name in written
+                folder.final / name for name in contents
             )  # another machine may hold them in its memory
     except CommunicationError:
         raise  # it is unknown what the other ranks are doing
@@ -302,8 +322,8 @@ class _Files:
         self.of_all_stages["aliases"] = {a: n for found in every for a, n in found["aliases"].items()}
         self.of_all_stages["stages"] = self.place.stages
 
-    def write(self, folder: Path, pending: dict[str, Any] | None, rank: int) -> list[str]:
-        """Returns the names of this rank's files."""
+    def contents(self, pending: dict[str, Any] | None, rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Name -> content of this rank's files."""
         training, place = self.training, self.place
         contents: dict[str, Callable[[], dict[str, Any]]] = {}
         if self.optimizer_files:
@@ -320,9 +340,7 @@ class _Files:
         if self.buffers_differ:
             own = {name: self.weights[name] for name in self.differing}
             contents[names.buffers_file(rank)] = lambda: {"buffers": own}
-        for name, content in contents.items():
-            _put(folder / name, content)
-        return list(contents)
+        return contents
 
     def _optim_states(self) -> dict[str, Any]:
         index: dict[str, Any] = {"format": names.FORMAT, "rank_state": dict(self.training.rank_state)}
@@ -454,9 +472,14 @@ class _Files:
         return {"rank_states": self.rank_states}
 
 
-def _put(path: Path, content: Callable[[], dict[str, Any]]) -> None:
-    with naming(path):
-        write_archive(path, content(), checksums=True)
+def _put_all(folder: Path, contents: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    for name, content in contents.items():
+        with naming(folder / name):
+            write_archive(folder / name, content(), checksums=True)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any(names.is_ours(entry.name) for entry in folder.iterdir())
 
 
 def module_state(module: nn.Module, *, exclude: list[str] | None = None) -> dict[str, Any]:

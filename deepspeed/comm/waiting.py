@@ -113,6 +113,28 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         _quietly(lambda: _store()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
 
 
+class Tally:
+    """Counts the ranks that have done something, outside the order of collectives: through the store.
+
+    Every rank makes one at the same point of its program; the n-th of a name counts with the n-th of the others. The
+    methods may be called by another thread."""
+
+    def __init__(self, name: str) -> None:
+        store = _store()
+        self.size = dist.get_world_size() if store is not None else 1
+        self._key = f"deepspeed/{name}/{_count(name)}" if store is not None else ""
+        self._of_group = store  # what serves the other ranks stays as long as this object
+        self._store = _clone(store) if store is not None else dist.HashStore()
+
+    def report(self, *, failed: bool) -> None:
+        """This rank has done it, or has failed to."""
+        self._store.add(f"{self._key}/{'failed' if failed else 'done'}", 1)
+
+    def read(self) -> tuple[int, int]:
+        """(ranks that have done it, ranks that have failed)"""
+        return self._store.add(f"{self._key}/done", 0), self._store.add(f"{self._key}/failed", 0)
+
+
 def _store() -> Any:
     """The store of the default group; None if there is no other rank to wait for, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

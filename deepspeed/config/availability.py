@@ -133,18 +133,6 @@ MISSING: tuple[Missing, ...] = (
         False,
     ),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
-    Missing(
-        "datastates_ckpt",
-        lambda c: c.datastates_ckpt is not False,
-        "checkpoints are written the ordinary way",
-        False,
-    ),
-    Missing(
-        "checkpoint.writer",
-        lambda c: c.checkpoint.writer is not None,
-        "checkpoints are written the ordinary way",
-        False,
-    ),
     Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),
 )
 

@@ -47,16 +47,20 @@ class CheckpointWriterConfig(LenientConfigModel):
 
     type: Annotated[CheckpointWriterType, BeforeValidator(_upper)] = Field(
         default=CheckpointWriterType.FAST,
-        description="FAST: through large buffers; PYTHON: plain files; MOCK: nothing is written.",
+        description="FAST and PYTHON: the tensors' memory goes to the files as it is; MOCK: nothing is written.",
     )
-    decoupled: bool = Field(default=False, description="Write while training continues.")
-    io_buffer_size: Int = Field(default=64 * 1024 * 1024, ge=1, description="Bytes in a buffer.")
-    io_buffer_double: bool = Field(default=True, description="Two buffers, used in turn.")
-    show_statistics: bool = Field(default=False, description="Print bytes and speed after each file.")
+    decoupled: bool = Field(
+        default=False, description="Copy the state and write it while training continues."
+    )
+    io_buffer_size: Int = Field(
+        default=64 * 1024 * 1024, ge=1, description="No effect: files are written without a buffer."
+    )
+    io_buffer_double: bool = Field(default=True, description="No effect, likewise.")
+    show_statistics: bool = Field(default=False, description="Log how long training waits for each save.")
     data_parallel: Annotated[CheckpointDataParallel | None, BeforeValidator(_upper)] = Field(
-        default=None, description="Ranks that share the writing of one file."
+        default=None, description="No effect: each rank writes the part that it holds."
     )
-    io_multiplier: Int = Field(default=1, ge=1, description="Writers per rank.")
+    io_multiplier: Int = Field(default=1, ge=1, description="No effect.")
 
 
 class CheckpointConfig(LenientConfigModel):
@@ -75,3 +79,8 @@ class CheckpointConfig(LenientConfigModel):
         default=True, description="Write `torch.save` archives in the zip format."
     )
     writer: CheckpointWriterConfig | None = Field(default=None, description="The fast checkpoint writer.")
+    keep_last: Int | None = Field(
+        default=None,
+        ge=1,
+        description="Checkpoints that stay in a folder; older ones are removed after a save.",
+    )

@@ -66,8 +66,12 @@ def _listen(requests: TextIO, ask: Callable[[int], None]) -> None:
     threading.Thread(target=listen, name="requests", daemon=True).start()
 
 
-if __name__ == "__main__":
-    exit_code = main()
+def _end(code: int) -> None:
+    """The listening thread holds standard input, which a regular exit would wait for."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # the listening thread holds standard input, which a regular exit would wait for
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main())

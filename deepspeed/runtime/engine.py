@@ -34,6 +34,7 @@ from deepspeed.runtime.assembly import (
     shard_module,
 )
 from deepspeed.runtime.backward import PlainBackward
+from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import (
     DeepSpeedDataSampler,
@@ -119,7 +120,9 @@ class DeepSpeedEngine(EngineState):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
-        self.checkpoint_engine = engine_checkpoint.create_checkpoint_engine(self._config)
+        # For single files; the safety of the folder does not depend on it.
+        self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
+        self.background_writer = engine_checkpoint.create_background_writer(self._config)
         attach_observers(self)
         log_start(self)
 
@@ -551,10 +554,19 @@ class DeepSpeedEngine(EngineState):
         """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
         if not self.has_moe_layers or self.plan.zero.shard_params:
             return None
-        save = self.checkpoint_engine.save
-        return lambda folder: write_experts(
-            self.module, self.mesh, lambda state, name: save(state, str(folder / name)), exclude_frozen
-        )
+        files = self.checkpoint_engine
+
+        def write(folder: Path) -> None:
+            write_experts(
+                self.module,
+                self.mesh,
+                lambda state, name: files.save(state, str(folder / name)),
+                exclude_frozen,
+            )
+            if info := files.get_commit_info():
+                files.commit(info)  # all of them are in the folder before it gets its name
+
+        return write
 
     def empty_partition_cache(self) -> None:
         """Stage 3: release every parameter that is gathered and not in use."""
@@ -584,6 +596,8 @@ class DeepSpeedEngine(EngineState):
         elif core is not None:
             for bucket in core.store.param_buckets:
                 bucket.destroy()
+        if self.background_writer is not None:
+            self.background_writer.wait()
         engine_checkpoint.wait_for_flushes()
 
     # Plumbing -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, Progressiv
 from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
+    from deepspeed.checkpoint.background import BackgroundWriter
     from deepspeed.comm.mesh import ProcessMesh
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
@@ -63,6 +64,7 @@ class EngineBase(EngineAccessors, nn.Module):
     sharded: ShardedModel | None
     """Stage 3."""
     checkpoint_engine: CheckpointEngine
+    background_writer: BackgroundWriter | None
     # made by observers
     timers: Any
     tput_timer: Any

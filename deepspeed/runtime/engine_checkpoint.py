@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint import names, rng
+from deepspeed.checkpoint.background import BackgroundWriter
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointError
@@ -24,8 +26,9 @@ from deepspeed.checkpoint.splits import Wanted
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
+from deepspeed.config.checkpoint import CheckpointWriterType
 from deepspeed.config.plan import Cadence
-from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine, TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_weights import gathered
 from deepspeed.runtime.stateful import Loads, state_of
@@ -39,9 +42,11 @@ PARTS = "parts"
 """Key of the index: what observers keep."""
 
 
-def create_checkpoint_engine(config: Any) -> CheckpointEngine:
-    """The engine that stores single files; the safety of the folder does not depend on it."""
-    return TorchCheckpointEngine(config)
+def create_background_writer(config: Any) -> BackgroundWriter | None:
+    """What writes checkpoints while training continues, if the config asks for that."""
+    writer = config.checkpoint_config.writer
+    decoupled = writer is not None and writer.decoupled
+    return BackgroundWriter() if decoupled or config.datastates_config is not False else None
 
 
 # Saving ----------------------------------------------------------------------------------------------------
@@ -68,7 +73,12 @@ def save_checkpoint(
     tag = names.default_tag(engine.global_steps) if tag is None else str(tag)
     info = CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=save_latest)
     ranks = _ranks(engine)
+    settings = engine._config.checkpoint_config
+    if settings.writer is not None and settings.writer.type == CheckpointWriterType.MOCK:
+        log_dist(f"checkpoint.writer.type is MOCK: {save_dir}/{tag} is not written", ranks=[0])
+        return True
     engine.checkpoint_engine.create(info)
+    began = time.perf_counter()
     with all_ranks_come("save_checkpoint", f"tag={tag!r}"):
         save(
             _training(engine, client_state, exclude_frozen=exclude_frozen_parameters),
@@ -79,7 +89,11 @@ def save_checkpoint(
             save_latest=save_latest,
             exclude_frozen=exclude_frozen_parameters,
             on_tag_mismatch=_tag_validation(engine),
+            background=engine.background_writer,
+            keep_last=settings.keep_last,
         )
+    if settings.writer is not None and settings.writer.show_statistics:
+        log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
     return engine.checkpoint_engine.commit(info)
 
 
@@ -168,6 +182,8 @@ def load_checkpoint(
     says which file is missing, damaged or foreign, and what does not match.
     """
     ranks = _ranks(engine)
+    if engine.background_writer is not None:
+        engine.background_writer.wait(ranks)
     plain = _plain_weights(ranks, Path(load_dir)) if tag is None else None
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True

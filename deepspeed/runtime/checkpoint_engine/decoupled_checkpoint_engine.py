@@ -1,0 +1,91 @@
+"""Files that are written while the program continues."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from pathlib import Path
+from typing import Any
+
+from deepspeed.checkpoint.archive import naming, write_archive
+from deepspeed.checkpoint.flush import flush
+from deepspeed.checkpoint.snapshot import Snapshot
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+
+
+class DecoupledEvent(enum.Enum):
+    """What a writer is asked for."""
+
+    SAVE_EVENT = 1
+    COMMIT_EVENT = 2
+    EXIT_EVENT = 3
+
+
+class CheckpointSize:
+    """Bytes in use before and after a save; the difference is the checkpoint's."""
+
+    def __init__(self) -> None:
+        self._pre: int | None = None
+        self._post: int | None = None
+
+    def gb_size(self) -> float | None:
+        """In units of 2**30 bytes; None until both are set."""
+        if self._pre is None or self._post is None:
+            return None
+        return (self._post - self._pre) / 2**30
+
+    def set_pre_size(self, size: int) -> None:
+        if self._pre is None:
+            self._pre = size
+
+    def set_post_size(self, size: int) -> None:
+        self._post = size
+
+
+class DecoupledCheckpointEngine(FastCheckpointEngine):
+    """``save`` copies the state to host memory and returns; a thread writes the copy. ``commit`` waits for it."""
+
+    def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
+        super().__init__(config_params, dp_writer_config, optimize_dp_state)
+        self._writing: list[_Writing] = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._writing.append(_Writing(Snapshot().take({path: state_dict})[path], Path(path)))
+        self._writing[-1].start()
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Returns when all files are on disk. Raises what writing them raised, such as CheckpointError."""
+        writing, self._writing = self._writing, []
+        for each in writing:
+            each.join()
+        for each in writing:
+            if each.error is not None:
+                raise each.error
+        return True
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def cleanup(self) -> None:
+        """Waits for what is being written."""
+        for each in self._writing:
+            each.join()
+        self._writing = []
+
+
+class _Writing(threading.Thread):
+    def __init__(self, content: Any, path: Path) -> None:
+        super().__init__(name="checkpoint-file", daemon=False)
+        self._content = content
+        self._path = path
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with naming(self._path):
+                write_archive(self._path, self._content)
+                flush(self._path)
+        except Exception as error:  # raised by commit
+            self.error = error
+        self._content = None

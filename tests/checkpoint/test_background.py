@@ -1,0 +1,253 @@
+"""Saves that do not wait: what is written is the state at the call, and a failure leaves the former checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed.checkpoint import background
+from deepspeed.checkpoint.archive import LazyTensor
+from deepspeed.checkpoint.background import remove_older
+from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.round_trip import difference
+from deepspeed.checkpoint.snapshot import Snapshot
+from deepspeed.checkpoint.tags import read_latest
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
+    CheckpointSize,
+    DecoupledCheckpointEngine,
+)
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
+from tests.checkpoint.models import (
+    assert_equal,
+    assert_restored,
+    config,
+    full_state,
+    make_engine,
+    train,
+    weights,
+)
+from tests.pool import distributed
+
+DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Writing takes this much longer."""
+    plain = background.write_archive
+
+    def slowly(*args, **kwargs):
+        time.sleep(seconds)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(background, "write_archive", slowly)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_the_state_at_the_call_is_saved(tmp_path, stage):
+    ds_config = config(stage, "bf16", accumulation=2, **DECOUPLED)
+    engine = make_engine(ds_config)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_down(patch, 0.3)
+        train(engine, 0, 3)  # one micro-batch of the next step has been accumulated
+        client_state = {"epoch": 3, "list": [1]}
+        assert engine.save_checkpoint(tmp_path, client_state=client_state) is True
+        assert not (tmp_path / "latest").exists()  # it is not complete yet
+        saved = full_state(engine)
+        client_state["list"].append(2)
+        expected = train(engine, 3, 8)
+        resumed = make_engine(ds_config, seed=9)
+        engine.background_writer.wait()
+    _, loaded = resumed.load_checkpoint(tmp_path)
+    assert loaded == {"epoch": 3, "list": [1]}
+    assert_restored(full_state(resumed), saved)
+    assert train(resumed, 3, 8) == expected
+    assert_equal(weights(resumed), weights(engine))
+    engine.destroy()
+    resumed.destroy()
+
+
+@distributed(world_size=2)
+def test_files_are_those_of_a_save_that_waits(tmp_path):
+    engine = make_engine(config(2, **DECOUPLED))
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path / "later")
+    engine.background_writer.wait()
+    writer, engine.background_writer = engine.background_writer, None
+    engine.save_checkpoint(tmp_path / "now")
+    engine.background_writer = writer
+    torch.distributed.barrier()
+    later, now = ({p.name for p in (tmp_path / d / "global_step2").iterdir()} for d in ("later", "now"))
+    assert later == now
+    mine = [name for name in now if f"_rank_{engine.global_rank}_" in name]
+    for name in mine:
+        one, other = (
+            torch.load(tmp_path / d / "global_step2" / name, weights_only=True) for d in ("later", "now")
+        )
+        assert (
+            difference(one["optimizer_state_dict"], other["optimizer_state_dict"], lambda value: False)
+            is None
+        )
+    assert read_latest(tmp_path / "later") == "global_step2"
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_rank_that_cannot_write_leaves_the_former_checkpoint(tmp_path):
+    engine = make_engine(config(1, **DECOUPLED))
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path)
+    engine.background_writer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == 1:
+
+            def full(*args, **kwargs):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(background, "write_archive", full)
+        train(engine, 1, 2)
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match="No space left|could not write"):
+            engine.save_checkpoint(tmp_path)  # the next one tells, on every rank
+    assert read_latest(tmp_path) == "global_step1"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step1"]
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    torch.distributed.barrier()
+    assert read_latest(tmp_path) == "global_step2"
+
+
+@distributed(world_size=1)
+def test_old_checkpoints_are_removed(tmp_path):
+    engine = make_engine(config(0, checkpoint={"keep_last": 2}))
+    (tmp_path / "notes").mkdir()
+    for step in range(4):
+        train(engine, step, step + 1)
+        engine.save_checkpoint(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert left == ["global_step3", "global_step4", "notes"]
+    assert remove_older(tmp_path, 1, lambda folder: False) == []
+
+
+@distributed(world_size=1)
+def test_a_mock_writes_nothing(tmp_path):
+    engine = make_engine(config(0, checkpoint={"writer": {"type": "mock", "show_statistics": True}}))
+    assert engine.save_checkpoint(tmp_path) is True
+    assert list(tmp_path.iterdir()) == []
+
+
+TRAINING = """\
+import os, sys, time, torch, deepspeed
+from deepspeed.checkpoint import background
+plain = background.write_archive
+def slowly(path, *args, **kwargs):
+    if os.path.exists("second"):
+        open("writing", "w").close()
+        time.sleep(60)
+    return plain(path, *args, **kwargs)
+background.write_archive = slowly
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={
+    "train_batch_size": 1, "optimizer": {"type": "Adam"}, "checkpoint": {"writer": {"decoupled": True}}})
+engine.save_checkpoint("c", tag="first")
+engine.background_writer.wait()
+open("second", "w").close()
+engine.save_checkpoint("c", tag="second")
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_a_kill_in_the_middle_leaves_the_former_checkpoint(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    repository = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": repository, "DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
+    )
+    limit = time.monotonic() + 60
+    while not (tmp_path / "writing").exists():
+        assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert read_latest(tmp_path / "c") == "first"
+    assert not (tmp_path / "c" / "second").exists()
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def test_a_snapshot_keeps_structure_sharing_and_values():
+    shared = torch.arange(6.0)
+    lazy = LazyTensor((4,), torch.float32, lambda: iter([torch.ones(1), torch.full((3,), 2.0)]))
+    content = {
+        "a": shared, "b": [shared, {"t": shared.view(2, 3).t()}], "lazy": lazy, "n": (1, "x", None),
+        "empty": torch.empty(0), "parameter": torch.nn.Parameter(torch.ones(2)), "mutable": {"s": {1, 2}},
+    }  # fmt: skip
+    snapshot = Snapshot()
+    taken = snapshot.take({"file": content})["file"]
+    shared.zero_()
+    content["mutable"]["s"].add(3)
+    assert taken["a"] is taken["b"][0]
+    torch.testing.assert_close(taken["a"], torch.arange(6.0))
+    torch.testing.assert_close(taken["b"][1]["t"], torch.arange(6.0).view(2, 3).t())
+    assert taken["lazy"].tolist() == [1, 2, 2, 2]
+    assert taken["n"] == (1, "x", None) and taken["mutable"] == {"s": {1, 2}} and taken["empty"].shape == (0,)
+    assert type(taken["parameter"]) is torch.nn.Parameter
+    size, where = snapshot.nbytes, taken["a"].data_ptr()
+    again = snapshot.take({"file": content})["file"]
+    assert (snapshot.nbytes, again["a"].data_ptr()) == (size, where)  # the memory is used again
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FastCheckpointEngine(None, None, False),
+        lambda: DecoupledCheckpointEngine(None, None, False),
+        lambda: DataStatesCheckpointEngine(None, 0),
+    ],
+)
+def test_engines_by_name(tmp_path, make):
+    engine = make()
+    info = CheckpointCommitInfo(tag="t", save_dir=str(tmp_path), save_latest=True)
+    weight = torch.ones(3)
+    engine.create(info)
+    engine.save({"w": weight}, str(tmp_path / "a.pt"))
+    if engine.is_decoupled():
+        weight.zero_()
+    assert engine.commit(info) is True
+    assert engine.load(str(tmp_path / "a.pt"))["w"].tolist() == [1, 1, 1]
+    engine.save({"w": weight}, str(tmp_path / "missing" / "a.pt")) if engine.is_decoupled() else None
+    if engine.is_decoupled():
+        with pytest.raises(CheckpointError, match="missing"):
+            engine.commit(info)
+    engine.cleanup()
+    size = CheckpointSize()
+    size.set_pre_size(2**30)
+    assert size.gb_size() is None
+    size.set_post_size(3 * 2**30)
+    assert size.gb_size() == 2
+
+
+@distributed(world_size=1)
+def test_the_config_chooses_the_engine():
+    for changes, kind in (
+        ({}, TorchCheckpointEngine),
+        ({"checkpoint": {"writer": {"type": "python"}}}, FastCheckpointEngine),
+        (DECOUPLED, DecoupledCheckpointEngine),
+        ({"datastates_ckpt": {}}, DataStatesCheckpointEngine),
+    ):
+        engine = make_engine(config(0, **changes))
+        assert type(engine.checkpoint_engine) is kind
+        assert (engine.background_writer is not None) == engine.checkpoint_engine.is_decoupled()
+    assert type(create_checkpoint_engine(None, None, 0, False, False)) is TorchCheckpointEngine
