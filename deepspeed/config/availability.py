@@ -74,11 +74,6 @@ _REMOVE = "remove it or set it to false"
 MISSING: tuple[Missing, ...] = (
     # ZeRO
     Missing(
-        "zero_optimization.zenflow",
-        lambda c: c.zero_optimization.zenflow is not None,
-        "remove it or set it to null",
-    ),
-    Missing(
         "zero_optimization.zero_hpz_partition_size",
         lambda c: c.zero_optimization.zero_hpz_partition_size > 1,
         "use 1",

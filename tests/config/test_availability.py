@@ -26,7 +26,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         "zero_optimization.offload_param.device",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     ),
-    ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
     ("zero_optimization.zero_hpz_partition_size", {"zero_optimization": {"zero_hpz_partition_size": 8}}),
     ("zero_optimization.zero_quantized_weights", {"zero_optimization": {"zero_quantized_weights": True}}),
     (
