@@ -69,6 +69,7 @@ LAYER_OF = {
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.initialize": "assemblies",
     "deepspeed.runtime.pipe.engine": "assemblies",
+    "deepspeed.runtime.zenflow.engine": "assemblies",
     "deepspeed.runtime.observers*": "assemblies",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",

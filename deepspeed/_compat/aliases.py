@@ -19,6 +19,7 @@ MODULES = {
     "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.precision_config": "deepspeed.config.precision",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.gathering.init_context",
+    "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.runtime.zero.zenflow_config",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
     "deepspeed.zero": "deepspeed.runtime.zero",

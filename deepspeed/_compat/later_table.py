@@ -50,7 +50,7 @@ INSTEAD = {
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
     "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
     "deepspeed.runtime.weight_quantizer": "Until then use torchao.",
-    "deepspeed.runtime.zenflow": "Until then use offload_optimizer with device cpu.",
+    "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
     "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
     "deepspeed.utils.mixed_precision_linkage": "Engines link by themselves; see safe_get_full_fp32_param.",
@@ -101,7 +101,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
     ),
     "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
-    "deepspeed.ops.adam.zenflow_cpu_adam": ("class ZenFlowCPUAdam(*args, overlap_step=False, **kwargs)",),
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
@@ -161,16 +160,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "def init_autocast_params(engine, dtype, torch_autocast_lower_precision_safe_modules)",
         "def is_autocast_initialized()",
     ),
-    "deepspeed.runtime.zenflow.engine": ("def configure_zenflow(engine)",),
     "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
-    "deepspeed.runtime.zenflow.zenflow_config": (
-        "class ZenFlowConfig(strict=False, **data): validate_fields",
-    ),
-    "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": (
-        "class ZenFlowZeroOptimizer(init_optimizer, param_names, timers, optimizer_params, **kwargs):"
-        " create is_zenflow_select_boundary sync_fp32_param_from_gpu update_selected_channels "
-        "average_tensor backward_prologue log_selective_optimizer_timers selective_optimizer_step",
-    ),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
         "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "
         "max_available_parameters_in_numel, allgather_stream, inflight_param_registry, "

@@ -35,10 +35,6 @@ class Missing:
         return f"not implemented in this release and has no effect; {self.instead}"
 
 
-def _optimizer(*names: str) -> Predicate:
-    return lambda c: c.optimizer is not None and (c.optimizer.type or "").lower() in names
-
-
 def _expert_parallel(key: str) -> Predicate:
     """Whether the section is on and says something else than "as the model does"."""
     default = AutoEPConfig.model_fields[key].default
@@ -64,16 +60,9 @@ NAMING = (
     "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern",
 )  # fmt: skip
 
-_OTHER_OPTIMIZER = "choose another optimizer.type"
 _REMOVE = "remove it or set it to false"
 
 MISSING: tuple[Missing, ...] = (
-    # ZeRO
-    Missing(
-        "zero_optimization.zenflow",
-        lambda c: c.zero_optimization.zenflow is not None,
-        "remove it or set it to null",
-    ),
     # Parallelism
     *(
         Missing(

@@ -115,6 +115,27 @@ class StateOffload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ZenFlow:
+    """Which columns are updated in every step, and when the others are (``zenflow``)."""
+
+    ratio: float
+    """Share of the columns that are updated in every step."""
+    select_interval: int | None
+    """Steps or epochs after which columns are chosen again; None: chosen by us."""
+    by_epoch: bool
+    update_interval: int | None
+    """Steps of a round; None: by the share of the gradient that the chosen columns hold."""
+    auto_ratio: float
+    """The share from which on rounds grow."""
+    warm_up_rounds: int
+    overlap: bool
+    offload: bool
+    """State of the chosen columns on the host."""
+    cores: float
+    """Share of a rank's threads that update the other columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParamOffload:
     """Parameter slices of stage 3 outside the device (``offload_param``)."""
 
@@ -177,6 +198,7 @@ class Plan:
     managed_accumulation: bool
     axes: Axes = Axes(1, "")
     state_offload: StateOffload | None = None
+    zenflow: ZenFlow | None = None
     param_offload: ParamOffload | None = None
     packing: Packing = Packing()
     max_bad_steps: int = 50
@@ -203,6 +225,7 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
         managed_accumulation=bool(config.managed_gradient_accumulation),
         axes=config.axes,
         state_offload=_state_offload(config),
+        zenflow=_zenflow(config),
         param_offload=_param_offload(config),
         packing=_packing(config),
     )
@@ -251,6 +274,23 @@ def _state_offload(config: DeepSpeedConfig) -> StateOffload | None:
         storage=storage_options(config.aio_config),
         speculate=bool(section.super_offload),
         cores=float(section.cpuadam_cores_perc),
+    )
+
+
+def _zenflow(config: DeepSpeedConfig) -> ZenFlow | None:
+    section = config.zero_config.zenflow
+    if section is None or config.zero_config.stage < 1:
+        return None
+    return ZenFlow(
+        ratio=float(section.topk_ratio),
+        select_interval=None if section.select_interval == "auto" else int(section.select_interval),
+        by_epoch=section.select_strategy == "epoch",
+        update_interval=None if section.update_interval == "auto" else int(section.update_interval),
+        auto_ratio=float(section.auto_ratio),
+        warm_up_rounds=int(section.full_warm_up_rounds),
+        overlap=bool(section.overlap_step),
+        offload=bool(section.offload),
+        cores=1.0 - float(section.pt_reserved_cores_perc),
     )
 
 

@@ -176,6 +176,27 @@ def offload_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def zenflow_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
+    zero = config.zero_optimization
+    key, section, offload = "zero_optimization.zenflow", zero.zenflow, zero.offload_optimizer
+    if section is None:
+        return
+    if zero.stage == 0:
+        yield Finding((key, STAGE), "needs stage 1, 2 or 3 (stage is 0)")
+    if offload is None or offload.device != "cpu":
+        yield Finding(
+            (key, f"{OFFLOAD}.device"), f"needs the optimizer on the host: set {OFFLOAD}.device to 'cpu'"
+        )
+    elif offload.super_offload:
+        yield Finding((key, f"{OFFLOAD}.super_offload"), "cannot be combined with super_offload: choose one")
+    elif offload.ratio < 1.0:
+        yield Finding((key, f"{OFFLOAD}.ratio"), "cannot be combined with a ratio below 1: set it to 1")
+    for name in ("select_interval", "update_interval"):
+        value = getattr(section, name)
+        if value != "auto" and int(value) < 1:
+            yield Finding((f"{key}.{name}",), f"{value} is not allowed: a number of at least 1, or 'auto'")
+
+
 def mics_needs_stage_3(config: TrainingConfig) -> Iterator[Finding]:
     zero = config.zero_optimization
     if zero.mics_shard_size > 0 and zero.stage < 3:
@@ -358,6 +379,7 @@ RULES: tuple[Rule, ...] = (
     unmanaged_accumulation,
     summed_gradients,
     offload_makes_sense,
+    zenflow_makes_sense,
     mics_needs_stage_3,
     packets_make_sense,
     old_stage_one,

@@ -23,6 +23,10 @@ from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
+from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import (
+    ZenFlowZeroOptimizerParallel,
+    ZenFlowZeroOptimizerSequential,
+)
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -50,7 +54,8 @@ from deepspeed.runtime.zero.offload.speculation import (
     make_speculation,
 )
 from deepspeed.runtime.zero.offload.state_moves import StateMover
-from deepspeed.runtime.zero.offload.tiers import make_tier
+from deepspeed.runtime.zero.offload.tiers import ResidentTier, make_tier
+from deepspeed.runtime.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -82,7 +87,7 @@ class TrainingCore:
     scaler: LossScaler
     executor: StepExecutor
     access: StateAccess
-    own_state: OwnState
+    own_state: OwnState | ZenFlowState
     client_state: ClientState | None
     late_params: LateParams
     optimizer: ZeroOptimizer | torch.optim.Optimizer
@@ -205,7 +210,8 @@ def build_core(
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not traits_of(optimizer).joins_ranks,
     )
-    host = HostCopies(device) if plan.state_offload is not None else None
+    # With ZenFlow gradients add up on the device, and go to the host once per round.
+    host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
     offload = plan.state_offload
     speculation = None
     if offload is not None and offload.speculate:
@@ -215,7 +221,7 @@ def build_core(
         plan=plan,
         scopes=scopes,
         pool=BufferPool(),
-        tier=tier,
+        tier=tier if plan.zenflow is None else ResidentTier(),
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
         host=host,
         make=partial(SpeculativeBucket, speculation=speculation) if speculation is not None else GradBucket,
@@ -260,7 +266,11 @@ def _wire_step(
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
     make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
     late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
-    kind = StepExecutor if speculation is None else partial(SpeculativeStepExecutor, speculation=speculation)
+    kind: Callable[..., StepExecutor] = StepExecutor
+    if speculation is not None:
+        kind = partial(SpeculativeStepExecutor, speculation=speculation)
+    elif plan.zenflow is not None:
+        kind = ZenFlowStepExecutor
     executor = kind(plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step)
     observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
@@ -271,7 +281,9 @@ def _wire_step(
         scaler=scaler,
         executor=executor,
         access=access,
-        own_state=OwnState(access),
+        own_state=ZenFlowState(executor.zenflow)
+        if isinstance(executor, ZenFlowStepExecutor)
+        else OwnState(access),
         client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
         optimizer=_facade(plan, optimizer, executor, access, sharded),
@@ -395,6 +407,10 @@ def _facade(
             kind = SuperOffloadOptimizer_Stage3
         return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
+        if plan.zenflow is not None:
+            parallel = plan.zenflow.overlap
+            variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
+            return variant(optimizer, executor, access, mover)
         return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
     keeps = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
     return keeps(optimizer, executor, access, mover)

@@ -50,6 +50,7 @@ from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
+from deepspeed.runtime.zenflow.engine import configure_zenflow
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
@@ -118,6 +119,8 @@ class DeepSpeedEngine(EngineState):
 
         self.collate_fn = collate_fn
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        if self.plan.zenflow is not None:
+            configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
         # For single files; the safety of the folder does not depend on it.

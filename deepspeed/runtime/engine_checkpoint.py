@@ -357,9 +357,11 @@ def _load_loss_scale(engine: EngineBase, catalog: Catalog) -> None:
 def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: Report) -> None:
     """What ranks do not share, and whether gradients are summed: as every rank reads in the same index."""
     core = engine.core
-    if core is None or not core.store.traits.own_communication:
+    if core is None or not core.own_state.takes_part:
         return
     report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
+    if not core.store.traits.own_communication:
+        return
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()
     core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)

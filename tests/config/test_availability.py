@@ -37,7 +37,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
         "zero_optimization.offload_param.device",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     ),
-    ("zero_optimization.zenflow", {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}),
     ("sequence_parallel_size", {"sequence_parallel_size": 2}),
     *(
         (f"expert_parallel.{key}", {"expert_parallel": {"enabled": True, key: value}})

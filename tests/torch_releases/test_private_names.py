@@ -43,6 +43,7 @@ NAMES: dict[str, str | None] = {
     "torch._foreach_mul_": None,
     "torch._foreach_sqrt": None,
     "torch._foreach_sub_": None,
+    "torch._foreach_zero_": None,
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "",
     "torch._utils._flatten_dense_tensors": "tensors",
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",

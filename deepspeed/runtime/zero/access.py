@@ -92,11 +92,13 @@ class StateAccess:
     def shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
         each rank's own (``own_state.py``)."""
+        self.store.settle()
         return map(self._shard, self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Of ``shards`` those of which this rank is the first to hold them: of MiCS's replicas and, at stage 0, of all
         ranks with the same weights."""
+        self.store.settle()
         return (self._shard(owned) for owned in self.store.fragments if owned.grad_bucket.counts)
 
     def _shard(self, owned: OwnedFragment) -> tuple[ShardIndex, dict[str, Tensor]]:
@@ -123,6 +125,7 @@ class StateAccess:
 
     def local_states(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """The same by parameter, even if stored in several pieces; live if it is one piece."""
+        self.store.settle()
         for pieces in self._owned.values():
             states = [self._tensors(owned) for owned in pieces]
             tensors = states[0]
@@ -137,6 +140,7 @@ class StateAccess:
     def write_local_states(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Inverse of ``local_states``, by name: parameters without optimizer state in ``saved`` have none afterwards.
         Masters not in ``saved`` are kept."""
+        self.store.settle()
         self.keep_state({name for name, tensors in saved.items() if tensors.keys() - {MASTER}})
         for index, pieces in self._owned.items():
             name, first = self.names[index], pieces[0].fragment.param_offset
@@ -161,6 +165,7 @@ class StateAccess:
 
     def states_by_param(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """This rank's optimizer state by parameter, as the optimizer keeps it; per-element state in one piece."""
+        self.store.settle()
         for index, pieces in self._owned.items():
             states = [self.store.state_of(owned) for owned in pieces]
             if states[0]:
@@ -377,6 +382,7 @@ class StateAccess:
     def _fragments(self, param: nn.Parameter) -> list[OwnedFragment]:
         if id(param) not in self._index:
             raise KeyError("this parameter is not trained by the engine")
+        self.store.settle()
         return self._owned.get(self._index[id(param)], [])
 
     @staticmethod

@@ -178,6 +178,7 @@ class ZeroOptimizer(ZeROOptimizer):
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
         """This rank's master weights, one flat tensor per optimizer group (a copy)."""
         empty = torch.empty(0)
+        self.executor.store.settle()
         return [
             torch.cat([owned.master.detach().view(-1) for owned in group]) if group else empty
             for group in self.executor.store.by_group

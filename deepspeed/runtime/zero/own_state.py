@@ -23,6 +23,10 @@ class OwnState:
         self.access = access
         self.store = access.store
 
+    @property
+    def takes_part(self) -> bool:
+        return self.store.traits.own_communication
+
     def saved(self) -> dict[str, Any] | None:
         """This rank's part, live; None for an optimizer without communication of its own."""
         if not self.store.traits.own_communication:

@@ -5,10 +5,8 @@ validation. The step of a bucket needs the norm of the whole gradient only to cl
 to skip; mostly neither happens. So a worker thread updates each bucket while backward computes the others, as if the
 gradient were finite and not clipped. The step then either takes these results or does the update itself.
 
-[Note: twins] The worker never touches what training reads. It updates *twins*, copies of masters and state in host
-memory, and the step swaps the memory of the two. Rolling back therefore is to forget: no bit of the state of before has
-changed, checkpoints and ``safe_get_*`` between backward and step see it, and an exception leaves it whole. The price
-is a second copy of masters and state in host memory.
+The worker updates twins (``twins.py``), so rolling back is to forget: checkpoints and ``safe_get_*`` between backward
+and step see the state of before, and an exception leaves it whole.
 
 [Note: validation] A result is taken only if everything that it was computed from is as the step finds it: the factor of
 the gradient (loss scale and clipping), the options of the group, and the versions of gradient, master and state, which
@@ -17,50 +15,26 @@ every write through torch raises.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.loss_scaler import LossScaler
-from deepspeed.runtime.optim.first_state import stand_in
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.offload.host_copies import host_empty
-from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
+from deepspeed.runtime.zero.offload.twins import Twin, Twins, host_worker, options_of_groups, runs_ahead
+from deepspeed.runtime.zero.state_store import OwnedFragment, StateStore
 from deepspeed.runtime.zero.step import StepExecutor
 from deepspeed.utils.logging import log_dist
 
 LONGEST_PAUSE = 8
 """Steps without speculation after many in a row that clipped."""
-
-
-@dataclass(slots=True)
-class Twin:
-    """Copies of one fragment's tensors (Note: twins)."""
-
-    owned: OwnedFragment
-    live: list[Tensor]  # the master, then the state by name
-    copies: list[Tensor]
-    low: Tensor | None  # [numel] in host memory: receives the rounded weights
-
-    def take(self) -> None:
-        """The copies become the live values."""
-        master, copied = self.live[0], self.copies[0]
-        if self.owned.low is None:  # the master is the model's own weight, whose place is fixed
-            master.copy_(copied)
-        else:
-            master.data, copied.data = copied.data, master.data
-        for tensor, copy in zip(self.live[1:], self.copies[1:], strict=True):
-            tensor.data, copy.data = copy.data, tensor.data
-        if self.owned.low is not None and self.low is not None:
-            self.owned.low.copy_(self.low, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -72,11 +46,10 @@ class Job:
     grad_scale: float
     options: list[dict[str, Any]]
     versions: list[int]
-    arrived: Any  # event after which the gradient is in host memory, or None
     done: Future[None] = field(default_factory=Future)
 
     def current_versions(self) -> list[int]:
-        live = [tensor._version for twin in self.twins for tensor in twin.live]
+        live = [version for twin in self.twins for version in twin.versions()]
         return [*live, *(grad._version for grad in self.grads)]
 
 
@@ -86,34 +59,24 @@ class Speculation:
     Args:
         optimizer: elementwise, and ours: its update can be run on other tensors.
         at_boundary: whether the gradients being summed are the last ones before the step.
-        threads: that the worker may use.
+        cores: share of this rank's threads for the worker.
     """
 
     def __init__(
-        self, optimizer: MultiTensorOptimizer, at_boundary: Callable[[], bool], threads: int
+        self, optimizer: MultiTensorOptimizer, at_boundary: Callable[[], bool], cores: float
     ) -> None:
         self.optimizer = optimizer
         self.at_boundary = at_boundary
-        self.threads = threads
         self.taken = self.rolled_back = 0  # buckets since the start
         self._store: StateStore | None = None
         self._scaler: LossScaler | None = None
-        # Twins alternate between two sets of memory, and an optimizer keeps a table of addresses for each list: one
-        # optimizer per set leaves both tables valid.
-        first = stand_in(optimizer, {}, [])
-        second = stand_in(optimizer, {}, [])
-        second.state = first.state
-        self._optimizers: tuple[Any, Any] = (first, second)
+        self._twins = Twins(optimizer)
         self._turn: dict[int, int] = {}
         self._owned: dict[int, list[OwnedFragment]] = {}  # by id of their bucket
         self._fragments = 0  # of the store, when it was last looked at
-        self._twins: dict[int, Twin] = {}  # by id of the fragment
         self._jobs: dict[int, Job] = {}
         self._pause = self._paused = 0
-        self._copied: Any = None  # event after the last rounded weights have reached the device
-        self._worker = ThreadPoolExecutor(1, "super_offload", torch.set_num_threads, (threads,))
-        self._worker.submit(int).result()
-        torch.set_num_threads(torch.get_num_threads())  # what the worker set is also for threads not yet made
+        self._worker = host_worker("super_offload", cores)
 
     def attach(self, store: StateStore, scaler: LossScaler) -> None:
         """Whose masters are updated. Called before the first backward."""
@@ -131,10 +94,13 @@ class Speculation:
         assert self._scaler is not None
         grads = [twin.owned.gradient() for twin in twins]
         arrived = bucket.host.last if bucket.host is not None else None
-        job = Job(twins, grads, 1.0 / self._scaler.scale, self._options(), [], arrived)
+        options = options_of_groups(self.optimizer)
+        job = Job(twins, grads, 1.0 / self._scaler.scale, options, [])
         job.versions = job.current_versions()
         self._jobs[id(bucket)] = job
-        job.done = self._worker.submit(self._run, job, self._turn.get(id(bucket), 0))
+        turn = self._turn.get(id(bucket), 0)
+        update = partial(self._twins.update, twins, grads, options, job.grad_scale, after=arrived, turn=turn)
+        job.done = self._worker.submit(update)
 
     def withdraw(self, bucket: GradBucket) -> None:
         """The gradients of ``bucket`` are about to change, or are dropped: forget its update."""
@@ -142,12 +108,6 @@ class Speculation:
         if job is not None and not job.done.cancel():
             job.done.exception()  # it must not read any more; what it failed at does not matter
             self.rolled_back += 1
-
-    def _options(self) -> list[dict[str, Any]]:
-        return [
-            {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != PARAMS}
-            for group in self.optimizer.param_groups
-        ]
 
     def _twins_of(self, bucket: GradBucket) -> list[Twin]:
         """Of the fragments on the host that have state; one without it is left to the step, which creates it."""
@@ -157,46 +117,10 @@ class Speculation:
             self._owned = {}
             for owned in self._store.fragments:
                 self._owned.setdefault(id(owned.grad_bucket), []).append(owned)
-        twins = (self._twin(owned, self._store.state_of(owned)) for owned in self._owned.get(id(bucket), []))
-        return [twin for twin in twins if twin is not None]
-
-    def _twin(self, owned: OwnedFragment, state: dict[str, Any]) -> Twin | None:
-        if not state or owned.master.device.type != "cpu":
-            return None
-        names = sorted(state)
-        live = [owned.master, *(state[name] for name in names)]
-        twin = self._twins.get(id(owned))
-        if twin is not None and all(map(operator.is_, twin.live, live)):
-            return twin
-        if twin is not None:  # the state was replaced: a checkpoint was loaded
-            del self._optimizers[0].state[twin.copies[0]]
-        copies = [torch.empty_like(tensor, requires_grad=False) for tensor in live]
-        self._optimizers[0].state[copies[0]] = dict(zip(names, copies[1:], strict=True))
-        low = None if owned.low is None else host_empty(owned.low.numel(), owned.low.dtype, pin=True)
-        twin = self._twins[id(owned)] = Twin(owned, live, copies, low)
-        return twin
-
-    # On the worker's thread ---------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _run(self, job: Job, turn: int) -> None:
-        for event in (job.arrived, self._copied):
-            if event is not None:
-                event.synchronize()
-        torch._foreach_copy_(
-            [copy for twin in job.twins for copy in twin.copies],
-            [tensor.detach() for twin in job.twins for tensor in twin.live],
+        twins = (
+            self._twins.of(owned, self._store.state_of(owned)) for owned in self._owned.get(id(bucket), [])
         )
-        for g, options in enumerate(job.options):
-            chosen = [i for i, twin in enumerate(job.twins) if twin.owned.group_index == g]
-            if chosen:
-                self._optimizers[turn].multi_tensor_step(
-                    options,
-                    [job.twins[i].copies[0] for i in chosen],
-                    [job.grads[i] for i in chosen],
-                    grad_scale=job.grad_scale,
-                    low_precision=[job.twins[i].low for i in chosen],
-                )
+        return [twin for twin in twins if twin is not None]
 
     # At the step --------------------------------------------------------------------------------------------
 
@@ -214,9 +138,7 @@ class Speculation:
                     twin.take()
                     done.add(id(twin.owned))
             self._turn[key] = 1 - self._turn.get(key, 0)
-        if done and get_accelerator().device_name() != "cpu":
-            self._copied = get_accelerator().Event()
-            self._copied.record()
+        self._twins.taken()
         self.taken += len(valid)
         self.rolled_back += len(jobs) - len(valid)
         self._adapt(failed=any(job.grad_scale != grad_scale for job in jobs.values()))
@@ -225,7 +147,7 @@ class Speculation:
     def _holds(self, job: Job, grad_scale: float) -> bool:
         return (
             job.grad_scale == grad_scale
-            and job.options == self._options()
+            and job.options == options_of_groups(self.optimizer)
             and job.versions == job.current_versions()
         )
 
@@ -304,10 +226,8 @@ def make_speculation(
 ) -> Speculation | None:
     """``cores``: share of this rank's threads for the worker. None, with one line in the log: the update of this
     optimizer cannot run ahead, so that the step does it."""
-    if isinstance(optimizer, MultiTensorOptimizer):
-        traits = optimizer.update_traits
-        if traits.elementwise and traits.fused and not traits.needs_context:
-            return Speculation(optimizer, at_boundary, max(1, int(cores * torch.get_num_threads())))
+    if runs_ahead(optimizer):
+        return Speculation(cast(MultiTensorOptimizer, optimizer), at_boundary, cores)
     log_dist(
         f"super_offload has no effect with {type(optimizer).__name__}: only elementwise optimizers of this package "
         "(Adam, AdamW, Adagrad, Lion, SGD) can be updated ahead of the step",
