@@ -178,7 +178,8 @@ def compression_preparation(
     for names, related, techniques in compression_technique_list:
         for name in (name for group in names for name in group):
             module_replacement(model, name, techniques, mpu=mpu)
-        for i, patterns in enumerate(related or ()):
+        connected: Sequence[Any] = related or ()
+        for i, patterns in enumerate(connected):
             for group in patterns:
                 for main, name in zip(names[i], group, strict=True):
                     module_replacement(model, name, mpu=mpu)

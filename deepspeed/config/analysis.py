@@ -404,5 +404,5 @@ def _resolve_elastic_batch(section: ElasticityConfig, axes: Axes, result: Analys
         return
     assert found.micro is not None
     accumulation = found.train // (found.micro * axes.data_parallel)
-    origin = dict.fromkeys(BATCH_KEYS, ELASTICITY)
+    origin: dict[str, str] = dict.fromkeys(BATCH_KEYS, ELASTICITY)
     result.batch = Batch(found.train, found.micro, accumulation, axes.data_parallel, origin)

@@ -101,15 +101,17 @@ def environment_of(
     host, place = places[int(env["RANK"])]
     slots = list(world.values())[host]
     local_rank = env.setdefault("LOCAL_RANK", str(place))
-    env |= {
-        "WORLD_SIZE": str(len(places)),
-        "LOCAL_SIZE": str(len(slots)),
-        "CROSS_RANK": str(host),
-        "CROSS_SIZE": str(len(world)),
-        "MASTER_ADDR": args.master_addr,
-        "MASTER_PORT": str(args.master_port),
-        "LOCAL_RANK": local_rank,
-    }
+    env.update(
+        {
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_SIZE": str(len(slots)),
+            "CROSS_RANK": str(host),
+            "CROSS_SIZE": str(len(world)),
+            "MASTER_ADDR": args.master_addr,
+            "MASTER_PORT": str(args.master_port),
+            "LOCAL_RANK": local_rank,
+        }
+    )
     if env.get(VISIBLE_DEVICES) != "":  # if empty, it hides GPUs
         env[VISIBLE_DEVICES] = ",".join(map(str, slots))
     return env

@@ -15,6 +15,7 @@ from deepspeed.linear.quantization import (
     QuantizedParameter,
     frozen_linear,
     quantize_loaded,
+    quantized,
 )
 
 
@@ -118,7 +119,7 @@ class LoRAOptimizedLinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_weight_2.weight)
         if self.quantization_config is not None:
-            self.weight = QuantizedParameter(self.weight.data, quantization_config=self.quantization_config)
+            self.weight = quantized(self.weight.data, self.quantization_config)
         self.weight.requires_grad_(False)
         if config.offload or config.offload_ratio:
             self._offload()

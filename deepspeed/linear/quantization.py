@@ -149,6 +149,12 @@ def frozen_linear(input: Tensor, weight: nn.Parameter, bias: Tensor | None = Non
     return out if bias is None else out + bias
 
 
+def quantized(data: Tensor, config: QuantizationConfig | None) -> QuantizedParameter:
+    """A `QuantizedParameter` of ``data``."""
+    make: Any = QuantizedParameter  # torch's metaclass hides its arguments from type checkers
+    return make(data, quantization_config=config)
+
+
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is a `QuantizedParameter`.
 
@@ -170,7 +176,7 @@ class QuantizedLinear(nn.Linear):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__(input_dim, output_dim, bias=bias, dtype=dtype)
-        self.weight = QuantizedParameter(self.weight.data, quantization_config=quantization_config)
+        self.weight: nn.Parameter = quantized(self.weight.data, quantization_config)
         self.register_load_state_dict_pre_hook(quantize_loaded)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -184,6 +190,4 @@ def quantize_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         return
     if given.is_floating_point() and given.shape == weight.full_shape and weight.is_quantized_now:
         values = given.to(weight.device, weight.full_dtype)
-        state_dict[f"{prefix}weight"] = QuantizedParameter(
-            values, quantization_config=weight.quantization_config
-        ).data
+        state_dict[f"{prefix}weight"] = quantized(values, weight.quantization_config).data

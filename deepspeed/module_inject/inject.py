@@ -83,7 +83,8 @@ def revert_layers(
             for part, weight, bias in zip(_parts(new, preln), *old.parts(), strict=True):
                 part.weight.copy_(weight)
                 part.bias.copy_(bias)
-        return new.to(old.attn_qkvw.device, old.attn_qkvw.dtype).train(old.training)
+        like = old.parts()[0][0]
+        return new.to(like.device, like.dtype).train(old.training)
 
     _replace(model, DeepSpeedTransformerLayer, make)
     return model

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy
 import torch
@@ -461,7 +461,7 @@ class _Rest(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.sampler, (EpochSampler, KnowsPosition)):
-            return iter(self.sampler)
+            return iter(cast("Sampler[Any]", self.sampler))
         skip = self.position.samples // self.position.world_size
         if _yields_batches(self.sampler):
             skip //= self.position.samples_per_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,8 +115,9 @@ def test_several_techniques_on_one_layer() -> None:
     linear.weight_quantize_bits = 4
     x = torch.randn(3, 5, 8)
     sparse = linear.weight.abs() >= linear.weight.abs().flatten().sort(descending=True).values[23]
-    rows = linear.row_mask_scores >= linear.row_mask_scores.flatten().sort(descending=True).values[2]
-    heads = linear.head_pruning_scores >= linear.head_pruning_scores.flatten().sort(descending=True).values[1]
+    scores: Any = linear
+    rows = scores.row_mask_scores >= scores.row_mask_scores.flatten().sort(descending=True).values[2]
+    heads = scores.head_pruning_scores >= scores.head_pruning_scores.flatten().sort(descending=True).values[1]
     weight = SymQuantizer.apply(linear.weight, 4, None, None, 2) * sparse * rows
     weight = weight * heads.view(-1).repeat_interleave(2)
     inputs = AsymQuantizer.apply(x, 8, None, None, 15)
@@ -134,7 +135,7 @@ def test_bits_fall_and_mix_in() -> None:
     asked = config(mixed)
     model = init_compression(Bert(), asked)
     scheduler = scheduled(model, asked)
-    query = model.layer[0].attention.self.query
+    query: Any = model.layer[0].attention.self.query
     told = []
     for _ in range(8):
         told.append(
@@ -334,7 +335,7 @@ def test_pruners_without_an_engine() -> None:
     section["sparse_pruning"]["different_groups"] = {}
     asked = config(section)
     model = init_compression(Bert(), asked)
-    assert [type(each).__name__ for each in model.pruners] == ["SnipMomentum"]
+    assert [type(each).__name__ for each in cast("Any", model.pruners)] == ["SnipMomentum"]
     assert not isinstance(model.classifier, Compressible)
     scheduler = scheduled(model, asked)
     register_on_step_begin(model)

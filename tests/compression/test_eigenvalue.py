@@ -23,7 +23,8 @@ class Stack(nn.Module):
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))})
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.encoder["layer"]:
+        layers: Any = self.encoder["layer"]
+        for layer in layers:
             x = x + layer(x).tanh()
         return x.square().sum(dim=1).mean()
 

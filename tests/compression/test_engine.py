@@ -66,10 +66,11 @@ def alone(section: dict[str, Any], ranks: int) -> tuple[list[float], Bert]:
         loss = torch.stack(parts).mean()
         losses.append(float(loss))
         loss.backward()
-        for pruner in model.pruners:
+        pruners: Any = model.pruners
+        for pruner in pruners:
             pruner.on_before_optimizer_step()
         optimizer.step()
-        for pruner in model.pruners:
+        for pruner in pruners:
             pruner.on_after_optimizer_step()
         scheduler.step()
     return losses, model

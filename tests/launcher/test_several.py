@@ -264,8 +264,7 @@ def test_command_lines_of_launchers_that_start_ranks(folder, kind, program):
 def test_command_line_of_pdsh(folder):
     made, hosts = runner_of(multinode_runner.PDSHRunner, "--ssh_port", "2222")
     made.add_export("AWKWARD", "100% 'sure'")
-    env: dict[str, str] = {}
-    command, end, env = made.get_cmd(env, hosts)
+    command, end, env = made.get_cmd({}, hosts)
     assert command[:6] == ["pdsh", "-S", "-f", "1024", "-w", "worker-0,worker-1"]
     assert (env["PDSH_RCMD_TYPE"], env["PDSH_SSH_ARGS_APPEND"]) == ("ssh", "-p 2222")
     assert "100%% " in command[-1] and "--node_rank=%n" in command[-1]

@@ -86,8 +86,8 @@ class _BlockAttention(torch.autograd.Function):
                 tile_out, tile_lse = kernel.forward(tile_q, tile_k, tile_v, mask, scale)
                 tile_out, tile_lse = tile_out.to(wide), tile_lse.to(wide).unsqueeze(-1)
                 if tiles.joins:
-                    before = (_gather(x, tiles.rows, plan.block) for x in (of_out, of_lse))
-                    tile_out, tile_lse = _joined(*before, tile_out, tile_lse)
+                    old_out, old_lse = (_gather(x, tiles.rows, plan.block) for x in (of_out, of_lse))
+                    tile_out, tile_lse = _joined(old_out, old_lse, tile_out, tile_lse)
                 _scatter(of_out, tiles.rows, tile_out, plan.block)
                 _scatter(of_lse, tiles.rows, tile_lse, plan.block)
             part.put(out, of_out)

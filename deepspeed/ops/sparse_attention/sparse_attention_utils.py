@@ -46,7 +46,8 @@ class SparseAttentionUtils:
             if buffer is not None:
                 ids = torch.arange(reserved + max_position, device=buffer.device, dtype=buffer.dtype)[None]
                 setattr(embeddings, name, ids if name == "position_ids" else torch.zeros_like(ids))
-        model.config.max_position_embeddings = reserved + max_position
+        config: Any = model.config
+        config.max_position_embeddings = reserved + max_position
         return model
 
     @staticmethod
@@ -80,9 +81,10 @@ class SparseAttentionUtils:
             use_sparse_attention(model, sparsity_config)
             return model
         kind = _kind(model, "replace its attention by SparseSelfAttention yourself")
-        model.config.max_position_embeddings = max_position + _RESERVED[kind]
+        config: Any = model.config
+        config.max_position_embeddings = max_position + _RESERVED[kind]
         SparseAttentionUtils.replace_self_attention_layer_with_sparse_self_attention_layer(
-            model.config, getattr(model, kind).encoder.layer, sparsity_config
+            config, getattr(model, kind).encoder.layer, sparsity_config
         )
         use_padding_masks(model)
         return model

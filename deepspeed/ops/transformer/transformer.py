@@ -148,6 +148,18 @@ class DeepSpeedTransformerLayer(nn.Module):
     """
 
     layer_id = 0
+    attn_qkvw: nn.Parameter
+    attn_qkvb: nn.Parameter
+    attn_ow: nn.Parameter
+    attn_ob: nn.Parameter
+    attn_nw: nn.Parameter
+    attn_nb: nn.Parameter
+    inter_w: nn.Parameter
+    inter_b: nn.Parameter
+    output_w: nn.Parameter
+    output_b: nn.Parameter
+    norm_w: nn.Parameter
+    norm_b: nn.Parameter
 
     def __init__(
         self,

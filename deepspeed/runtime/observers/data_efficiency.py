@@ -29,7 +29,8 @@ def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
     """Sequences of at most the difficulty. The stages of a pipeline cut the batch as they read it: inputs and labels
     are on different stages."""
     engine.curriculum_scheduler_legacy = scheduler
-    if isinstance(engine, ReadsBatches):
+    reads_batches = isinstance(engine, ReadsBatches)
+    if reads_batches:
 
         def shortened(batch: Any) -> Any:
             if not engine.module.training:

@@ -99,7 +99,7 @@ class DistributedDataAnalyzer:
         with ThreadPoolExecutor(self.num_threads) as pool:
             parts = list(pool.map(self.run_map_helper, range(self.num_threads)))
         for index, (name, kind) in enumerate(zip(self.metric_names, self.metric_types, strict=True)):
-            own = [part[index] for part in parts if part[index] is not None]
+            own: list[np.ndarray] = [each for part in parts if (each := part[index]) is not None]
             folder = Path(self.save_path) / name
             if self.worker_id == 0:
                 folder.mkdir(parents=True, exist_ok=True)

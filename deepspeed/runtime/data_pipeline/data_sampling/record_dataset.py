@@ -76,6 +76,7 @@ class IndexedDataset(Dataset[Any]):
     def _read(self, i: int) -> np.ndarray:
         if self.data_file is None:
             self.read_data(self.path)
+        assert self.data_file is not None
         shape = self.sizes[self.dim_offsets[i] : self.dim_offsets[i + 1]]
         self.data_file.seek(int(self.data_offsets[i]) * self.element_size)
         count = int(self.data_offsets[i + 1] - self.data_offsets[i])
