@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
 
 
-PARTS = "parts"
+PARTS = "engine_parts"
 """Key of the index: what observers keep."""
 
 
