@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.config.plan import Plan
+from deepspeed.config.plan import Plan, ZenFlow
 from deepspeed.memory_plan.ledger import FROM_READY, STEADY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.states import OptimizerFacts, StateSize
 from deepspeed.runtime.zero.fragments import sub_groups
@@ -170,8 +170,11 @@ class Offload:
             )
             for piece in pieces
         ]
-        if self.plan.state_offload is not None and self.plan.state_offload.speculate:
+        offload, near = self.plan.state_offload, Place.DEVICE if self.apart else bucket.state_place
+        if offload is not None and (offload.speculate or self.plan.zenflow is not None):
             self._twins(owned, bucket.state_place, here=taken or not self.apart)
+        if self.plan.zenflow is not None:
+            self._columns(owned, self.plan.zenflow, near, Place.HOST if self.apart else near)
         if taken:
             return owned
         for one in owned:
@@ -187,6 +190,17 @@ class Offload:
             )
             nbytes = sum(size * one.numel for size, one in zip(each, owned, strict=True))
             self.ledger.add(STEADY, Place.HOST if self.apart else place, Kind.STATE, nbytes)
+
+    def _columns(self, owned: Sequence[PaperFragment], flow: ZenFlow, near: Place, host: Place) -> None:
+        """ZenFlow: what is packed of the chosen columns with their positions, the sum of the deferred gradients, and
+        their mean on the host."""
+        numel = sum(one.numel for one in owned)
+        each = (one.numel * (one.master_size + sum(one.state.per_element)) for one in owned)
+        self.ledger.add(TRAINING, host if flow.offload else near, Kind.STATE, round(flow.ratio * sum(each)))
+        self.ledger.add(TRAINING, near, Kind.STATE, round(flow.ratio * numel) * 8)
+        if flow.ratio < 1.0:
+            self.ledger.add(TRAINING, near, Kind.GRADIENTS, numel * 4)
+            self.ledger.add(STEADY, host, Kind.GRADIENTS, sum(one.numel * one.low_size for one in owned))
 
     def _masters(self, bucket: BucketUse, fragments: Sequence[Fragment], size: int, taken: bool) -> None:
         numels = [bucket.layout.shard_numel] if bucket.flat else [f.numel for f in fragments]

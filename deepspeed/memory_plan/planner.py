@@ -259,7 +259,7 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
         if not bucket.trained:
             continue
         layout, nbytes = bucket.layout, offload.gradient_bytes(bucket.layout)
-        leaves = setting.apart and offload.takes(layout)
+        leaves = setting.apart and offload.takes(layout) and plan.zenflow is None
         if not plan.zero.shard_grads:
             ledger.add(TRAINING, near, Kind.GRADIENTS, nbytes * layout.num_shards)
         elif not leaves and not offload.files_gradients(layout):

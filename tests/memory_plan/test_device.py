@@ -101,6 +101,24 @@ def test_zero_infinity_keeps_nothing_on_the_device() -> None:
     assert 16 / 4 <= host <= 1.02 * 18 / 4
 
 
+def test_super_offload_keeps_a_second_copy_on_the_host() -> None:
+    """4 + 8 for Adam once more, and the rounded weights."""
+    plain = closed_form(config_for(2, bf16=True, offload_optimizer=CPU), 4)
+    ahead = closed_form(config_for(2, bf16=True, offload_optimizer={**CPU, "super_offload": True}), 4)
+    assert ahead[0] == plain[0]
+    assert ahead[1] - plain[1] == pytest.approx(14 / 4, rel=0.02)
+
+
+def test_zenflow_keeps_sums_and_chosen_columns_on_the_device() -> None:
+    """On the device the gradient (2), its sum (4) and, of a tenth, masters and state (12) with positions (8); on the
+    host the second copy (14), and the mean (2) where the gradient was."""
+    plain = closed_form(config_for(2, bf16=True, offload_optimizer=CPU), 4)
+    config = config_for(2, bf16=True, offload_optimizer=CPU, zenflow={"topk_ratio": 0.1})
+    device, host = closed_form(config, 4)
+    assert device - plain[0] == pytest.approx((2 + 4 + 0.1 * (12 + 8)) / 4, rel=0.02)
+    assert host - plain[1] == pytest.approx(14 / 4, rel=0.04)
+
+
 def test_pinned_memory_comes_in_powers_of_two() -> None:
     ledger = Ledger()
     paper = Paper("cuda")

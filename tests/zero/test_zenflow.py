@@ -91,6 +91,22 @@ def test_checkpoints_are_exact(stage: int, overlap: bool, tmp_path: Any) -> None
 
 
 @distributed(world_size=2)
+def test_checkpoints_cross_stages(tmp_path: Any) -> None:
+    """Other stages cut parameters elsewhere: what was deferred and chosen is found by intersection."""
+    options: dict[str, Any] = {"topk_ratio": 0.25, "update_interval": 3, "overlap_step": True}
+    engine = start(with_zenflow(config_of(2), **options))
+    train(engine, 0, 4)
+    engine.save_checkpoint(tmp_path)
+    losses = train(engine, 4, 6)
+    engine.destroy()
+    for stage in (1, 3):
+        other = start(with_zenflow(config_of(stage), **options), seed=1)
+        other.load_checkpoint(tmp_path)
+        assert train(other, 4, 6) == losses
+        other.destroy()
+
+
+@distributed(world_size=2)
 def test_saving_changes_nothing_and_plain_runs_resume(tmp_path: Any) -> None:
     config = with_zenflow(config_of(2), topk_ratio=0.25, update_interval=3, overlap_step=True)
     engine = start(config)

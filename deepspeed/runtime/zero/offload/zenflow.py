@@ -117,6 +117,7 @@ class ZenFlow:
         self.plan = plan
         self.optimizer = optimizer
         self.store = store
+        self.scopes = scopes
         self.choice = ColumnChoice(store, scopes, plan.ratio)
         self.device = store.params[0].device
         self.steps = 0  # applied so far
@@ -379,18 +380,26 @@ class ZenFlow:
         }
         return {"clock": clock, "pieces": pieces}
 
-    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what all ranks had saved, also of another number of ranks; none: start afresh."""
+    def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        """Take over what was saved, also over other stages and numbers of ranks; returns notes for the log.
+
+        Where ranks hold different parts of a model each takes what it had itself; with another number of them, and
+        where nothing was saved, all begin anew."""
+        parts = bool(self.scopes.across) or any(
+            self.scopes.of(p) is not self.scopes.dense for p in self.store.params
+        )
+        known = bool(len(saved)) and (not parts or len(saved) == ranks)
+        sources = ([rank] if parts else range(len(saved))) if known else []
         self._drop()
         self._pieces, self._dirty = {}, False
-        clock = saved[0]["clock"] if len(saved) else {}
+        clock = saved[rank if parts else 0]["clock"] if known else {}
         self.steps = clock.get("steps", 0)
         self.in_round = clock.get("in_round", 0)
         self.interval = clock.get("interval", self.plan.update_interval or SHORTEST)
         self.chosen_at = clock.get("chosen_at")
         by_param: dict[int, list[Mapping[str, Any]]] = {}
-        for rank in range(len(saved)):
-            for entry in saved[rank]["pieces"]:
+        for source in sources:
+            for entry in saved[source]["pieces"]:
                 by_param.setdefault(entry["param"], []).append(entry)
         for owned in self.store.fragments:
             entries = [e for e in by_param.get(owned.param_index, []) if _overlap(owned, e)]
@@ -398,6 +407,11 @@ class ZenFlow:
                 self._pieces[id(owned)] = self._restored(owned, entries)
         self._start()
         self.note()
+        return (
+            []
+            if known
+            else ["ZenFlow begins anew: nothing that it deferred and chose was saved for these ranks"]
+        )
 
     def _restored(self, owned: OwnedFragment, entries: Sequence[Mapping[str, Any]]) -> Piece:
         piece = self._new_piece(owned)
@@ -502,5 +516,4 @@ class ZenFlowState:
         return self.zenflow.saved()
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        self.zenflow.load(saved)
-        return [] if len(saved) else ["ZenFlow begins anew: nothing of it was saved"]
+        return self.zenflow.load(saved, rank, ranks)
