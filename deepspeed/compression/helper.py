@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from deepspeed.compression import constants as keys
 from deepspeed.compression.basic_layer import (
@@ -108,6 +109,8 @@ def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] 
             parallel = getattr(mpu, name, None)
             if parallel is not None and isinstance(module, parallel):
                 return compressed
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return None  # nn.MultiheadAttention reads its weight, and does not call it
     for plain, compressed in LAYERS:
         if isinstance(module, plain) and type(module).forward is plain.forward:
             embedding = module if isinstance(module, nn.Embedding) else None
@@ -117,7 +120,8 @@ def _compressed_class(module: nn.Module, mpu: Any = None) -> type[Compressible] 
 
 def is_module_compressible(module: nn.Module, mpu: Any = None) -> bool:
     """Whether the module is a linear layer, embedding, convolution or batch norm, or one of `mpu`'s parallel linears;
-    not a subclass with its own forward, and not an embedding with `max_norm`, which changes its table in forward."""
+    not a subclass with its own forward, not the output layer of `nn.MultiheadAttention`, which is not called, and not
+    an embedding with `max_norm`, which changes its table in forward."""
     return isinstance(module, Compressible) or _compressed_class(module, mpu) is not None
 
 
@@ -187,7 +191,15 @@ def compression_preparation(
                     if isinstance(follower, BNLayer_Compress):
                         # in a tuple: it is no submodule of the batch norm
                         vars(follower)["mask_from"] = (recursive_getattr(model, main),)
+    for layer in model.modules():
+        encoder = isinstance(layer, nn.TransformerEncoderLayer)
+        if encoder and any(isinstance(child, Compressible) for child in layer.children()):
+            layer.register_forward_pre_hook(_called_by_parts)
     return model
+
+
+def _called_by_parts(module: nn.Module, inputs: Any) -> None:
+    """With a hook, torch's encoder layer calls its parts in evaluation too, instead of reading their weights."""
 
 
 def fix_compression(

@@ -353,3 +353,19 @@ def test_pruners_without_an_engine() -> None:
     redundancy_clean(model, asked)
     assert not list(model.buffers()) and "pruners" not in vars(model)
     torch.testing.assert_close(model(batch(9)[0]), before)
+
+
+def test_an_encoder_of_torch_is_compressed_in_evaluation_too() -> None:
+    params = {"start_bits": 2, "target_bits": 2}
+    asked = config(
+        technique("weight_quantization", ["linear", "out_proj"], params, quantize_weight_in_forward=True)
+    )
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)
+    model = init_compression(copy.deepcopy(plain), asked)
+    assert not isinstance(model.layers[0].self_attn.out_proj, Compressible)
+    scheduled(model, asked)
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        training = model(x)
+        torch.testing.assert_close(model.eval()(x), training)
+        assert (plain.eval()(x) - training).abs().max() > 0.01
