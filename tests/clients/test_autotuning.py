@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.launcher.programs import deepspeed
+import pytest
+
+for needed in ("transformers", "accelerate"):
+    pytest.importorskip(needed, reason="the clients extra is not installed")
+
+from tests.launcher.programs import deepspeed  # noqa: E402
 
 SCRIPT = """\
 import os, torch

@@ -25,6 +25,7 @@ class Bucket:
     def __init__(self, persistent: bool = False) -> None:
         self.layout = SimpleNamespace(padded_numel=NUMEL)
         self.persistent = persistent
+        self.lossy = False
         self.status = Status.GATHERED if persistent else Status.SHARDED
 
     def allocate(self) -> torch.Tensor:
