@@ -12,7 +12,6 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.optim.registry import check_optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -104,6 +103,8 @@ def _kind(pipelined: bool, config: DeepSpeedConfig) -> type[DeepSpeedEngine]:
             raise DeepSpeedConfigError(
                 "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
             )
+        from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
+
         return DeepSpeedHybridEngine
     return PipelineEngine if pipelined else DeepSpeedEngine
 

@@ -13,12 +13,10 @@ from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
-from deepspeed.runtime.observers.flops import FlopsOfOneStep
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.quantization import attach_quantization
 from deepspeed.runtime.observers.same_inputs import SameInputs
-from deepspeed.runtime.observers.trial import Trial
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -53,6 +51,10 @@ def attach_observers(engine: EngineBase) -> None:
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled:
+        from deepspeed.runtime.observers.flops import (
+            FlopsOfOneStep,  # a profiler's imports, for those who profile
+        )
+
         engine.flops_profiler = FlopsOfOneStep(engine).profiler
     engine.monitor = MonitorMaster(config.monitor_config)
     if engine.monitor.enabled and is_rank_zero():
@@ -62,6 +64,8 @@ def attach_observers(engine: EngineBase) -> None:
     if config.memory_breakdown:
         engine.events.on("after_step", lambda **_: see_memory_usage("after step", force=True))
     if config.autotuning_config.enabled and config.autotuning_config.metric_path:
+        from deepspeed.runtime.observers.trial import Trial
+
         Trial(engine)
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
