@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.getters import get_sparse_attention
 from deepspeed.config.plan import Plan
-from deepspeed.ops.sparse_attention import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    SparseSelfAttention,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
-from deepspeed.ops.sparse_attention.transformers_attention import takes_attention, use_sparse_attention
+from deepspeed.utils.transformers_models import text_config
 
-_PATTERNS: Mapping[str, type[SparsityConfig]] = {
-    "dense": DenseSparsityConfig,
-    "fixed": FixedSparsityConfig,
-    "variable": VariableSparsityConfig,
-    "bigbird": BigBirdSparsityConfig,
-    "bslongformer": BSLongformerSparsityConfig,
+if TYPE_CHECKING:
+    from deepspeed.ops.sparse_attention import SparsityConfig
+
+# Classes of deepspeed.ops.sparse_attention, which is imported only where a config has the section.
+_PATTERNS = {
+    "dense": "DenseSparsityConfig",
+    "fixed": "FixedSparsityConfig",
+    "variable": "VariableSparsityConfig",
+    "bigbird": "BigBirdSparsityConfig",
+    "bslongformer": "BSLongformerSparsityConfig",
 }
 _SEED = 1234
 
@@ -63,6 +57,12 @@ class SparseAttention:
 
     def apply(self, module: nn.Module, context: _Context) -> None:
         """ValueError: attention is split over ranks; the section contradicts itself; other heads than the model's."""
+        from deepspeed.ops.sparse_attention import SparseSelfAttention
+        from deepspeed.ops.sparse_attention.transformers_attention import (
+            takes_attention,
+            use_sparse_attention,
+        )
+
         if any(isinstance(each, SparseSelfAttention) for each in module.modules()):
             context.say("the model has its own")
             return
@@ -72,7 +72,7 @@ class SparseAttention:
         for axis, key in (("sp", "sequence_parallel_size"), ("tp", "tensor_parallel.autotp_size")):
             if context.mesh.size(axis) > 1:
                 raise ValueError(f"sparse_attention with {key}={context.mesh.size(axis)}: use one of them")
-        wanted = self.sparsity(int(_text_config(module).num_attention_heads))
+        wanted = self.sparsity(int(text_config(module.config).num_attention_heads))
         use_sparse_attention(module, wanted)
         context.say(
             f"{self.section['mode']} pattern in blocks of {wanted.block}, without dropout of attention weights"
@@ -80,13 +80,10 @@ class SparseAttention:
 
     def sparsity(self, heads: int) -> SparsityConfig:
         """The pattern of the section. Random blocks are the same on all ranks and in every run."""
+        from deepspeed.ops import sparse_attention as patterns
+
         given = get_sparse_attention({"sparse_attention": self.section})
         assert given is not None
-        made = _PATTERNS[given.pop("mode")](heads, **given)
+        made = getattr(patterns, _PATTERNS[given.pop("mode")])(heads, **given)
         made.random = random.Random(_SEED)
         return made
-
-
-def _text_config(module: nn.Module) -> Any:
-    config: Any = module.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

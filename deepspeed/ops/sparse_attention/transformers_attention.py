@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
 from deepspeed.ops.sparse_attention.tiles import TilePlan
+from deepspeed.utils.transformers_models import text_config
 
 NAME = "deepspeed_sparse"
 """How the names begin under which attentions are registered with Transformers."""
@@ -130,7 +131,7 @@ class TransformersSparseAttention:
 def takes_attention(model: nn.Module) -> bool:
     """Whether this is a model of Transformers whose attention can be chosen by name."""
     config = getattr(model, "config", None)
-    return config is not None and getattr(_text_config(config), "_attn_implementation", None) is not None
+    return config is not None and getattr(text_config(config), "_attn_implementation", None) is not None
 
 
 def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> TransformersSparseAttention:
@@ -140,7 +141,7 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
         ValueError: the model has another number of heads, or (in its first forward) layers that did not call it,
             because they compute attention in a way of their own.
     """
-    of_text = _text_config(model.config)
+    of_text = text_config(model.config)
     heads = int(of_text.num_attention_heads)
     if heads != config.num_heads:
         raise ValueError(
@@ -155,7 +156,7 @@ def use_sparse_attention(model: nn.Module, config: SparsityConfig) -> Transforme
 def use_padding_masks(model: nn.Module) -> None:
     """Have a Transformers model hand the padding [batch, tokens], or None, to attention modules that replaced its
     own."""
-    _register(NAME, _replaced, _text_config(model.config))
+    _register(NAME, _replaced, text_config(model.config))
 
 
 def _register(name: str, attention: Callable[..., Any], of_text: Any) -> None:
@@ -200,7 +201,3 @@ def _check_first_forward(model: nn.Module, attention: TransformersSparseAttentio
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask == 0, float("-inf"))
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

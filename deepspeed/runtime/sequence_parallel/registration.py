@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from deepspeed.runtime.sequence_parallel.masks import mask_function_over, no_mask
+from deepspeed.utils.transformers_models import text_config
 
 NAME = "ulysses"
 """Under which the attention is registered with Transformers."""
@@ -45,14 +46,14 @@ class Target:
 
             name = os.fspath(model_name_or_path)
             config = AutoConfig.from_pretrained(name)
-            return cls(name, _text_config(config))
+            return cls(name, text_config(config))
         model = model_name_or_path
         if getattr(model, "config", None) is None:
             raise ValueError(
                 f"{type(model).__name__} has no config: UlyssesSPAttentionHF is for models of Transformers; others "
                 "use deepspeed.sequence.layer.DistributedAttention"
             )
-        return cls(type(model).__name__, _text_config(model.config), model)
+        return cls(type(model).__name__, text_config(model.config), model)
 
     @property
     def heads(self) -> int:
@@ -146,7 +147,3 @@ def _check_first_forward(target: Target, attention: CountedAttention) -> None:
             )
 
     handle = target.model.register_forward_hook(check)
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
