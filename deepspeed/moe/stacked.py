@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,11 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.placement import EXPERTS, interval, place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.moe.config import AutoEPConfig
 from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
 
 KEY = "expert_parallel.autoep_size"
 _FLAGS = ("num_experts", "has_gate", "has_bias", "is_transposed")
@@ -100,12 +96,6 @@ class ExpertParallelism:
             _keep_own(experts, size, number, context)
             _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}"))
         context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
-
-
-def expert_parallelism(plan: Plan, config: DeepSpeedConfig) -> ExpertParallelism | None:
-    """What the section ``expert_parallel`` asks for."""
-    section: AutoEPConfig = config.expert_parallel_config
-    return ExpertParallelism(section) if section.enabled else None
 
 
 def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:

@@ -22,11 +22,6 @@ from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
-from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
-from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import (
-    ZenFlowZeroOptimizerParallel,
-    ZenFlowZeroOptimizerSequential,
-)
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -47,15 +42,8 @@ from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.late_params import LateParams
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.offload.host_copies import HostCopies
-from deepspeed.runtime.zero.offload.speculation import (
-    Speculation,
-    SpeculativeBucket,
-    SpeculativeStepExecutor,
-    make_speculation,
-)
 from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload.tiers import ResidentTier, make_tier
-from deepspeed.runtime.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
 from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
@@ -74,6 +62,8 @@ from deepspeed.runtime.zero.wiring import BROADCAST_NUMEL, live_budget, make_gra
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.offload.speculation import Speculation
+    from deepspeed.runtime.zero.offload.zenflow import ZenFlowState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +202,7 @@ def build_core(
     )
     # With ZenFlow gradients add up on the device, and go to the host once per round.
     host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
-    offload = plan.state_offload
-    speculation = None
-    if offload is not None and offload.speculate:
-        speculation = make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
+    speculation = _speculation(plan, optimizer, clock)
     make_grads = partial(
         make_grad_buckets,
         plan=plan,
@@ -224,7 +211,7 @@ def build_core(
         tier=tier if plan.zenflow is None else ResidentTier(),
         by_rows=sparse_parameters(module) if plan.gradients.sparse else set(),
         host=host,
-        make=partial(SpeculativeBucket, speculation=speculation) if speculation is not None else GradBucket,
+        make=_kind_of_buckets(speculation),
     )
     grads = make_grads(weights)
     coordinator = sharded.coordinator if sharded is not None else None
@@ -266,12 +253,10 @@ def _wire_step(
     access = StateAccess(store, reducer, scaler, publisher, scopes, trained.names, trained.shared)
     make_late = partial(_late_buckets, module, plan, scopes, reducer, store, make_grads, sharded is not None)
     late_params = LateParams(module, plan, reducer, store, publisher, access, make_late, spare)
-    kind: Callable[..., StepExecutor] = StepExecutor
-    if speculation is not None:
-        kind = partial(SpeculativeStepExecutor, speculation=speculation)
-    elif plan.zenflow is not None:
-        kind = ZenFlowStepExecutor
-    executor = kind(plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step)
+    make_executor = _kind_of_executor(plan, speculation)
+    executor = make_executor(
+        plan, reducer, store, scaler, publisher, scopes, trained.names, late_params, before_step
+    )
     observed = plan.wraps_optimizer and has_hooks(optimizer)
     return TrainingCore(
         trained=trained,
@@ -281,13 +266,54 @@ def _wire_step(
         scaler=scaler,
         executor=executor,
         access=access,
-        own_state=ZenFlowState(executor.zenflow)
-        if isinstance(executor, ZenFlowStepExecutor)
-        else OwnState(access),
+        own_state=_own_state(plan, executor, access),
         client_state=ClientState(optimizer, access) if observed else None,
         late_params=late_params,
-        optimizer=_facade(plan, optimizer, executor, access, sharded),
+        optimizer=_facade(plan, optimizer, executor, access, sharded, speculation),
     )
+
+
+# What only SuperOffload and ZenFlow need is imported where the plan has them.
+
+
+def _speculation(
+    plan: Plan, optimizer: torch.optim.Optimizer, clock: AccumulationClock
+) -> Speculation | None:
+    offload = plan.state_offload
+    if offload is None or not offload.speculate:
+        return None
+    from deepspeed.runtime.zero.offload.speculation import make_speculation
+
+    return make_speculation(optimizer, lambda: clock.at_boundary, offload.cores)
+
+
+def _kind_of_buckets(speculation: Speculation | None) -> Callable[..., GradBucket]:
+    if speculation is None:
+        return GradBucket
+    from deepspeed.runtime.zero.offload.speculation import SpeculativeBucket
+
+    return partial(SpeculativeBucket, speculation=speculation)
+
+
+def _kind_of_executor(plan: Plan, speculation: Speculation | None) -> Callable[..., StepExecutor]:
+    if speculation is not None:
+        from deepspeed.runtime.zero.offload.speculation import SpeculativeStepExecutor
+
+        return partial(SpeculativeStepExecutor, speculation=speculation)
+    if plan.zenflow is not None:
+        from deepspeed.runtime.zero.offload.zenflow import ZenFlowStepExecutor
+
+        return ZenFlowStepExecutor
+    return StepExecutor
+
+
+def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnState | ZenFlowState:
+    if plan.zenflow is None:
+        return OwnState(access)
+    from deepspeed.runtime.zero.offload.zenflow import ZenFlowState, ZenFlowStepExecutor
+
+    assert isinstance(executor, ZenFlowStepExecutor)
+    return ZenFlowState(executor.zenflow)
 
 
 def _whole_buckets(
@@ -397,17 +423,25 @@ def _facade(
     executor: StepExecutor,
     access: StateAccess,
     sharded: ShardedModel | None,
+    speculation: Speculation | None,
 ) -> ZeroOptimizer | torch.optim.Optimizer:
     if not plan.wraps_optimizer:
         return optimizer
     mover = StateMover(executor.store, executor.reducer.buckets)
     if sharded is not None:
         kind = DeepSpeedZeroOptimizer_Stage3
-        if isinstance(executor, SpeculativeStepExecutor):
+        if speculation is not None:
+            from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
+
             kind = SuperOffloadOptimizer_Stage3
         return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
         if plan.zenflow is not None:
+            from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import (
+                ZenFlowZeroOptimizerParallel,
+                ZenFlowZeroOptimizerSequential,
+            )
+
             parallel = plan.zenflow.overlap
             variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
             return variant(optimizer, executor, access, mover)

@@ -50,7 +50,7 @@ from deepspeed.runtime.optim.flags import set_state_dtype
 from deepspeed.runtime.precision import autocast_context, cast_inputs, cast_module
 from deepspeed.runtime.schedulers import resolve_scheduler
 from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransform, transform_module
-from deepspeed.runtime.zenflow.engine import configure_zenflow
+from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
 from deepspeed.runtime.zero.placements import find_placements
@@ -120,6 +120,8 @@ class DeepSpeedEngine(EngineState):
         self.collate_fn = collate_fn
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         if self.plan.zenflow is not None:
+            from deepspeed.runtime.zenflow.engine import configure_zenflow
+
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
         self._begin_counting()
@@ -152,7 +154,9 @@ class DeepSpeedEngine(EngineState):
     ) -> list[Any] | None:
         """Change the module as the config and its author ask, before anything is moved or sharded. Returns the
         parameters to train; a client's optimizer follows in place."""
-        self.module_transforms = transform_module(model, self.plan, self._config, self.mesh)
+        self.module_transforms = transform_module(
+            model, self.plan, self._config, self.mesh, from_config(self._config)
+        )
         inputs = self.module_transforms.inputs
         self._input_chain = InputChain(inputs) if inputs else None
         self.module_transforms.successors.in_optimizer(optimizer)

@@ -13,8 +13,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.optim.registry import check_optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.init_utils import with_recorded_size
 from deepspeed.runtime.transforms.distributed_tensors import take_distributed
 from deepspeed.runtime.zero.gathering.init_context import suspended_init_context
@@ -61,8 +60,7 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
-    pipelined = isinstance(model, PipelineModule)
-    if pipelined:
+    if isinstance(model, Staged):
         if mpu is not None:
             raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
         mpu = model.mpu()
@@ -81,7 +79,7 @@ def initialize(
         suspended_init_context()
     ):  # what the engine builds must not be partitioned by a surrounding zero.Init
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        engine = _kind(pipelined, parsed)(
+        engine = _kind(model, parsed)(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -97,16 +95,20 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _kind(pipelined: bool, config: DeepSpeedConfig) -> type[DeepSpeedEngine]:
+def _kind(model: nn.Module, config: DeepSpeedConfig) -> type[DeepSpeedEngine]:
     if config.hybrid_engine.enabled:
-        if pipelined:
+        if isinstance(model, Staged):
             raise DeepSpeedConfigError(
                 "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
             )
         from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
 
         return DeepSpeedHybridEngine
-    return PipelineEngine if pipelined else DeepSpeedEngine
+    if not isinstance(model, Staged):
+        return DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine  # imports of pipelines
+
+    return PipelineEngine
 
 
 def _one_config(args: Any, config: Any) -> Any:

@@ -11,17 +11,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.utils.logging import log_dist
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
 
 NAME = "progressive_layer_drop"
 THETA = "pld_theta"
@@ -163,9 +159,3 @@ def find_blocks(module: nn.Module) -> nn.ModuleList | None:
             if best is None or len(child) > len(best):  # type: ignore[arg-type]
                 best = child  # type: ignore[assignment]
     return best
-
-
-def progressive_layer_drop(plan: Plan, config: DeepSpeedConfig) -> LayerDrop | None:
-    """The transform that a config asks for."""
-    section = config.pld_config
-    return LayerDrop(section.theta, section.gamma) if section is not None and section.enabled else None

@@ -10,7 +10,6 @@ from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.getters import get_sparse_attention
-from deepspeed.config.plan import Plan
 from deepspeed.utils.transformers_models import text_config
 
 if TYPE_CHECKING:
@@ -31,18 +30,6 @@ class _Context(Protocol):
     mesh: ProcessMesh
 
     def say(self, text: str) -> None: ...
-
-
-class _Asked(Protocol):
-    sparse_attention: dict[str, Any] | None
-    applies_sparse_attention: bool
-
-
-def sparse_attention(plan: Plan, config: _Asked) -> SparseAttention | None:
-    """The transform, if the config has the section."""
-    if config.sparse_attention is None or not config.applies_sparse_attention:
-        return None
-    return SparseAttention(config.sparse_attention)
 
 
 @dataclass(frozen=True)

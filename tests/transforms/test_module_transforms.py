@@ -18,7 +18,6 @@ from deepspeed.runtime.transforms import (
     TransformContext,
     TransformError,
     Weight,
-    module_transforms,
     request,
     transforms_of,
 )
@@ -83,8 +82,8 @@ def test_reports() -> None:
     grown = Named("grown", change=lambda module, _: module.register_buffer("more", torch.zeros(3)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepspeed.runtime.observers.start_report._say", lambda _: lines.append)
-        made_by_config = (lambda plan, config: Fusion(), lambda plan, config: None)
-        patch.setattr(module_transforms, "FROM_CONFIG", made_by_config)
+        made_by_config = (lambda config: Fusion(), lambda config: None)
+        patch.setattr("deepspeed.runtime.transforms.selection.FROM_CONFIG", made_by_config)
         engine = start(2, Adapters("both", after=("fusion",)), grown, Named("idle"))
     told = [line.removeprefix("transform ") for line in lines if line.startswith("transform ")]
     assert told == [

@@ -15,13 +15,12 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.activation_checkpointing.agreement import Ranks, agree
@@ -39,9 +38,6 @@ from deepspeed.runtime.zero.units import blocks_of
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.memory import GIB
 from deepspeed.utils.transforms import inside_transform
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
 
 KEY = "activation_checkpointing.memory_budget"
 NOTHING: frozenset[Key] = frozenset()
@@ -282,12 +278,6 @@ def refuse_own_checkpoints(module: nn.Module) -> None:
             f"{KEY} chooses what is recomputed, but {own[0] or 'the model'} checkpoints itself: turn that off "
             "(model.gradient_checkpointing_disable()), or leave the key out"
         )
-
-
-def memory_budget(plan: Plan, config: DeepSpeedConfig) -> MemoryBudget | None:
-    """The transform that the config asks for."""
-    limit = config.activation_checkpointing_config.memory_budget
-    return None if limit is None else MemoryBudget(limit)
 
 
 # --- Report -----------------------------------------------------------------------------------------

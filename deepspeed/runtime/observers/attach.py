@@ -15,8 +15,6 @@ from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
-from deepspeed.runtime.observers.quantization import attach_quantization
-from deepspeed.runtime.observers.same_inputs import SameInputs
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
@@ -70,10 +68,16 @@ def attach_observers(engine: EngineBase) -> None:
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
     if engine.mesh.size("tp") > 1:
+        from deepspeed.runtime.observers.same_inputs import SameInputs
+
         SameInputs(engine)
     attach_compression(engine)
     attach_data_efficiency(engine)
-    attach_quantization(engine)
+    engine.quantizer = None
+    if config._schema.quantize_training is not None:
+        from deepspeed.runtime.observers.quantization import attach_quantization
+
+        attach_quantization(engine)
     OutOfMemoryAdvice(engine)
     attach_live_line(engine)
 

@@ -26,7 +26,6 @@ PREFIX = "Train/Eigenvalues/ModelBlockParam_"
 
 def attach_quantization(engine: EngineBase) -> None:
     """Give the engine its ``quantizer`` and the measurement of eigenvalues, if its config asks for them."""
-    engine.quantizer = None
     section = engine._config._schema.quantize_training
     if section is None or engine.core is None:
         return

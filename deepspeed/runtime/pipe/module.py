@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.orders import place_on_chain, stage_on_chain
 from deepspeed.runtime.pipe.partition import partition, stage_of
 from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -31,7 +32,7 @@ from deepspeed.utils.logging import logger
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(Staged, nn.Module):
     """The layers of one stage of a pipeline; the engine made for it moves activations between stages.
 
     Args:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.plan import Plan
 from deepspeed.runtime.tensor_parallel.applying import apply_plan
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
 from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.config import DeepSpeedConfig
 
 
 class Context(Protocol):
@@ -47,9 +43,3 @@ class TensorParallelism:
         apply_plan(module, plan, mesh.communicator("tp"), context.became)
         idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
         context.say(plan.describe() + idle)
-
-
-def tensor_parallelism(plan: Plan, config: DeepSpeedConfig) -> TensorParallelism | None:
-    """What the section ``tensor_parallel`` asks for."""
-    section: TPTrainingConfig = config.tensor_parallel_config
-    return TensorParallelism(section) if section.autotp_size > 1 else None

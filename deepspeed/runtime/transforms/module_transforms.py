@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.originals import Expression, Originals
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.plan import Plan
-from deepspeed.moe.stacked import expert_parallelism
-from deepspeed.runtime.activation_checkpointing.budget import memory_budget
-from deepspeed.runtime.progressive_layer_drop import progressive_layer_drop
-from deepspeed.runtime.sequence_parallel.tiled.model_transform import tiled_compute
-from deepspeed.runtime.sparse_attention import sparse_attention
-from deepspeed.runtime.tensor_parallel.transform import tensor_parallelism
 from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.runtime.transforms.inputs import InputTransform
 from deepspeed.runtime.transforms.ordering import INPUT_ORDER, MODULE_ORDER, in_order
-from deepspeed.runtime.transforms.sequence_shards import sequence_shards
 from deepspeed.runtime.transforms.structure import Changes, Structure, count
 from deepspeed.runtime.transforms.successors import Successors
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -146,18 +139,6 @@ class Transforms:
 
 _RECORD = "_ds_transforms"
 
-Factory = Callable[[Plan, "DeepSpeedConfig"], ModuleTransform | None]
-FROM_CONFIG: tuple[Factory, ...] = (
-    expert_parallelism,
-    tensor_parallelism,
-    sparse_attention,
-    sequence_shards,
-    tiled_compute,
-    memory_budget,
-    progressive_layer_drop,
-)
-"""Each gives a transform, or None where the config does not ask for it."""
-
 
 def request(module: nn.Module, transform: ModuleTransform) -> None:
     """Have ``deepspeed.initialize`` apply ``transform`` to ``module``, besides those that the config asks for.
@@ -187,16 +168,22 @@ def transforms_of(module: nn.Module) -> Transforms:
     return vars(module).get(_RECORD) or Transforms()
 
 
-def transform_module(module: nn.Module, plan: Plan, config: DeepSpeedConfig, mesh: ProcessMesh) -> Transforms:
-    """Apply all transforms that the config and the module ask for, in order. Those that ran on this module before (for
-    an earlier engine) do not run again. If one fails, all of them are taken back.
+def transform_module(
+    module: nn.Module,
+    plan: Plan,
+    config: DeepSpeedConfig,
+    mesh: ProcessMesh,
+    from_config: Sequence[ModuleTransform],
+) -> Transforms:
+    """Apply the transforms ``from_config`` (``selection.py``) and those that the module asks for, in order. Those that
+    ran on this module before (for an earlier engine) do not run again. If one fails, all of them are taken back.
 
     Raises:
         ValueError: no order fits them.
         TransformError: one failed, changes what another has changed, or describes the original wrongly.
     """
     record = transforms_of(module)
-    asked = [made for make in FROM_CONFIG if (made := make(plan, config)) is not None] + record.requested
+    asked = [*from_config, *record.requested]
     coming = in_order(
         [transform for transform in asked if transform.name not in record.names],
         MODULE_ORDER,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.mesh import ProcessMesh
-from deepspeed.config.plan import Plan
 from deepspeed.runtime.sequence_parallel.attention import shard_attention
 from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, with_shifted_labels
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
@@ -35,15 +34,6 @@ class _Context(Protocol):
 
     def transform_inputs(self, transform: InputTransform) -> None: ...
     def say(self, text: str) -> None: ...
-
-
-class _Asked(Protocol):
-    sequence_parallel_size: int
-
-
-def sequence_shards(plan: Plan, config: _Asked) -> ShardedSequences | None:
-    """The transform, if the config has ranks share sequences."""
-    return ShardedSequences() if config.sequence_parallel_size > 1 else None
 
 
 @dataclass(frozen=True)

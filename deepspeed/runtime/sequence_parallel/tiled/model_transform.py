@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from deepspeed.config.plan import Plan
 from deepspeed.runtime.sequence_parallel.tiled.attention_chunks import (
     NotInChunks,
     attention_modules,
@@ -154,9 +153,3 @@ def _output_layer(module: nn.Module) -> tuple[str, nn.Module | None]:
     if type(head) is not nn.Linear or "forward" in vars(head):
         return f"its output layer {path} is a {type(head).__name__}, not a plain nn.Linear", None
     return path, head
-
-
-def tiled_compute(plan: Plan, config: Any) -> TiledModel | None:
-    """The transform that the config asks for."""
-    section: TiledComputeConfig = config.tiled_compute_config
-    return TiledModel(section) if section.enabled else None

@@ -1,0 +1,95 @@
+"""The transforms that a config asks for.
+
+Each is imported where it is asked for only: tensor and sequence parallelism alone are sixty modules, which every start
+of every rank would wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from deepspeed.runtime.transforms.module_transforms import ModuleTransform
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+
+def expert_parallelism(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.expert_parallel_config
+    if not section.enabled:
+        return None
+    from deepspeed.moe.stacked import ExpertParallelism
+
+    return ExpertParallelism(section)
+
+
+def tensor_parallelism(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.tensor_parallel_config
+    if section.autotp_size <= 1:
+        return None
+    from deepspeed.runtime.tensor_parallel.transform import TensorParallelism
+
+    return TensorParallelism(section)
+
+
+def sparse_attention(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.sparse_attention
+    if section is None or not config.applies_sparse_attention:
+        return None
+    from deepspeed.runtime.sparse_attention import SparseAttention
+
+    return SparseAttention(section)
+
+
+def sequence_shards(config: DeepSpeedConfig) -> ModuleTransform | None:
+    if config.sequence_parallel_size <= 1:
+        return None
+    from deepspeed.runtime.transforms.sequence_shards import ShardedSequences
+
+    return ShardedSequences()
+
+
+def tiled_compute(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.tiled_compute_config
+    if not section.enabled:
+        return None
+    from deepspeed.runtime.sequence_parallel.tiled.model_transform import TiledModel
+
+    return TiledModel(section)
+
+
+def memory_budget(config: DeepSpeedConfig) -> ModuleTransform | None:
+    limit = config.activation_checkpointing_config.memory_budget
+    if limit is None:
+        return None
+    from deepspeed.runtime.activation_checkpointing.budget import MemoryBudget
+
+    return MemoryBudget(limit)
+
+
+def layer_drop(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.pld_config
+    if section is None or not section.enabled:
+        return None
+    from deepspeed.runtime.progressive_layer_drop import LayerDrop
+
+    return LayerDrop(section.theta, section.gamma)
+
+
+Factory = Callable[["DeepSpeedConfig"], ModuleTransform | None]
+FROM_CONFIG: tuple[Factory, ...] = (
+    expert_parallelism,
+    tensor_parallelism,
+    sparse_attention,
+    sequence_shards,
+    tiled_compute,
+    memory_budget,
+    layer_drop,
+)
+"""Each gives a transform, or None where the config does not ask for it."""
+
+
+def from_config(config: DeepSpeedConfig) -> list[ModuleTransform]:
+    """What the config asks for, in the order above."""
+    return [made for make in FROM_CONFIG if (made := make(config)) is not None]
