@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from deepspeed.audit.config import AuditConfig
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.comm.config import CommConfig, CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
@@ -229,6 +230,9 @@ class TrainingConfig(LenientConfigModel):
     )
     flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
         default=DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler."
+    )
+    audit: AuditConfig | None = Field(
+        default=None, description="Fingerprints of every step, for `ds diff`; see diff.md."
     )
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
         default=DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."

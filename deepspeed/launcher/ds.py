@@ -32,6 +32,12 @@ TOOLS = {
     "check": Tool(
         "deepspeed.config_tools.command", "main", "CONFIG", "everything that is wrong with a config, at once"
     ),
+    "diff": Tool(
+        "deepspeed.audit.command",
+        "main",
+        "RUN_A RUN_B",
+        "where two runs recorded with `audit` first differ",
+    ),
     "report": Tool(
         "deepspeed.env_report",
         "cli_main",
