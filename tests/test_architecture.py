@@ -74,6 +74,7 @@ LAYER_OF = {
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",
     "deepspeed.audit.command": "tools",
+    "deepspeed.profiling.timeline.command": "tools",
     "deepspeed.utils*": "utils",
     "deepspeed.comm*": "comm, ops, io",
     "deepspeed.ops*": "comm, ops, io",

@@ -38,6 +38,12 @@ TOOLS = {
         "RUN_A RUN_B",
         "where two runs recorded with `audit` first differ",
     ),
+    "trace": Tool(
+        "deepspeed.profiling.timeline.command",
+        "main",
+        "FOLDER [-o FILE]",
+        "who waited for what in the steps of a `trace`",
+    ),
     "report": Tool(
         "deepspeed.env_report",
         "cli_main",
