@@ -73,6 +73,8 @@ LAYER_OF = {
     "deepspeed.runtime.observers*": "assemblies",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",
+    "deepspeed.audit.command": "tools",
+    "deepspeed.profiling.timeline.command": "tools",
     "deepspeed.utils*": "utils",
     "deepspeed.comm*": "comm, ops, io",
     "deepspeed.ops*": "comm, ops, io",

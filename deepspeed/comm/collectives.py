@@ -305,6 +305,10 @@ class Network:
             found = self._communicators[group] = Communicator(group, self)
         return found
 
+    def communicators(self) -> list[Communicator]:
+        """Those of this network so far."""
+        return list(self._communicators.values())
+
     def may_share_memory(self) -> bool:
         return self.shared_memory and os.environ.get("DS_SHM", "1") != "0"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from deepspeed.audit.config import AuditConfig
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
 from deepspeed.comm.config import CommConfig, CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
@@ -37,7 +38,7 @@ from deepspeed.elasticity.config import ElasticityConfig
 from deepspeed.moe.config import AutoEPConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.nebula.config import DeepSpeedNebulaConfig
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig
+from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig, TimersConfig, TraceConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.data_pipeline.config import (
     CurriculumLegacyConfig,
@@ -229,6 +230,12 @@ class TrainingConfig(LenientConfigModel):
     )
     flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
         default=DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler."
+    )
+    audit: AuditConfig | None = Field(
+        default=None, description="Fingerprints of every step, for `ds diff`; see diff.md."
+    )
+    trace: TraceConfig | None = Field(
+        default=None, description="A timeline of some steps, for `ds trace`; see profiling.md."
     )
     activation_checkpointing: DeepSpeedActivationCheckpointingConfig = Field(
         default=DeepSpeedActivationCheckpointingConfig(), description="Activation checkpointing."

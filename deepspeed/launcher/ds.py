@@ -32,6 +32,18 @@ TOOLS = {
     "check": Tool(
         "deepspeed.config_tools.command", "main", "CONFIG", "everything that is wrong with a config, at once"
     ),
+    "diff": Tool(
+        "deepspeed.audit.command",
+        "main",
+        "RUN_A RUN_B",
+        "where two runs recorded with `audit` first differ",
+    ),
+    "trace": Tool(
+        "deepspeed.profiling.timeline.command",
+        "main",
+        "FOLDER [-o FILE]",
+        "who waited for what in the steps of a `trace`",
+    ),
     "report": Tool(
         "deepspeed.env_report",
         "cli_main",

@@ -1,8 +1,8 @@
-"""The sections `flops_profiler` and `timers`."""
+"""The sections `flops_profiler`, `timers` and `trace`."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, LenientConfigModel
 
@@ -41,3 +41,26 @@ class TimersConfig(LenientConfigModel):
     throughput: DeepSpeedThroughputTimerConfig = Field(
         default=DeepSpeedThroughputTimerConfig(), description="The throughput timer."
     )
+
+
+class TraceConfig(DeepSpeedConfigModel):
+    """A timeline of some steps, for chrome://tracing, Perfetto and `ds trace`."""
+
+    path: str = Field(min_length=1, description="Folder that gets one file per rank.")
+    steps: list[Int] = Field(
+        default=[2, 4],
+        min_length=2,
+        max_length=2,
+        description="The first and the last optimizer step of the timeline.",
+    )
+    operations: bool = Field(
+        default=True,
+        description="Also torch's own operations and the kernels of the device, by `torch.profiler`.",
+    )
+
+    @field_validator("steps")
+    @classmethod
+    def steps_are_in_order(cls, steps: list[int]) -> list[int]:
+        if not 1 <= steps[0] <= steps[1]:
+            raise ValueError("must be two steps, counted from 1, the first not after the last")
+        return steps

@@ -65,6 +65,14 @@ def attach_observers(engine: EngineBase) -> None:
         from deepspeed.runtime.observers.trial import Trial
 
         Trial(engine)
+    if config.audit_config is not None:
+        from deepspeed.runtime.observers.audit import Audit
+
+        Audit(engine, config.audit_config)
+    if config.trace_config is not None:
+        from deepspeed.runtime.observers.timeline import Timeline
+
+        Timeline(engine, config.trace_config)
     if config.dump_state:
         print_json_dist(config._param_dict, ranks=[0])
     if engine.mesh.size("tp") > 1:

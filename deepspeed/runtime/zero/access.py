@@ -353,6 +353,10 @@ class StateAccess:
     def set_local_master(self, param: nn.Parameter, value: Tensor) -> None:
         write_pieces([o.master for o in self._fragments(param)], value, "part of the master weight")
 
+    def local_weight(self, param: nn.Parameter) -> Tensor:
+        """This rank's part of the model's own weights, as it sends them to others; 1-D."""
+        return self._local(param, [o.master if o.low is None else o.low for o in self._fragments(param)])
+
     def local_state(self, param: nn.Parameter, key: str) -> Tensor:
         return self._local(param, [self.store.first_state(o)[key] for o in self._fragments(param)])
 

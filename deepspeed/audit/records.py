@@ -1,0 +1,163 @@
+"""The files of an audit: one per rank, a JSON object per line; read together they describe the run.
+
+A rank writes what it holds, without asking others. Parts of a tensor that start at different elements add up
+(``fingerprints.py``); those that start at the same one are copies, which must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GRADIENT, MASTER, WEIGHT = "gradients", "master", "weights"
+
+
+class UnreadableRecord(ValueError):
+    """A folder that does not hold the record of a run."""
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank:05d}.jsonl"
+
+
+class RecordFile:
+    """One rank's file. Each line is on its way to the disk when ``write`` returns: a run that dies leaves its steps."""
+
+    def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
+        self.path = file_of(folder, rank)
+        self._mode = "w"
+        self.write({"facts": dict(facts)})
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self.path.open(self._mode, encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._mode = "a"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of a run, put together from the parts on its ranks."""
+
+    numel: int
+    hash: int
+    squares: float
+    sketch: tuple[float, ...]
+    copies: dict[int, str] = field(default_factory=dict)
+    """Ranks whose part has another content than the same part on the first rank that holds it."""
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares) if self.squares >= 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step of all ranks; ``number`` 0: the weights before the first one."""
+
+    number: int
+    ranks: list[dict[str, Any]]
+    """The lines of the ranks, in their order."""
+    of_data: list[int]
+    """Ranks that see samples of their own."""
+
+    def tensors(self, kind: str) -> dict[str, Whole]:
+        parts: dict[str, list[tuple[int, list[Any]]]] = {}
+        for rank, line in enumerate(self.ranks):
+            for name, part in line.get(kind, {}).items():
+                parts.setdefault(name, []).append((rank, part))
+        return {name: _joined(found) for name, found in parts.items()}
+
+    def scalar(self, key: str) -> Any:
+        return self.ranks[0].get(key)
+
+    def losses(self) -> list[float]:
+        values = [self.ranks[rank].get("loss") for rank in self.of_data]
+        return [value for value in values if value is not None]
+
+    def arrangement(self) -> list[list[dict[str, str]]]:
+        """The batches, by rank and micro-batch."""
+        return [self.ranks[rank].get("batches", []) for rank in self.of_data]
+
+    def batch(self) -> dict[str, str]:
+        """By input, a number for all samples of the step in any order."""
+        totals: dict[str, int] = {}
+        for batches in self.arrangement():
+            for batch in batches:
+                for name, value in batch.items():
+                    totals[name] = (totals.get(name, 0) + int(value, 16)) % 2**64
+        return {name: f"{value:016x}" for name, value in totals.items()}
+
+    def disproved(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(rank, what it found) of each bucket whose sum was not that of the ranks' gradients."""
+        for rank, line in enumerate(self.ranks):
+            for found in line.get("proof", ()):
+                if not found["equal"]:
+                    yield rank, found
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    facts: dict[str, Any]
+    """What rank 0 wrote about the run."""
+    steps: dict[int, Step]
+
+
+def read_run(folder: Path) -> Run:
+    """UnreadableRecord: there is none, or files of it are missing."""
+    first = file_of(folder, 0)
+    if not first.is_file():
+        raise UnreadableRecord(
+            f"{folder} has no {first.name}: name the folder of the config key audit.record of a run that took a step"
+        )
+    facts = _lines(first)[0]["facts"]
+    missing = [file_of(folder, r).name for r in range(facts["ranks"]) if not file_of(folder, r).is_file()]
+    if missing:
+        raise UnreadableRecord(
+            f"{folder} is the record of {facts['ranks']} ranks, but {', '.join(missing[:4])} is not there: copy the "
+            "files of all hosts into one folder"
+        )
+    files = [_lines(file_of(folder, rank)) for rank in range(facts["ranks"])]
+    for lines in files:
+        facts["parameters"] = facts["parameters"] | lines[0]["facts"]["parameters"]
+    of_data = [rank for rank, lines in enumerate(files) if lines[0]["facts"]["data"]]
+    by_step = [{line["step"]: line for line in lines[1:]} for lines in files]
+    common = set(by_step[0]).intersection(*by_step[1:])
+    steps = {number: Step(number, [lines[number] for lines in by_step], of_data) for number in sorted(common)}
+    return Run(folder, facts, steps)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            if number == 0:
+                raise UnreadableRecord(f"{path} is not a file of an audit") from None
+            break  # the rank died while it wrote
+    if not found or "facts" not in found[0]:
+        raise UnreadableRecord(f"{path} is not a file of an audit")
+    return found
+
+
+def _joined(parts: Iterable[tuple[int, list[Any]]]) -> Whole:
+    seen: dict[tuple[int, int], str] = {}
+    copies: dict[int, str] = {}
+    numel, hashed, squares, sketch = 0, 0, 0.0, [0.0] * 8
+    for rank, (start, count, content, part_squares, part_sketch) in parts:
+        known = seen.get((start, count))
+        if known is not None:
+            if known != content:
+                copies[rank] = content
+            continue
+        seen[start, count] = content
+        numel += count
+        hashed = (hashed + int(content, 16)) % 2**64
+        squares += part_squares
+        sketch = [a + b for a, b in zip(sketch, part_sketch, strict=True)]
+    return Whole(numel, hashed, squares, tuple(sketch), copies)

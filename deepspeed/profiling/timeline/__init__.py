@@ -1,0 +1,1 @@
+"""Timelines: which rank did what when, and who waited for whom."""

@@ -1,0 +1,94 @@
+"""Reads the timelines of ranks, and joins them into one that chrome://tracing and Perfetto show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CATEGORY = "deepspeed"
+
+
+class UnreadableTrace(ValueError):
+    """A file or folder without a timeline of this package."""
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    rank: int
+    facts: dict[str, Any]
+    base_ns: int
+    """What its times, in microseconds, are counted from."""
+    events: list[dict[str, Any]]
+
+    def own(self, *tracks: str) -> list[dict[str, Any]]:
+        """Our events of these tracks."""
+        return [
+            each for each in self.events if each.get("cat") == CATEGORY and each["args"]["track"] in tracks
+        ]
+
+    def kernels(self) -> list[dict[str, Any]]:
+        return [each for each in self.events if each.get("cat") == "kernel" and each.get("ph") == "X"]
+
+
+def read_traces(path: Path) -> list[RankTrace]:
+    """Those of a folder, of one rank's file, or of a joined file; by rank."""
+    files = sorted(path.glob("rank*.trace.json")) if path.is_dir() else [path]
+    if not files:
+        raise UnreadableTrace(
+            f"{path} holds no rank*.trace.json: name the folder of the config key trace.path"
+        )
+    found = [trace for file in files for trace in _of_file(file)]
+    ranks = found[0].facts["ranks"]
+    if path.is_dir() and len(found) < ranks:
+        missing = sorted(set(range(ranks)) - {trace.rank for trace in found})
+        raise UnreadableTrace(f"{path} holds no timeline of rank {', '.join(map(str, missing))} of {ranks}")
+    return sorted((trace for trace in found if trace.rank < ranks), key=lambda trace: trace.rank)
+
+
+def _of_file(path: Path) -> Iterator[RankTrace]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        facts, events = content[CATEGORY], content["traceEvents"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        raise UnreadableTrace(f"{path} is not a timeline that the config key trace wrote") from None
+    base = content["baseTimeNanoseconds"]
+    if "joined" not in facts:
+        yield RankTrace(facts["rank"], facts, base, events)
+        return
+    for rank, own in enumerate(facts["joined"]):
+        places = range(rank * PLACES, (rank + 1) * PLACES)
+        yield RankTrace(rank, own, base, [event for event in events if event.get("pid") in places])
+
+
+PLACES = 1000
+"""Numbers of processes that each rank has in a joined file: chrome://tracing wants whole numbers."""
+
+
+def join(traces: Sequence[RankTrace]) -> dict[str, Any]:
+    """One file for all ranks. Clocks of several hosts are taken as they are."""
+    base = min(trace.base_ns for trace in traces)
+    events = [event for trace in traces for event in _moved(trace, base)]
+    return {
+        "traceEvents": events,
+        "baseTimeNanoseconds": base,
+        "displayTimeUnit": "ms",
+        CATEGORY: {"joined": [trace.facts for trace in traces]},
+    }
+
+
+def _moved(trace: RankTrace, base: int) -> Iterator[dict[str, Any]]:
+    shift = (trace.base_ns - base) / 1e3
+    numbers: dict[Any, int] = {trace.rank: 0}
+    for event in trace.events:
+        pid = numbers.setdefault(event.get("pid"), len(numbers))
+        moved = {**event, "pid": trace.rank * PLACES + min(pid, PLACES - 1)}
+        if "ts" in event:
+            moved["ts"] = event["ts"] + shift
+        if event.get("ph") == "M" and event.get("name") == "process_name" and pid:
+            moved["args"] = {"name": f"rank {trace.rank}: {event['args'].get('name', 'operations')}"}
+        if event.get("ph") in ("s", "f"):
+            moved["id"] = f"{trace.rank}.{event.get('id')}"  # arrows stay within a rank
+        yield moved

@@ -1,0 +1,150 @@
+"""Collects named intervals of one rank, and writes them in the JSON format of chrome://tracing.
+
+Times are taken on the host. ``torch.profiler``'s events are added on the same clock, if they are wanted: there are the
+kernels of a device. What a rank waits for is named by what it was doing when it asked: the bucket, else the module.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TRACKS = (
+    "steps",
+    "phases",
+    "modules, forward",
+    "modules, backward",
+    "gathers",
+    "collectives",
+    "waits",
+    "copies and swaps",
+)
+STEP, PHASE, FORWARD, BACKWARD, GATHER, COLLECTIVE, WAIT, COPY = TRACKS
+CATEGORY = "deepspeed"
+"""Of our events; those of torch.profiler have others."""
+
+
+class Recorder:
+    """The intervals of one rank. Threads may record at the same time."""
+
+    def __init__(self) -> None:
+        self._to_wall_clock = time.time_ns() - time.perf_counter_ns()
+        self.events: list[dict[str, Any]] = []
+        self._thread = threading.local()
+
+    def now(self) -> int:
+        """Nanoseconds of the wall clock, which never run backwards."""
+        return time.perf_counter_ns() + self._to_wall_clock
+
+    def add(self, track: str, name: str, begin: int, end: int, **facts: Any) -> None:
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": CATEGORY,
+                "name": name,
+                "tid": TRACKS.index(track),
+                "ts": begin,
+                "dur": max(0, end - begin),
+                "args": {"track": track, **facts},
+            }
+        )
+
+    @contextmanager
+    def span(self, track: str, name: str, **facts: Any) -> Iterator[None]:
+        begin = self.now()
+        try:
+            yield
+        finally:
+            self.add(track, name, begin, self.now(), **facts)
+
+    @contextmanager
+    def about(self, name: str) -> Iterator[None]:
+        """What this thread asks of others inside the block is for ``name``."""
+        names = self._names()
+        names.append(name)
+        try:
+            yield
+        finally:
+            names.pop()
+
+    def subject(self) -> str:
+        names = self._names()
+        return names[-1] if names else ""
+
+    def _names(self) -> list[str]:
+        found = getattr(self._thread, "names", None)
+        if found is None:
+            found = self._thread.names = []
+        return found
+
+    def write(self, path: Path, facts: Mapping[str, Any], operations: Path | None = None) -> None:
+        """``operations``: what torch.profiler exported, whose clock counts from a base of its own."""
+        others: list[dict[str, Any]] = []
+        base = min((event["ts"] for event in self.events), default=self.now())
+        if operations is not None:
+            exported = json.loads(operations.read_text(encoding="utf-8"))
+            base = int(exported.get("baseTimeNanoseconds", 0))
+            others = [
+                event for event in exported["traceEvents"] if event.get("ph") in ("X", "M", "i", "s", "f")
+            ]
+        rank = facts["rank"]
+        own = [
+            {**event, "pid": rank, "ts": (event["ts"] - base) / 1e3, "dur": event["dur"] / 1e3}
+            for event in self.events
+        ]
+        names = [_named("process_name", rank, 0, f"rank {rank}")]
+        names += [_named("thread_name", rank, tid, track) for tid, track in enumerate(TRACKS)]
+        trace = {
+            "traceEvents": names + own + others,
+            "baseTimeNanoseconds": base,
+            "displayTimeUnit": "ms",
+            CATEGORY: dict(facts),
+        }
+        path.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+class Operations:
+    """torch.profiler, for the operations of this process and its device."""
+
+    def __init__(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+
+    def stop(self, path: Path | None) -> None:
+        """``path``: where the events go; None: they are dropped."""
+        self._profiler.stop()
+        if path is not None:
+            self._profiler.export_chrome_trace(str(path))
+
+
+class Replaced:
+    """Methods of objects that are replaced while a timeline is recorded. The classes stay as they are, so that other
+    engines see nothing, and neither does this one afterwards."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str]] = []
+
+    def method(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        if name in vars(owner):
+            return  # somebody else's, or ours: the same object under two names
+        setattr(owner, name, wrap(getattr(owner, name)))
+        self._replaced.append((owner, name))
+
+    def undo(self) -> None:
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced.clear()
