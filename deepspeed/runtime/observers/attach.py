@@ -13,6 +13,7 @@ from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
+from deepspeed.runtime.observers.hang_names import NamesOfEngine
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.runtime.observers.quantization import attach_quantization
@@ -75,6 +76,7 @@ def attach_observers(engine: EngineBase) -> None:
     attach_data_efficiency(engine)
     attach_quantization(engine)
     OutOfMemoryAdvice(engine)
+    engine._network.names = NamesOfEngine(engine)
     attach_live_line(engine)
 
 
