@@ -16,6 +16,9 @@ CROSS_SIZE = "CROSS_SIZE"
 # the launcher imports nothing from deepspeed.comm, which would read the environment of the ranks.
 RANK_ENDED = "Either a rank ended"
 
+# Name of the abstract Unix socket at which each rank answers `ds stacks`, which imports as little.
+RANK_SOCKET = "deepspeed.rank.{user}.{process}"
+
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -20,9 +21,12 @@ from torch.distributed import ProcessGroup
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.comms_logging import CommsLogger
 
+from . import hang_watch
+from .history import UNEVEN, History
 from .logging import PROCESS_LOG, measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
+from .standing import Names
 from .transport import AllGather, AllReduce, ReduceScatter, Transport, Wires, is_gloo
 
 __all__ = [
@@ -62,6 +66,7 @@ class Communicator:
         self._transports: dict[str, Transport] = {}  # by device type
         self._cpu_transport: Transport | None = None  # the same one, for faster access
         self._wires = None if group is None else _wires_of(group, self.ranks)
+        self._history = None if self._wires is None else self._wires.history
         if self._wires is not None:
             self._wires.users.add(self)
 
@@ -81,6 +86,7 @@ class Communicator:
         operation = self._transport(output, input).all_gather
         output, input = _flat(output), _flat(input)
         self._count("all_gather", input.nbytes * (self.size - 1))
+        self._record("all_gather", input.numel(), input.dtype)
         if self._log.enabled and recording(self._log, "all_gather_into_tensor"):
             return measured(
                 self._log, "all_gather_into_tensor", input, self.size, lambda: operation(output, input)
@@ -97,6 +103,7 @@ class Communicator:
         operation = self._transport(output, input).reduce_scatter
         output, input = _flat(output), _flat(input)
         self._count("reduce_scatter", input.nbytes * (self.size - 1) // self.size)
+        self._record("reduce_scatter", input.numel(), input.dtype)
         if self._log.enabled and recording(self._log, "reduce_scatter_tensor"):
             return measured(
                 self._log,
@@ -115,6 +122,7 @@ class Communicator:
         operation, flat = self._transport(tensor).all_reduce, _flat(tensor)
         self.collectives["all_reduce"] += 1
         self.bytes_sent += 2 * flat.nbytes * (size - 1) // size
+        self._record("all_reduce", flat.numel(), flat.dtype)
         if self._log.enabled and recording(self._log, "all_reduce"):
             return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat, scale=scale))
         return operation(flat, scale=scale)
@@ -125,6 +133,7 @@ class Communicator:
             return DONE
         operation, flat = self._transport(tensor).all_reduce_max, _flat(tensor)
         self._count("all_reduce_max", 2 * flat.nbytes * (self.size - 1) // self.size)
+        self._record("all_reduce_max", flat.numel(), flat.dtype)
         if self._log.enabled and recording(self._log, "all_reduce"):
             return measured(self._log, "all_reduce", flat, self.size, lambda: operation(flat))
         return operation(flat)
@@ -135,6 +144,7 @@ class Communicator:
             return DONE
         operation, flat = self._transport(tensor).broadcast, _flat(tensor)
         self._count("broadcast", flat.nbytes * (self.size - 1) if self.rank == src else 0)
+        self._record("broadcast", flat.numel(), flat.dtype, src)
         if self._log.enabled and recording(self._log, "broadcast"):
             return measured(self._log, "broadcast", flat, self.size, lambda: operation(flat, src))
         return operation(flat, src)
@@ -145,6 +155,7 @@ class Communicator:
             return _single(tensor, tensor, scale)
         operation, flat = self._transport(tensor).reduce, _flat(tensor)
         self._count("reduce", 0 if self.rank == dst else flat.nbytes)
+        self._record("reduce", flat.numel(), flat.dtype, dst)
         if self._log.enabled and recording(self._log, "reduce"):
             return measured(self._log, "reduce", flat, self.size, lambda: operation(flat, dst, scale=scale))
         return operation(flat, dst, scale=scale)
@@ -170,6 +181,7 @@ class Communicator:
             raise self._unfit("all_to_all", output, input, f"runs {received} and {sent}, of one dtype")
         operation = self._transport(output, input).all_to_all
         self._count("all_to_all", (input.numel() - sent[self.rank]) * input.element_size())
+        self._record("all_to_all", UNEVEN, input.dtype)
         if self._log.enabled and recording(self._log, "all_to_all_single"):
             return measured(
                 self._log,
@@ -185,6 +197,7 @@ class Communicator:
         if self.size == 1:
             return DONE
         self._count("barrier", 0)
+        self._record("barrier")
         return self._transport_for(self._device_type()).barrier()
 
     def _device_type(self) -> str:
@@ -213,6 +226,15 @@ class Communicator:
     def _count(self, operation: str, sent_bytes: int) -> None:
         self.collectives[operation] += 1
         self.bytes_sent += sent_bytes
+
+    def _record(
+        self, operation: str, numel: int = 0, dtype: torch.dtype | None = None, root: int | None = None
+    ) -> None:
+        """For the report of a hang. As short as it can be: it is in the path of every collective."""
+        history = self._history
+        if history is not None:
+            history.count += 1
+            history.calls.append((operation, numel, dtype, root, self._network.phase))
 
     def transport_name(self, device_type: str) -> str:
         """Which transport moves tensors of this device: gloo, shared_memory, hierarchical or process_group."""
@@ -295,6 +317,11 @@ class Network:
     def __init__(self, *, shared_memory: bool = True, log: CommsLogger = PROCESS_LOG) -> None:
         self.shared_memory = shared_memory
         self.log = log
+        self.phase = ""
+        """Which part of a step the engine is in; recorded with each collective."""
+        self.names: Names | None = None
+        """What the engine calls its modules and parameters."""
+        self.hang_report_seconds = 0.0
         self._communicators: dict[ProcessGroup, Communicator] = {}
 
     def communicator(self, group: ProcessGroup) -> Communicator:
@@ -319,6 +346,10 @@ class Network:
             for known in self._communicators.values():
                 known.choose_again()
         self.shared_memory = wanted
+
+    def leave(self) -> None:
+        """Its engine goes, and needs no watch for hangs any more."""
+        hang_watch.leave(self)
 
     def forget(self, group: ProcessGroup) -> None:
         self._communicators.pop(group, None)
@@ -354,6 +385,11 @@ def communicator(group: ProcessGroup | None = None) -> Communicator:
     return process_network.communicator(group)
 
 
+def histories() -> list[History]:
+    """The last collectives of every process group that a communicator has been made for."""
+    return [wires.history for wires in list(_wires.values())]
+
+
 def _wires_of(group: ProcessGroup, ranks: tuple[int, ...]) -> Wires:
     found = _wires.get(group)
     if found is None:
@@ -378,6 +414,7 @@ def _is_registered(group: ProcessGroup) -> bool:
 def forget_communicators(group: ProcessGroup | None = None) -> None:
     """Drop what is kept for a destroyed group (None: for all groups)."""
     if group is None:
+        hang_watch.end()
         OrderedPending.forget_all()
     for known in list(_wires) if group is None else [group]:
         process_network.forget(known)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from deepspeed.config.sections import DeepSpeedConfigModel
+from deepspeed.config.sections import DeepSpeedConfigModel, Float
 
 
 class CommConfig(DeepSpeedConfigModel):
@@ -16,6 +16,11 @@ class CommConfig(DeepSpeedConfigModel):
     shared_memory: bool = Field(
         default=True,
         description="CPU tensors move through shared memory among ranks of one host (else through gloo).",
+    )
+    hang_report_seconds: Float = Field(
+        default=30.0,
+        ge=0,
+        description="After so long without progress in communication, a report says who waits for whom; 0: never.",
     )
 
 

@@ -4,8 +4,10 @@ gloo's own reduce_scatter and all_gather take 3 to 5 times as long as sending ea
 here, at every size (benchmarks/comm_shared_memory.py prints both), and their sums round 16-bit values at each
 hop, in an order that depends on the algorithm. So there is one message per peer and piece, summed by `sum_in_blocks`.
 
-Every exchange is tagged with its sequence number: messages of different collectives, and a user's own messages
-on the same group, never mix.
+Every exchange is tagged with its sequence number, and with a mark of its operation, size and dtype: messages of
+different collectives, and a user's own messages on the same group, never mix. Ranks that disagree about a call wait
+for each other, which is explained after a while (hang_watch.py). Without the mark gloo would end the process whose
+buffer is smaller, and leave part of a larger one as it was.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _PIECES_IN_FLIGHT = 2
 SMALL_ALL_REDUCE_BYTES = 8 << 10
 
 _TAG_BASE = 0x2D50_0000  # far from the tags that users choose
-_TAG_RANGE = 1 << 20
+_SEQUENCE_RANGE = 1 << 10  # two per collective; as many may be in flight
+_MARK_RANGE = 1021  # a prime, in the upper 10 of 20 bits
 
 
 class GlooChannel:
@@ -49,10 +52,11 @@ class GlooChannel:
         self.blocks: tuple[tuple[int, ...], ...] = (tuple(range(self.size)),)
         self._sequence = 0
 
-    def next_tag(self) -> int:
-        """Reserve two consecutive tags: all ranks call this once per collective, in the same order."""
-        self._sequence = (self._sequence + 2) % _TAG_RANGE
-        return _TAG_BASE + self._sequence
+    def next_tag(self, mark: int = 0) -> int:
+        """Reserve two consecutive tags: all ranks call this once per collective, in the same order, with the same
+        mark."""
+        self._sequence = (self._sequence + 2) % _SEQUENCE_RANGE
+        return _TAG_BASE + mark * _SEQUENCE_RANGE + self._sequence
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self._start(self.backend.send, tensor, peer, tag)
@@ -74,6 +78,15 @@ class GlooChannel:
             raise CommunicationError.of(operation, self.ranks, error, silent=silent) from error
 
 
+_MARKED = ("all_gather", "reduce_scatter", "all_reduce", "reduce", "all_to_all")
+
+
+def _mark(operation: str, tensor: Tensor, *, sized: bool = True) -> int:
+    """A number that is the same on ranks that make the same call, and rarely the same for two calls."""
+    kind = _MARKED.index(operation) * 64 + _DTYPE_NUMBERS.get(tensor.dtype, 0)
+    return (kind * 331 + (tensor.numel() * 7 if sized else 0)) % _MARK_RANGE
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as uint8 if gloo does not support the dtype (fp8, complex)."""
     return tensor if tensor.dtype in _GLOO_DTYPES else tensor.view(torch.uint8)
@@ -91,6 +104,8 @@ _GLOO_DTYPES = frozenset(
         torch.int64,
     )
 )
+
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(_GLOO_DTYPES, key=str), 1)}
 
 
 def shares(numel: int, size: int) -> list[tuple[int, int]]:
@@ -115,7 +130,8 @@ class GlooAllGather:
         self.channel = channel
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        channel, count, tag = self.channel, input.numel(), self.channel.next_tag()
+        channel, count = self.channel, input.numel()
+        tag = channel.next_tag(_mark("all_gather", input))
         own = output[channel.rank * count : (channel.rank + 1) * count]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
@@ -145,7 +161,8 @@ class _SlicedSum:
     def __init__(
         self, channel: GlooChannel, operation: str, input: Tensor, bounds: list[tuple[int, int]]
     ) -> None:
-        self.channel, self.operation, self.tag = channel, operation, channel.next_tag()
+        self.channel, self.operation = channel, operation
+        self.tag = channel.next_tag(_mark(operation, input))
         start, stop = bounds[channel.rank]
         self.own = input[start:stop]
         item = input.element_size()
@@ -234,7 +251,8 @@ class GlooAllReduce:
         return OrderedPending(finish)
 
     def _small(self, tensor: Tensor, scale: float) -> Pending:
-        channel, tag = self.channel, self.channel.next_tag()
+        channel = self.channel
+        tag = channel.next_tag(_mark("all_reduce", tensor))
         everyone = torch.empty((channel.size, tensor.numel()), dtype=tensor.dtype)
         everyone[channel.rank].copy_(tensor)
         works = [(peer, channel.receive(everyone[peer], peer, tag)) for peer in channel.peers]
@@ -271,7 +289,8 @@ class GlooAllToAll:
     def __call__(
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
-        channel, tag = self.channel, self.channel.next_tag()
+        channel = self.channel
+        tag = channel.next_tag(_mark("all_to_all", input, sized=False))
         received = list(output.split(list(output_counts)))
         sent = list(input.split(list(input_counts)))
         works = [

@@ -20,8 +20,9 @@ from deepspeed.utils.comms_logging import CommsLogger
 from deepspeed.utils.environment import Identity
 from deepspeed.utils.logging import logger
 
+from . import hang_watch
 from .client_state import tell_accelerate
-from .collectives import Network, process_network, use_shared_memory
+from .collectives import Network, histories, process_network, use_shared_memory
 from .logging import PROCESS_LOG, configure, set_newest_log
 from .pending import CommunicationError
 from .waiting import start_of_all
@@ -121,17 +122,20 @@ def _wants_shared_memory(config: DeepSpeedConfig) -> bool | None:
 
 def network_of(config: DeepSpeedConfig) -> Network:
     """The network of a new engine: its own settings and log where its config has them, else the process's. The
-    documented functions follow the newest engine that has them."""
+    documented functions follow the newest engine that has them. Until `Network.leave` a thread watches for hangs."""
     wanted, section = _wants_shared_memory(config), config.comms_config.comms_logger
     log = PROCESS_LOG
     if section.enabled:
         log = CommsLogger()
         log.configure(section)
         set_newest_log(log)
-    if wanted is None:
-        return Network(shared_memory=process_network.engines_share_memory, log=log)
-    process_network.use_shared_memory(wanted)
-    return Network(shared_memory=wanted, log=log)
+    shared = process_network.engines_share_memory if wanted is None else wanted
+    if wanted is not None:
+        process_network.use_shared_memory(wanted)
+    network = Network(shared_memory=shared, log=log)
+    network.hang_report_seconds = config.comm_config.hang_report_seconds
+    hang_watch.begin(network, histories)
+    return network
 
 
 def _identify(schedulers: bool, port: int) -> Identity:

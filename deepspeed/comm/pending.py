@@ -17,8 +17,21 @@ _PEER_FAILURE = re.compile(
 _SOURCE_LINE = re.compile(r"\[[^\]]*\.cc:\d+\]\s*")  # where in gloo's source it was noticed
 
 
+class _Explanation:
+    """What the last report about a hang said, while it lasts (hang_watch.py)."""
+
+    __slots__ = ("text",)
+
+    def __init__(self) -> None:
+        self.text = ""
+
+
+explanation = _Explanation()
+
+
 class CommunicationError(RuntimeError):
-    """A collective failed: names the operation, the ranks of the group and, where known, the silent rank."""
+    """A collective failed: names the operation, the ranks of the group and, where known, the silent rank. If it hung
+    before, the report about that follows."""
 
     @classmethod
     def of(
@@ -31,6 +44,7 @@ class CommunicationError(RuntimeError):
             f"{operation} among ranks {list(ranks)} failed{waiting}: {reason}. {RANK_ENDED} (then "
             "its own message is in its log) or it did not reach this collective in time; if it is only slow, "
             "raise the timeout: DEEPSPEED_TIMEOUT=<minutes>, or init_distributed(timeout=...)."
+            + (f"\n{explanation.text}" if explanation.text else "")
         )
 
 

@@ -235,6 +235,9 @@ class _SharedMemoryPending(Pending):
     def is_completed(self) -> bool:
         return self._channel is None or self._channel.is_done(self._ticket)
 
+    def __str__(self) -> str:
+        return _call_text(_Call.of(self._operation))
+
     def __del__(self) -> None:
         if self._channel is not None:
             self._channel.keep(self._ticket, self._tensors)

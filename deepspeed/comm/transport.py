@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import exchanged_sums, gloo, hierarchical, hosts, process_group, shared_memory
+from .history import History
 from .pending import Pending
 
 
@@ -82,6 +83,7 @@ class Wires:
 
     def __init__(self, group: ProcessGroup, ranks: tuple[int, ...]) -> None:
         self.group, self.ranks = group, ranks
+        self.history = History(group.group_name, ranks)
         self._transports: dict[
             tuple[str, bool], Transport
         ] = {}  # by device type and permission to share memory

@@ -34,7 +34,7 @@ _visits: tuple[Any, Counter[str]] = (
 def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
     """Around a call that every rank has to make: after ``WAIT_S`` the first rank waiting in it names those that have
     not made it. Losing a rank meanwhile raises a CommunicationError from this call."""
-    store = _store()
+    store = store_of_default_group()
     if store is None:
         yield
         return
@@ -43,10 +43,10 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
     key = f"deepspeed/{call}/{visit}"
     store.set(f"{key}/{rank}", "here")
     if visit > 2:  # all ranks have left that one: the store must not grow with every call of every rank
-        _quietly(lambda: store.delete_key(f"deepspeed/{call}/{visit - 2}/{rank}"))
+        quietly(lambda: store.delete_key(f"deepspeed/{call}/{visit - 2}/{rank}"))
 
     def look() -> None:
-        missing = _missing(_clone(store), key, size)
+        missing = _missing(clone(store), key, size)
         if missing and rank == _first_but(missing, size):
             logger.warning(
                 f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {_named(missing)}, which did not "
@@ -61,7 +61,7 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
             raise
         missing: list[int] = []
         with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
-            missing = _missing(_clone(store), key, size)
+            missing = _missing(clone(store), key, size)
         if not missing:
             raise
         raise CommunicationError(
@@ -110,7 +110,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
     with _after_a_while(post, wait_s=POST_S), _after_a_while(look, again=True):
         yield
     if rank != 0:  # rank 0 may still wait for others, over the existing connection
-        _quietly(lambda: _store()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
+        quietly(lambda: store_of_default_group()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
 
 
 class Tally:
@@ -120,11 +120,11 @@ class Tally:
     methods may be called by another thread."""
 
     def __init__(self, name: str) -> None:
-        store = _store()
+        store = store_of_default_group()
         self.size = dist.get_world_size() if store is not None else 1
         self._key = f"deepspeed/{name}/{_count(name)}" if store is not None else ""
         self._of_group = store  # what serves the other ranks stays as long as this object
-        self._store = _clone(store) if store is not None else dist.HashStore()
+        self._store = clone(store) if store is not None else dist.HashStore()
 
     def report(self, *, failed: bool) -> None:
         """This rank has done it, or has failed to."""
@@ -135,7 +135,7 @@ class Tally:
         return self._store.add(f"{self._key}/done", 0), self._store.add(f"{self._key}/failed", 0)
 
 
-def _store() -> Any:
+def store_of_default_group() -> Any:
     """The store of the default group; None if there is no other rank to wait for, or no store."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -153,7 +153,7 @@ def _count(call: str) -> int:
     return _visits[1][call]
 
 
-def _clone(store: Any) -> Any:
+def clone(store: Any) -> Any:
     """A separate connection: the first one may be waiting for something on behalf of a collective."""
     return store.clone() if hasattr(store, "clone") else store
 
@@ -172,7 +172,7 @@ def _first_but(missing: Sequence[int], size: int) -> int:
     return min(set(range(size)) - set(missing), default=-1)
 
 
-def _quietly(action: Callable[[], None]) -> None:
+def quietly(action: Callable[[], None]) -> None:
     """Run a best-effort action, which may fail."""
     with contextlib.suppress(Exception):
         action()
@@ -187,7 +187,7 @@ def _after_a_while(
 
     def run() -> None:
         while not over.wait(WAIT_S if wait_s is None else wait_s):
-            _quietly(action)
+            quietly(action)
             if not again:
                 return
 

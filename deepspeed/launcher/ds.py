@@ -56,6 +56,12 @@ TOOLS = {
         "MODEL",
         "an HTTP server for text generation, as clients of OpenAI's interface expect it",
     ),
+    "stacks": Tool(
+        "deepspeed.launcher.stacks",
+        "main",
+        "[PID]",
+        "what every rank of a running job does now: Python stacks, last collectives",
+    ),
     "elastic": Tool(
         "deepspeed.elasticity.command",
         "main",

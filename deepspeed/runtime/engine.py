@@ -211,6 +211,7 @@ class DeepSpeedEngine(EngineState):
         precision = self.plan.precision
         if self._input_chain is not None:
             inputs, kwargs = self._transform_inputs(self._input_chain, inputs, kwargs)
+        self._network.phase = "forward"
         self.events.emit("before_forward", inputs=inputs, kwargs=kwargs)
         if precision.cast_inputs and precision.param is not None:
             inputs = cast_inputs(inputs, precision.param)
@@ -268,6 +269,7 @@ class DeepSpeedEngine(EngineState):
         if plain.open:
             self._recover()
         _check_loss(loss)
+        self._network.phase = "backward"
         self.events.emit("before_backward", loss=loss)
         divided = loss
         if scale_wrt_gas and self.clock.managed and self.clock.steps > 1:
@@ -294,6 +296,7 @@ class DeepSpeedEngine(EngineState):
                 "loss.backward() under fp16 needs the loss scale: call engine.scale(loss).backward(), or "
                 "engine.backward(loss)."
             )
+        self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
         core.reducer.before_backward()
 
@@ -353,6 +356,7 @@ class DeepSpeedEngine(EngineState):
         core = self.core or self._require_core("step")
         if self._plain_backward.open:
             self._recover()
+        self._network.phase = "step"
         self.events.emit("before_step")
         vars(self)["_step_applied"] = False  # nn.Module examines an attribute that is set: three calls
         self.clock.stepping = True
@@ -365,6 +369,7 @@ class DeepSpeedEngine(EngineState):
             raise
         finally:
             self.clock.stepping = False
+            self._network.phase = ""
         self.events.emit("after_step")
 
     def _take_model_step(self, core: TrainingCore, lr_kwargs: dict[str, Any]) -> None:
@@ -587,6 +592,7 @@ class DeepSpeedEngine(EngineState):
         disk; CheckpointError: one of them could not be stored.
         """
         self.events.emit("on_destroy")
+        self._network.leave()
         groups.leave(self.mesh)
         checkpointing.leave(self._checkpointing)
         core, self.core = self.core, None

@@ -19,6 +19,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.background import BackgroundWriter
+    from deepspeed.comm.collectives import Network
     from deepspeed.comm.mesh import ProcessMesh
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
@@ -37,6 +38,7 @@ class EngineBase(EngineAccessors, nn.Module):
     clock: AccumulationClock
     # where it runs
     mesh: ProcessMesh
+    _network: Network
     scopes: Scopes
     device: torch.device
     local_rank: int

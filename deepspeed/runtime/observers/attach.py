@@ -13,6 +13,7 @@ from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
 from deepspeed.runtime.observers.data_efficiency import attach_data_efficiency
 from deepspeed.runtime.observers.experts import watch_experts
+from deepspeed.runtime.observers.hang_names import NamesOfEngine
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
@@ -87,6 +88,7 @@ def attach_observers(engine: EngineBase) -> None:
 
         attach_quantization(engine)
     OutOfMemoryAdvice(engine)
+    engine._network.names = NamesOfEngine(engine)
     attach_live_line(engine)
 
 
