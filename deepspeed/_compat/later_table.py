@@ -27,7 +27,6 @@ INSTEAD = {
     "deepspeed.ops.lion": "Until then use FusedLion, which steps over all tensors at once.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
     "deepspeed.ops.quantizer": "Until then use torchao.",
-    "deepspeed.ops.random_ltd": "Until then select tokens with torch.gather.",
     "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
     "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
     "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
@@ -104,18 +103,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "deepspeed.ops.adam.zenflow_torch_adam": (
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
-    ),
-    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": (
-        "class RandomLayerTokenDrop(layer): init_config get_bsh get_sbh forward",
-    ),
-    "deepspeed.runtime.data_pipeline.data_routing.helper": (
-        "def convert_to_random_ltd(model, convert_type)",
-        "def save_without_random_ltd(model)",
-    ),
-    "deepspeed.runtime.data_pipeline.data_routing.scheduler": (
-        "class RandomLTDScheduler(config): get_total_layer_tokens reset_to_init get_current_seq "
-        "set_current_seq get_random_ltd_layer_num get_state set_state update_seq state_dict "
-        "load_state_dict get_value",
     ),
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
         "class VariableBatchSizeLR(lr_scheduler, base_batch_size, batch_sizes, dataloader, "

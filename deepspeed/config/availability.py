@@ -77,15 +77,6 @@ MISSING: tuple[Missing, ...] = (
         _REMOVE,
     ),
     Missing(
-        "data_efficiency.data_routing.random_ltd.enabled",
-        lambda c: (
-            c.data_efficiency.enabled
-            and c.data_efficiency.data_routing.enabled
-            and c.data_efficiency.data_routing.random_ltd.enabled
-        ),
-        _REMOVE,
-    ),
-    Missing(
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         lambda c: (
             c.data_efficiency.enabled

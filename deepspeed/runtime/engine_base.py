@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.config.plan import Plan
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
@@ -72,6 +73,9 @@ class EngineBase(EngineAccessors, nn.Module):
     tput_timer: Any
     compression_scheduler: Any
     quantizer: Any
+    random_ltd_scheduler: Any
+    """With the section ``data_efficiency.data_routing.random_ltd``."""
+    random_ltd: Any = None
     parts: dict[str, Any]
     """Observers that keep something from step to step, which goes into checkpoints (``state_dict``: plain numbers)."""
     flops_profiler: Any = None
@@ -151,6 +155,18 @@ class EngineBase(EngineAccessors, nn.Module):
         """The schedule of progressive layer dropping, if the config asks for it."""
         inputs = self.module_transforms.inputs
         return next((each.schedule for each in inputs if isinstance(each, LayerDropInputs)), None)
+
+    def random_ltd_initialize(self) -> None:
+        """Have the converted layers drop tokens; ``convert_to_random_ltd(engine, ...)`` calls it.
+
+        DeepSpeedConfigError: the config does not ask for it, or for other layers than there are.
+        """
+        if self.random_ltd is None:
+            raise DeepSpeedConfigError(
+                "random_ltd_initialize() needs data_efficiency.data_routing.random_ltd: set enabled to true there, in "
+                "data_routing and in data_efficiency"
+            )
+        self.random_ltd.initialize()
 
     def get_pld_theta(self) -> float | None:
         schedule = self.progressive_layer_drop

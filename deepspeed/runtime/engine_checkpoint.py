@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
 
 
+RANDOM_LTD = "random_ltd"
 PARTS = "engine_parts"
 """Key of the index: what observers keep."""
 
@@ -111,6 +112,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_fr
             "global_steps": engine.global_steps,
             "global_samples": engine.global_samples,
             "data_sampler": _curriculum(engine),
+            RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
             **_described(engine.module),
         },
         client_state=client_state,
@@ -336,6 +338,9 @@ def _resume(engine: EngineBase, catalog: Catalog, ranks: Ranks, what: _What, rep
         )
         engine.skipped_steps = int(saved.get("skipped_steps", 0))
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        schedule = getattr(engine, "random_ltd_scheduler", None)
+        if schedule is not None and saved.get(RANDOM_LTD) is not None:
+            schedule.load_state_dict(materialize(saved[RANDOM_LTD]))
     if what.optimizer:
         for name, state in catalog.index.get(PARTS, {}).items():
             if name in engine.parts:

@@ -180,7 +180,7 @@ COMPRESSION: dict[str, Any] = {
 DATA_EFFICIENCY: dict[str, Any] = {
     "train_batch_size": 256,
     "data_efficiency": {
-        "enabled": False,
+        "enabled": True,
         "seed": 1234,
         "data_routing": {
             "enabled": True,

@@ -130,7 +130,13 @@ OPS: tuple[Op, ...] = (
     _later(
         "quantizer", "QuantizerBuilder", "deepspeed.ops.quantizer.quantizer_op", "use torch.ao.quantization"
     ),
-    _later("random_ltd", "RandomLTDBuilder", "deepspeed.ops.random_ltd_op", "drop tokens in the model"),
+    Op(
+        name="random_ltd",
+        builder="RandomLTDBuilder",
+        build_var="DS_BUILD_RANDOM_LTD",
+        absolute_name="deepspeed.ops.random_ltd_op",
+        module="deepspeed.ops.random_ltd.dropping_utils",
+    ),
     _later(
         "spatial_inference",
         "SpatialInferenceBuilder",

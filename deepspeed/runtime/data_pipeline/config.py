@@ -91,8 +91,8 @@ class DataSamplingConfig(LenientConfigModel):
 class RandomLTDScheduleDetails(LenientConfigModel):
     """How fast the kept length grows."""
 
-    require_steps: Int | None = Field(default=None, ge=1, description="Steps per increase.")
-    seq_per_step: Int | None = Field(default=None, ge=1, description="Tokens per increase.")
+    require_steps: Int | None = Field(default=None, ge=1, description="Steps from min_value to max_value.")
+    seq_per_step: Int | None = Field(default=None, ge=1, description="The kept length is a multiple of this.")
 
 
 class RandomLTDScheduleConfig(LenientConfigModel):

@@ -23,6 +23,12 @@ def attach_data_efficiency(engine: EngineBase) -> None:
     """Create the documented attributes, and change inputs and observe steps as the config asks."""
     if engine._config.curriculum_enabled_legacy:
         _grow_sequences(engine, CurriculumScheduler(engine._config.curriculum_params_legacy or {}))
+    section = engine._config.data_efficiency_config
+    routing = section["data_routing"]
+    if section["enabled"] and routing["enabled"] and routing["random_ltd"]["enabled"]:
+        from deepspeed.runtime.observers.random_ltd import RandomLTD  # for those who use it
+
+        RandomLTD(engine, routing["random_ltd"], section["seed"])
 
 
 def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:

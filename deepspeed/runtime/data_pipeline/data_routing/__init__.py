@@ -1,0 +1,1 @@
+"""Which tokens go through which layers: random layerwise token dropping."""
