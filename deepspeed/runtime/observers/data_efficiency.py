@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import varies_batches
 from deepspeed.runtime.data_pipeline.truncation import CurriculumLength, cut
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ def attach_data_efficiency(engine: EngineBase) -> None:
     """Create the documented attributes, and change inputs and observe steps as the config asks."""
     if engine._config.curriculum_enabled_legacy:
         _grow_sequences(engine, CurriculumScheduler(engine._config.curriculum_params_legacy or {}))
+    if engine.training_dataloader is not None and varies_batches(engine._config):
+        from deepspeed.runtime.data_pipeline.data_sampling import (
+            variable_batch_size_and_lr,  # rarely asked for
+        )
+
+        variable_batch_size_and_lr.attach(engine, engine.training_dataloader)
 
 
 def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:
