@@ -104,25 +104,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
         "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": (
-        "class VariableBatchSizeLR(lr_scheduler, base_batch_size, batch_sizes, dataloader, "
-        "lr_scaling_method='linear', last_epoch=-1, verbose=False): optimizer state_dict "
-        "load_state_dict get_last_lr get_lr step",
-        "def batch_by_seqlens(seqlens, max_tokens, sequence_ids_per_mb=None, min_batch_size=1, "
-        "max_batch_size=None, sequence_picking_order='dataloader', effective_batch_size=1, "
-        "required_microbatches_of_same_size=False, verbose=False, seed=None)",
-        "def get_dataloader_and_lr_scheduler_for_variable_batch_size(dataset, dataset_seqlens, "
-        "max_tokens, effective_batch_size, dataset_filter_ids=None, lr_scaling_method='linear', "
-        "min_batch_size=1, max_batch_size=None, sequence_picking_order='dataloader', "
-        "dataloader_batch_size=1, dataloader_rank=0, dataloader_num_replicas=1, "
-        "dataloader_num_workers=0, dataloader_collate_fn=None, dataloader_pin_memory=False, "
-        "lr_scheduler_or_optimizer=None, required_microbatches_of_same_size=False, "
-        "required_microbatches_of_same_seqlen=False, sample_padding_fn=None, verbose=False, "
-        "seed=None)",
-        "def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(dataset, engine, "
-        "dataset_seqlens=None, dataset_filter_ids=None, dataloader_collate_fn=None, "
-        "sample_padding_fn=None, batch_seqlens_fn=None)",
-    ),
     "deepspeed.runtime.domino.transformer": (
         "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"

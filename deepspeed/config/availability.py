@@ -76,15 +76,6 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
         _REMOVE,
     ),
-    Missing(
-        "data_efficiency.data_sampling.dynamic_batching.enabled",
-        lambda c: (
-            c.data_efficiency.enabled
-            and c.data_efficiency.data_sampling.enabled
-            and c.data_efficiency.data_sampling.dynamic_batching.enabled
-        ),
-        _REMOVE,
-    ),
     # Compiler
     Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
     # What cannot change the numerics

@@ -39,6 +39,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import (
     DeepSpeedDataSampler,
     curriculum_sampler,
+    varies_batches,
 )
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_state import EngineState
@@ -261,8 +262,9 @@ class DeepSpeedEngine(EngineState):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Back-propagate ``loss`` (a scalar) and reduce gradients as the plan says.
 
-        The loss is divided by the accumulation steps unless ``scale_wrt_gas`` is False, and multiplied by the loss
-        scale; the returned loss is divided but not multiplied. May be called several times per step.
+        The loss is divided by the accumulation steps, and weighted if batches vary in size, unless ``scale_wrt_gas`` is
+        False, and multiplied by the loss scale; the returned loss is divided but not multiplied. May be called several
+        times per step.
         """
         core = self.core or self._require_core("backward")
         plain = self._plain_backward
@@ -272,8 +274,11 @@ class DeepSpeedEngine(EngineState):
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=loss)
         divided = loss
-        if scale_wrt_gas and self.clock.managed and self.clock.steps > 1:
-            divided = loss / self.clock.steps
+        if scale_wrt_gas:
+            if self.clock.managed and self.clock.steps > 1:
+                divided = loss / self.clock.steps
+            if self.loss_weight is not None:
+                divided = divided * self.loss_weight()
         scale = core.scaler.scale
         plain.paused = True
         try:
@@ -477,6 +482,14 @@ class DeepSpeedEngine(EngineState):
             batch_size or self.train_micro_batch_size_per_gpu(),
             bool(self.dataloader_drop_last()),
         )
+        if route == ROUTE_TRAIN and data_sampler is None and varies_batches(self._config):
+            from deepspeed.runtime.data_pipeline.data_sampling import (
+                variable_batch_size_and_lr,  # rarely asked for
+            )
+
+            return variable_batch_size_and_lr.engine_loader(
+                self, dataset, collate_fn=collate_fn or self.collate_fn
+            )
         if route == ROUTE_TRAIN and data_sampler is None and isinstance(dataset, Sized):
             data_sampler = curriculum_sampler(
                 self._config, len(dataset), micro, self.mesh, self.clock.steps, self.global_rank, drop_last

@@ -24,8 +24,6 @@ FULL_LTD = {
     "random_ltd_schedule": {"min_value": 1, "max_value": 2, "schedule_type": "fixed_linear"},
 }
 ROUTING = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": FULL_LTD}}
-BY_TOKENS = {"enabled": True, "max_tokens": 8}
-SAMPLING = {"enabled": True, "data_sampling": {"enabled": True, "dynamic_batching": BY_TOKENS}}
 ASKING: list[tuple[str, dict[str, Any]]] = [
     ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
     (
@@ -79,7 +77,6 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.data_routing.random_ltd.enabled", {"data_efficiency": ROUTING}),
-    ("data_efficiency.data_sampling.dynamic_batching.enabled", {"data_efficiency": SAMPLING}),
     ("compile.deepcompile", {"compile": {"deepcompile": True}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),

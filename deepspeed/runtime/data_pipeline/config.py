@@ -70,6 +70,10 @@ class DynamicBatchingConfig(LenientConfigModel):
         default="dataloader", description="Order of the samples."
     )
     max_tokens: Int | None = required("Maximum number of tokens in a batch.")
+    loss_weighting: Literal["samples", "tokens", "predictions", "none"] = Field(
+        default="samples",
+        description="What counts the same in a batch: samples, tokens, tokens but the first, or micro-batches.",
+    )
     verbose: bool = Field(default=False, description="Log every batch.")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import varies_batches
 from deepspeed.runtime.data_pipeline.truncation import CurriculumLength, cut
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def attach_data_efficiency(engine: EngineBase) -> None:
         from deepspeed.runtime.observers.random_ltd import RandomLTD  # for those who use it
 
         RandomLTD(engine, routing["random_ltd"], section["seed"])
+    if engine.training_dataloader is not None and varies_batches(engine._config):
+        from deepspeed.runtime.data_pipeline.data_sampling import (
+            variable_batch_size_and_lr,  # rarely asked for
+        )
+
+        variable_batch_size_and_lr.attach(engine, engine.training_dataloader)
 
 
 def _grow_sequences(engine: Any, scheduler: CurriculumScheduler) -> None:

@@ -48,6 +48,22 @@ def curriculum_sampler(
     )
 
 
+def varies_batches(config: _Config) -> bool:
+    """Whether batches are made by tokens. DeepSpeedConfigError: and by a curriculum."""
+    sampling = config.data_efficiency_config["data_sampling"]
+    if not (
+        config.data_efficiency_enabled and sampling["enabled"] and sampling["dynamic_batching"]["enabled"]
+    ):
+        return False
+    if sampling["curriculum_learning"]["enabled"]:
+        raise DeepSpeedConfigError(
+            "data_efficiency.data_sampling: dynamic_batching and curriculum_learning both choose the samples of a "
+            "batch: disable one of them, or give the samples of each difficulty as dataset_filter_ids to "
+            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed()"
+        )
+    return True
+
+
 class DeepSpeedDataSampler:
     """Lists of sample numbers, one micro-batch of this rank after the other.
 
