@@ -121,7 +121,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
             if dim_reduction:
                 self._keep("weight", kept, dim=1)
             else:
-                self.weight.data = self.weight.data * kept
+                self._mask_weight(kept)
             self.in_features = self.weight.shape[1]
             return None
         kept = self.get_mask("row").detach().view(-1).bool()
@@ -154,7 +154,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
             self._keep("weight", features, dim=1)
             self.in_features = self.weight.shape[1]
         else:
-            self.weight.data = self.weight.data * features
+            self._mask_weight(features)
         self._drop_mask("head")
         return kept
 
@@ -219,7 +219,7 @@ class Conv2dLayer_Compress(Compressible, nn.Conv2d):
                 self._keep("weight", kept, dim=1)
                 self.in_channels = self.weight.shape[1]
             else:
-                self.weight.data = self.weight.data * kept.view(1, -1, 1, 1)
+                self._mask_weight(kept.view(1, -1, 1, 1))
             return None
         kept = self.get_mask("channel").detach().view(-1).bool()
         if dim_reduction and self.groups == 1:

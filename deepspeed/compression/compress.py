@@ -20,6 +20,7 @@ from deepspeed.compression.helper import (
     is_module_compressible,
     recursive_getattr,
 )
+from deepspeed.compression.packed import pack_weights
 from deepspeed.compression.techniques import Compressible
 from deepspeed.runtime.config import load_source
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
@@ -240,9 +241,13 @@ def _refuse_split(config: Mapping[str, Any]) -> None:
         )
 
 
-def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None) -> M:
+def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, packed: bool = False) -> M:
     """Make what the schedule did permanent: weights are rounded, pruned weights are zero, pruned rows, heads and
     channels that have related modules are removed from both, and all modules are ordinary ones again.
+
+    ``packed``: quantized weights become packed integers (`packed.py`) of the bits that they were trained for, and
+    layers whose inputs were quantized too go on quantizing them. The state dict is as small; it loads into a model
+    that was prepared and cleaned in the same way.
 
     Of an engine, ``engine.destroy()`` is called first: its module is whole then, and no longer trained by it.
     Returns ``model``. ValueError: a module that the config names was not prepared by ``init_compression``.
@@ -270,6 +275,8 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None) -> M:
                     fix_compression(inner, follower, techniques, mask=mask, dim_reduction=True)
                 if technique == keys.HEAD_PRUNING and followers and mask is not None:
                     _tell_attention(inner, followers, mask)
+    if packed:
+        logger.info(f"compression: {pack_weights(inner)}")
     for module in list(inner.modules()):
         if isinstance(module, Compressible):
             module.release()

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from deepspeed.compression.packing import MOST_BITS, Grid
 from deepspeed.compression.utils import (
     NEAREST,
     SYMMETRIC,
@@ -98,6 +99,8 @@ class Compressible(nn.Module):
         self.sparse_pruning_enabled = False
         self.sparse_pruning_method: str | None = None
         self.sparse_pruning_ratio = 1.0
+        self.grid: Grid | None = None
+        """The integers of the weight, once it is rounded for good."""
 
     def release(self) -> nn.Module:
         """An ordinary layer again. What the techniques do to the weight has to be made permanent before."""
@@ -158,7 +161,14 @@ class Compressible(nn.Module):
     def fix_weight_quantization(self) -> None:
         """Round the weight to the target bits for good."""
         if self.weight_bits is not None:
-            self.weight.data = self.quantized(self.weight.data, self.weight_bits[1])
+            bits = self.weight_bits[1]
+            if bits > MOST_BITS:
+                self.weight.data = self.quantized(self.weight.data, bits)
+            else:
+                self.grid = Grid.of(
+                    self.weight.data, bits, self.weight_quantize_type, self.weight_quantize_num_groups
+                )
+                self.weight.data = self.grid.values(self.weight.dtype)
         self.weight_quantization_enabled = False
         self.weight_quantization_enabled_in_forward = False
 
@@ -260,11 +270,19 @@ class Compressible(nn.Module):
     @torch.no_grad()
     def fix_sparse_pruning_helper(self) -> None:
         """Set the masked weights to zero for good."""
-        self.weight.data = self.weight.data * self.get_mask("sparse").detach()
+        self._mask_weight(self.get_mask("sparse").detach())
         self._drop_mask("sparse")
+
+    def _mask_weight(self, mask: Tensor) -> None:
+        """Multiply the weight with ``mask``, which broadcasts over it, for good."""
+        self.weight.data = self.weight.data * mask
+        if self.grid is not None:
+            self.grid.mask(mask)
 
     def _keep(self, name: str, kept: Tensor, dim: int = 0) -> None:
         """Only the entries ``kept`` (boolean) of a parameter or buffer, along ``dim``."""
+        if name == "weight" and self.grid is not None:
+            self.grid.keep(kept, dim)
         tensor = getattr(self, name)
         if tensor is not None:
             tensor.data = tensor.data.index_select(dim, kept.nonzero().view(-1)).contiguous()
@@ -272,7 +290,7 @@ class Compressible(nn.Module):
     def _silence(self, kept: Tensor) -> None:
         """Zero in the rows that are not ``kept``, and in their bias."""
         ones = [1] * self.row_width
-        self.weight.data = self.weight.data * kept.view(-1, *ones)
+        self._mask_weight(kept.view(-1, *ones))
         bias = getattr(self, "bias", None)
         if bias is not None:
             bias.data = bias.data * kept
@@ -295,6 +313,6 @@ _ATTRIBUTES = frozenset(
         "weight_bits",
     ]
     + ["plain_class", "num_heads", "activation_quantizer", "mask_from", "applied_mask"]
-    + ["mpu"]
+    + ["mpu", "grid"]
 )
 """Of compressed layers, besides tensors and modules."""

@@ -74,7 +74,12 @@ class QuantizedMatrix:
         scales = grouped.abs().amax(-1) / largest
         divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
         whole = (grouped / divisors[..., None]).round().clamp(-largest, largest).to(torch.int32)
-        return cls(bits, columns, _packed(whole.view(outputs, padded), bits), scales)
+        return cls(bits, columns, cls.from_levels(whole.view(outputs, padded), bits), scales)
+
+    @staticmethod
+    def from_levels(whole: Tensor, bits: int) -> Tensor:
+        """``words`` of integers (int32 [outputs, columns], whole runs) that are known already."""
+        return _packed(whole, bits)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,0 +1,194 @@
+"""A clean model of Transformers as a folder that `from_pretrained` loads: its config says the sizes that are left."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.compression.packed import PackedWeight
+from deepspeed.compression.techniques import Compressible
+from deepspeed.utils.logging import logger
+
+__all__ = ["plain_state_dict", "save_pretrained"]
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+WIDTHS = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "d_ff",
+    "hidden_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""A config can say fewer heads only where it says their size apart (`head_dim`)."""
+
+Shape = tuple[int, ...]
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with every packed weight in floating point, under the names of ordinary layers."""
+    packed = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, PackedWeight)
+        for key, _ in module.named_buffers(recurse=False)
+    }
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in packed}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedWeight):
+            prefix = f"{name}." if name else ""
+            state[f"{prefix}weight"] = module.weight
+            for key in [key for key in state if key.startswith(f"{prefix}activation_quantizer.")]:
+                del state[key]
+    return state
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` of a model of Transformers that `redundancy_clean` made plain.
+
+    The config that is written has the sizes of this model: fewer layers, narrower layers between, fewer heads where the
+    architecture has `head_dim`. Packed weights are written in floating point, rounded as they are.
+
+    ValueError: the model is not one of Transformers, not clean, or has shapes that its config cannot express.
+    """
+    inner: Any = getattr(model, "module", model)
+    _check(inner)
+    state = plain_state_dict(inner)
+    found = _expressed(inner, state)
+    fresh = _made(inner, found)
+    fresh.load_state_dict(_as_theirs(fresh, inner, state), assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = getattr(inner, "generation_config", None)
+    fresh.save_pretrained(folder)
+
+
+def _check(model: Any) -> None:
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise ValueError(
+            f"{type(model).__name__} is no model of Transformers: save its state_dict() with torch.save instead"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, Compressible):
+            raise ValueError(f"{name} is still prepared for compression: call redundancy_clean first")
+
+
+def _made(model: Any, config: Any) -> Any:
+    """A new model of the same class, without memory."""
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(config))
+
+
+def _as_theirs(fresh: nn.Module, model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with the weights of linear layers that replaced GPT-2's ``Conv1D`` transposed back."""
+    result, ours = dict(state), dict(model.named_modules())
+    for name, module in fresh.named_modules():
+        if type(module).__name__ == "Conv1D" and isinstance(ours.get(name), nn.Linear):
+            result[f"{name}.weight"] = result[f"{name}.weight"].t().contiguous()
+    return result
+
+
+# The config -------------------------------------------------------------------------------------------------
+
+
+def _expressed(model: Any, state: Mapping[str, Tensor]) -> Any:
+    """The model's config with the sizes that give its shapes. ValueError: there are none."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    differing = _differences(model, config, state)
+    for trial in _trials(model, state):
+        if not differing:
+            break
+        changed = copy.deepcopy(config)
+        trial(changed)
+        try:
+            left = _differences(model, changed, state)
+        except Exception as error:  # whatever a config or a constructor says to sizes that do not suit it
+            logger.debug(f"compression: {type(config).__name__} refuses a size: {error}")
+            continue
+        if _distance(left) < _distance(differing):
+            config, differing = changed, left
+    if differing:
+        name, (ours, theirs) = next(iter(differing.items()))
+        raise ValueError(
+            f"{name} has the shape {ours}, and {type(config).__name__} can only say {theirs} ({len(differing)} such "
+            "tensors): from_pretrained could not load this model. Heads can be removed where the config has head_dim, "
+            "other layers if all are left with the same size; else save state_dict() and load it into a model that "
+            "was prepared and cleaned in the same way"
+        )
+    return config
+
+
+Differences = dict[str, tuple[Shape | None, Shape | None]]
+
+
+def _differences(model: Any, config: Any, state: Mapping[str, Tensor]) -> Differences:
+    """Name -> our shape and that of a new model of ``config``, where they are not the same."""
+    fresh = _made(model, config)
+    ours = {name: tuple(tensor.shape) for name, tensor in _as_theirs(fresh, model, state).items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in fresh.state_dict().items()}
+    return {
+        name: (ours.get(name), theirs.get(name))
+        for name in [*ours, *(name for name in theirs if name not in ours)]
+        if ours.get(name) != theirs.get(name)
+    }
+
+
+def _distance(differing: Differences) -> int:
+    """Dimensions that differ; a tensor that is not there counts as four."""
+    return sum(
+        4 if ours is None or theirs is None else sum(a != b for a, b in zip(ours, theirs, strict=False))
+        for ours, theirs in differing.values()
+    )
+
+
+class _Set:
+    """Sets keys of a config to a size."""
+
+    def __init__(self, *keys: str, size: int) -> None:
+        self.keys, self.size = keys, size
+
+    def __call__(self, config: Any) -> None:
+        for key in self.keys:
+            setattr(config, key, self.size)
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None and self.keys[0] in LAYERS:
+            config.layer_types = kinds[: self.size]
+
+
+class _SetHeads(_Set):
+    """The same for heads, whose size stays what it was."""
+
+    def __init__(self, *keys: str, size: int, head_dim: int) -> None:
+        super().__init__(*keys, size=size)
+        self.head_dim = head_dim
+
+    def __call__(self, config: Any) -> None:
+        config.head_dim = self.head_dim
+        super().__call__(config)
+
+
+def _trials(model: Any, state: Mapping[str, Tensor]) -> Iterator[_Set]:
+    """Sizes that the model may have, for every key of its config that says one."""
+    config = model.config
+    lists = sorted({len(module) for module in model.modules() if isinstance(module, nn.ModuleList)})
+    for key in LAYERS:
+        if hasattr(config, key):
+            yield from (_Set(key, size=size) for size in lists)
+    sizes = sorted({size for tensor in state.values() for size in tensor.shape})
+    for key in WIDTHS:
+        if hasattr(config, key):
+            yield from (_Set(key, size=size) for size in sizes)
+    heads = getattr(config, HEADS[0], None)
+    if not isinstance(heads, int) or heads < 1:
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = [key for key in HEADS if getattr(config, key, None) == heads]
+    fewer = sorted({size // head_dim for size in sizes if size % head_dim == 0} & set(range(1, heads)))
+    yield from (_SetHeads(*keys, size=count, head_dim=head_dim) for count in fewer)
