@@ -13,7 +13,6 @@ INSTEAD = {
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
     "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
-    "deepspeed.compat": "On Python 3.10 and newer use inspect.get_annotations.",
     "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
     "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
@@ -22,14 +21,11 @@ INSTEAD = {
     "deepspeed.module_inject": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
     "deepspeed.nvme": "The commands ds_io and ds_nvme_tune measure and tune file access.",
-    "deepspeed.ops.adam": "Until then use DeepSpeedCPUAdam or FusedAdam.",
+    "deepspeed.ops.adam": "Use ZenFlowSelectiveAdamW; the engine's own serves every stage.",
     "deepspeed.ops.fp_quantizer": "Use deepspeed.ops.fp_quantizer.matmul_fp8.",
-    "deepspeed.ops.lion": "Until then use FusedLion, which steps over all tensors at once.",
     "deepspeed.ops.op_builder": "Nothing is compiled at run time here: a builder's load() returns what is installed.",
-    "deepspeed.ops.quantizer": "Until then use torchao.",
     "deepspeed.ops.transformer": "Use DeepSpeedTransformerLayer.",
     "deepspeed.ops.transformer.inference": "Until then use the model's own layers, or transformers.",
-    "deepspeed.ops.triton_ops": "Until then use the operations of torch.nn.functional.",
     "deepspeed.runtime.activation_checkpointing": "deepspeed.checkpointing.configure() and checkpoint() do this.",
     "deepspeed.runtime.base_optimizer": "Gradients are reduced by hooks of the engine; plain loss.backward() works.",
     "deepspeed.runtime.checkpoint_engine": "Until then save with engine.save_checkpoint().",
@@ -43,7 +39,6 @@ INSTEAD = {
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
-    "deepspeed.runtime.state_dict_factory": "Until then load weights with torch.load or safetensors.",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do this.",
     "deepspeed.runtime.tensor_parallel": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
@@ -100,10 +95,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
     ),
     "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
-    "deepspeed.ops.adam.zenflow_torch_adam": (
-        "class ZenFlowSelectiveAdamW(*args, offload=False, bucket_size=500000000.0, **kwargs): "
-        "temp_copy_param copy_mv_from_cpu copy_mv_to_cpu clear_selected_mv group_step",
-    ),
     "deepspeed.runtime.domino.transformer": (
         "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -94,6 +96,11 @@ def buffers_file(rank: int) -> str:
 def own_state_file(rank: int) -> str:
     """What the optimizer of ``rank`` does not share with other ranks (error feedback)."""
     return f"own_state_rank_{rank}.pt"
+
+
+def by_rank(paths: Iterable[str]) -> list[str]:
+    """Model files by the number of their model-parallel rank, which has more than two digits where there are many."""
+    return sorted(paths, key=lambda path: (model_ranks(os.path.basename(path)) or (0, 0))[::-1])
 
 
 def is_ours(name: str) -> bool:

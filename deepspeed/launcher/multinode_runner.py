@@ -12,6 +12,7 @@ import argparse
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from deepspeed.launcher.constants import (
     PDSH_MAX_FAN_OUT,
     SLURM_LAUNCHER,
 )
+from deepspeed.launcher.devices import THIS_MACHINE
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.hostfile import checked_host
 from deepspeed.launcher.launch import node_options
@@ -204,7 +206,9 @@ class OpenMPIRunner(_StartsRanks):
         command = [self.program, "-n", str(sum(map(len, slots.values()))), "--host", hosts]
         command += ["--map-by", "slot", "--mca", "btl", "^openib"]
         given = self.launcher_arguments()
-        if "btl_tcp_if_include" not in given and Path("/sys/class/net/eth0").exists():
+        # The documented default; only of this machine is it known whether it has that interface.
+        here = {host.rpartition("@")[2] for host in slots} & {THIS_MACHINE, socket.gethostname()}
+        if "btl_tcp_if_include" not in given and (not here or Path("/sys/class/net/eth0").exists()):
             command += ["--mca", "btl_tcp_if_include", "eth0"]
         for name in self.exported(environment):
             command += ["-x", name]

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.background import BackgroundWriter
@@ -195,6 +196,15 @@ class EngineBase(EngineAccessors, nn.Module):
         """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""
         if self.gradient_clipping() > 0:
             clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Embeddings of whose gradients only the rows that were used travel (``sparse_gradients``), as
+        ``emb.weight``."""
+        if not self._config.sparse_gradients_enabled:
+            return set()
+        weights = sparse_parameters(self.module)
+        return {name for name, param in self.module.named_parameters() if param in weights}
 
     @property
     def state_access(self) -> Any:

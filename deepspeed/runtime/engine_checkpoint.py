@@ -50,6 +50,31 @@ def create_background_writer(config: Any) -> BackgroundWriter | None:
     return BackgroundWriter() if decoupled or config.datastates_config is not False else None
 
 
+def model_path(
+    engine: EngineBase, folder: str | os.PathLike[str], tag: str, mp_rank: str | None = None
+) -> str:
+    """The file of the checkpoint ``tag`` with this rank's model states; ``mp_rank``: instead of its own number."""
+    place = Place.on(engine.mesh, _ranks(engine))
+    partitioned = engine.zero_optimization_partition_weights()
+    name = (
+        names.zero_model_file(place.dp_rank, place.mp_rank)
+        if partitioned
+        else names.model_file(place.mp_rank)
+    )
+    if mp_rank is not None:
+        name = name.replace(f"mp_rank_{place.mp_rank:02d}", f"mp_rank_{mp_rank}")
+    return os.path.join(folder, str(tag), name)
+
+
+def optimizer_path(engine: EngineBase, folder: str | os.PathLike[str], tag: str) -> str:
+    """The file of the checkpoint ``tag`` with this rank's part of the optimizer's state (stage 0: the model's file)."""
+    if not engine.zero_optimization():
+        return model_path(engine, folder, tag)
+    place = Place.on(engine.mesh, _ranks(engine))
+    name = names.optim_file(place.dp_rank, place.mp_rank, bf16=bool(engine.bfloat16_enabled()))
+    return os.path.join(folder, str(tag), name)
+
+
 # Saving ----------------------------------------------------------------------------------------------------
 
 
@@ -113,6 +138,7 @@ def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_fr
             "global_samples": engine.global_samples,
             "data_sampler": _curriculum(engine),
             RANDOM_LTD: state_of(getattr(engine, "random_ltd_scheduler", None)),
+            "sparse_tensor_module_names": sorted(engine.sparse_tensor_module_names),
             **_described(engine.module),
         },
         client_state=client_state,

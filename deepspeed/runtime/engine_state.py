@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
 
+from deepspeed.checkpoint import names
 from deepspeed.runtime import engine_checkpoint, engine_weights
 from deepspeed.runtime.engine_base import EngineBase
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -58,6 +61,28 @@ class EngineState(EngineBase):
         )
         self.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
+
+    def _get_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None
+    ) -> str:
+        """The file with this rank's model states; ``mp_placeholder`` stands for the number of its model-parallel rank
+        (``"*"``: a pattern for those of all)."""
+        place = None if mp_placeholder is None else str(mp_placeholder)
+        return engine_checkpoint.model_path(self, checkpoints_path, tag, place)
+
+    def _get_all_ckpt_names(self, checkpoints_path: str | os.PathLike[str], tag: str) -> list[str]:
+        """The files with the model states of all model-parallel ranks, in the order of the ranks."""
+        return names.by_rank(glob.glob(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*")))
+
+    def _get_zero_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
+        """The file with this rank's part of what the optimizer keeps."""
+        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int
+    ) -> str:
+        """The same: experts' states lie with all others, whatever ``expp_rank`` is."""
+        return engine_checkpoint.optimizer_path(self, checkpoints_path, tag)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

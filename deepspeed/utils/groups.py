@@ -204,6 +204,49 @@ def _get_sequence_data_parallel_rank() -> int:
 # --- Expert parallel. A group's name ("ep_size_4") says over how many ranks the experts of a layer are spread. -------
 
 
+def _ensure_divisibility(numerator: int, denominator: int) -> None:
+    """AssertionError if ``denominator`` does not divide ``numerator``; ValueError if it is 0."""
+    if denominator == 0:
+        raise ValueError(f"{numerator} cannot be divided: the denominator must be non-zero")
+    if numerator % denominator:
+        raise AssertionError(f"{numerator} is not divisible by {denominator}")
+
+
+def _get_expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size_: int,
+    expert_parallel_size_: int,
+    pipeline_parallel_size_: int = 1,
+    use_data_before_expert_parallel_: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(the ranks that share one set of experts, the ranks that hold the same experts), each a list of groups.
+
+    Ranks are numbered stage by stage, in a stage by data, and next to each other are those of one tensor. With
+    ``use_data_before_expert_parallel_`` the ranks with the same experts are neighbours.
+    """
+    _ensure_divisibility(world_size, tensor_parallel_size_ * pipeline_parallel_size_)
+    of_stage = world_size // pipeline_parallel_size_
+    data_parallel = of_stage // tensor_parallel_size_
+    _ensure_divisibility(data_parallel, expert_parallel_size_)
+    replicas = data_parallel // expert_parallel_size_
+    sharing: list[list[int]] = []
+    same: list[list[int]] = []
+    for stage in range(pipeline_parallel_size_):
+        for tensor in range(tensor_parallel_size_):
+            ranks = range(stage * of_stage + tensor, (stage + 1) * of_stage, tensor_parallel_size_)
+            blocks = [
+                list(ranks[i : i + expert_parallel_size_])
+                for i in range(0, len(ranks), expert_parallel_size_)
+            ]
+            strides = [list(ranks[i::expert_parallel_size_]) for i in range(expert_parallel_size_)]
+            if use_data_before_expert_parallel_:
+                blocks = [list(ranks[i::replicas]) for i in range(replicas)]
+                strides = [list(ranks[i : i + replicas]) for i in range(0, len(ranks), replicas)]
+            sharing += blocks
+            same += strides
+    return sharing, same
+
+
 def _expert_parallel_size(group_name: str) -> int:
     digits = group_name.rpartition("_")[2]
     if not digits.isdigit():

@@ -240,6 +240,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         """The whole reduced gradient in fp32; None if there is none yet. Collective."""
         return self.access.full_gradient(param)
 
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Nothing to do: groups always hold the parameters, and their state is shown under them."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
     def quantize_nontrainable_params(self) -> None:
         """Nothing is left to do: with ``zero_quantized_nontrainable_weights`` the engine gathers frozen weights in 8
         bits from its first step on."""

@@ -1,0 +1,1 @@
+"""Documented operations of inference layers that can be called by themselves."""

@@ -1,0 +1,1 @@
+"""Operations of mixture-of-experts layers, in PyTorch."""

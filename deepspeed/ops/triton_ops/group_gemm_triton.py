@@ -1,0 +1,26 @@
+"""Products of consecutive runs of rows, each with a matrix of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool = False) -> Tensor:
+    """Rows of ``mat_a`` [rows, k] times the matrix of their group in ``mat_b`` [groups, k, n], with gradients.
+
+    ``offs`` [groups]: where each group's rows end. ``trans_b``: the matrices are [groups, n, k]. Rows behind the last
+    end give zeros.
+    """
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs.numel() != mat_b.shape[0]:
+        raise ValueError(
+            f"expected rows [m, k], matrices [groups, k, n] and one end for each group, not {tuple(mat_a.shape)}, "
+            f"{tuple(mat_b.shape)} and {tuple(offs.shape)}"
+        )
+    matrices = mat_b.transpose(1, 2) if trans_b else mat_b
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    products = [mat_a[a:b] @ matrix for a, b, matrix in zip(starts, ends, matrices, strict=True)]
+    rest = mat_a.shape[0] - (ends[-1] if ends else 0)
+    products.append(mat_a.new_zeros(rest, matrices.shape[2]))
+    return torch.cat(products)
