@@ -18,8 +18,10 @@ from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, Progressiv
 from deepspeed.runtime.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
+    from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
     from deepspeed.checkpoint.background import BackgroundWriter
     from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.compile.backend import CompileWork
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -36,6 +38,7 @@ class EngineBase(EngineAccessors, nn.Module):
     events: Events
     clock: AccumulationClock
     # where it runs
+    accelerator: DeepSpeedAccelerator
     mesh: ProcessMesh
     scopes: Scopes
     device: torch.device
@@ -82,6 +85,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._is_compiled = False
+        self.compile_work: CompileWork | None = None
         self.parts = {}
         self._guards_states = False
         self.global_steps = 0
