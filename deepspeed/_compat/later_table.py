@@ -13,7 +13,7 @@ INSTEAD = {
     "deepspeed.checkpoint": "load_checkpoint() takes a checkpoint of any world size and stage, without conversion.",
     "deepspeed.checkpoint.autoep": "Checkpoints hold whole experts: any number of ranks loads them.",
     "deepspeed.comm": "Communication here is torch.distributed; deepspeed.comm has its functions.",
-    "deepspeed.compile": "Until then use engine.compile(), which is torch.compile of the module.",
+    "deepspeed.compile": "engine.compile() runs passes over graphs; see docs/compile.md.",
     "deepspeed.datastates": "Until then save with engine.save_checkpoint().",
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
@@ -55,33 +55,6 @@ INSTEAD = {
 }
 
 LATER: dict[str, tuple[str, ...]] = {
-    "deepspeed.compile.backend": (
-        "def make_backend(backend, compile_config, compile_kwargs={}, owned_frames=None)",
-        "def register_compile_pass(name, opt_pass_fn, contract=None)",
-    ),
-    "deepspeed.compile.init_z3": (
-        "def init_z3(engine, backend, compile_config, compile_kwargs, schedule=None)",
-    ),
-    "deepspeed.compile.passes.offload_adam_states": (
-        "def move_opt_states(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
-        "mem_budget, param_manager, bwd)",
-        "def move_opt_states_sync(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
-        "mem_budget, param_manager, bwd)",
-        "def offload_adam_states_for_init(gm, graph_id, graph_order, profiling_results, "
-        "create_inputs_fn, mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.compile.passes.prefetch": (
-        "def schedule_prefetch(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
-        "mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.compile.passes.selective_gather": (
-        "def selective_gather(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
-        "mem_budget, param_manager, bwd)",
-    ),
-    "deepspeed.compile.passes.zero3_compile": (
-        "def add_z3_gather_release(gm, graph_id, graph_order, profiling_results, create_inputs_fn, "
-        "mem_budget, param_manager, bwd)",
-    ),
     "deepspeed.module_inject.auto_ep_config": (
         "def parse_autoep_config(param_dict)",
         "def validate_autoep_config(config, world_size, pp_size, tp_size, sp_size, *, zero_stage=0, "

@@ -51,6 +51,10 @@ def _partition_config(key: str) -> Predicate:
     return says_otherwise
 
 
+def _compile(key: str) -> Predicate:
+    return lambda c: c.compile.deepcompile and getattr(c.compile, key)
+
+
 ROUTING = (
     "score_func", "score_apply", "route_norm", "route_scale", "top_k", "routed_scaling_factor", "num_expert_groups",
     "num_limited_groups",
@@ -77,7 +81,11 @@ MISSING: tuple[Missing, ...] = (
         _REMOVE,
     ),
     # Compiler
-    Missing("compile.deepcompile", lambda c: c.compile.deepcompile, "use engine.compile() without it"),
+    Missing(
+        "compile.offload_activation",
+        lambda c: c.compile.deepcompile and c.compile.offload_activation,
+        "set activation_checkpointing.cpu_checkpointing, and checkpoint the blocks",
+    ),
     # What cannot change the numerics
     *(
         Missing(
@@ -102,6 +110,18 @@ MISSING: tuple[Missing, ...] = (
         lambda c: c.tensor_parallel.tp_overlap_comm,
         "sums are waited for where they are needed",
         False,
+    ),
+    *(
+        Missing(f"compile.{key}", _compile(key), "compiled graphs communicate outside of themselves", False)
+        for key in (
+            "symmetric_memory",
+            "sync_before_reduce",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_after_allgather",
+            "keep_all_input_tensors",
+            "free_activation",
+        )
     ),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),

@@ -129,6 +129,31 @@ def unmanaged_accumulation(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def compiled_passes(config: TrainingConfig) -> Iterator[Finding]:
+    section, zero = config.compile, config.zero_optimization
+    if not section.deepcompile:
+        return
+    for name, stages in (("z1", (1, 2)), ("z3", (3,))):
+        if name in (section.passes or ()) and zero.stage not in stages:
+            wanted = " or ".join(map(str, stages))
+            yield Finding(
+                ("compile.passes", STAGE), f"{name!r} needs ZeRO stage {wanted} (stage is {zero.stage})"
+            )
+    moving = "compile.offload_opt_states"
+    if section.offload_opt_states and offload_device(zero.offload_optimizer) != "none":
+        yield Finding(
+            (moving, OFFLOAD), f"cannot be combined with {OFFLOAD}: both move the optimizer's states"
+        )
+    if section.offload_opt_states and zero.stage == 0:
+        yield Finding((moving, STAGE), "needs ZeRO stage 1, 2 or 3 (stage is 0)")
+    if section.offload_parameters and offload_device(zero.offload_param) == "none":
+        param = "zero_optimization.offload_param"
+        yield Finding(
+            ("compile.offload_parameters", param),
+            f"is done by {param}: set {param}.device to 'cpu' and stage 3",
+        )
+
+
 def summed_gradients(config: TrainingConfig) -> Iterator[Finding]:
     if config.gradient_allreduce_op != "sum":
         return
@@ -377,6 +402,7 @@ RULES: tuple[Rule, ...] = (
     autocast_beside_16_bit,
     low_precision_masters,
     unmanaged_accumulation,
+    compiled_passes,
     summed_gradients,
     offload_makes_sense,
     zenflow_makes_sense,

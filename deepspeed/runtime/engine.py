@@ -42,7 +42,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import (
     varies_batches,
 )
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from deepspeed.runtime.engine_state import EngineState
+from deepspeed.runtime.engine_compile import EngineCompile
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.module_checks import check_module, lay_out_contiguously, require_module
 from deepspeed.runtime.observers.attach import attach_observers
@@ -68,7 +68,7 @@ ROUTE_EVAL = "eval"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 
 
-class DeepSpeedEngine(EngineState):
+class DeepSpeedEngine(EngineCompile):
     """A module with its optimizer, trained over all data-parallel ranks as the configuration says.
 
     Attribute access falls through to the wrapped module. The parts are built by ``runtime/assembly.py``; the
@@ -542,38 +542,7 @@ class DeepSpeedEngine(EngineState):
             raise KeyError(name)
         self._input_chain = InputChain(left) if left else None
 
-    # Compilation and the end --------------------------------------------------------------------------------
-
-    def compile(
-        self,
-        backend: Any = None,
-        compile_kwargs: dict[str, Any] = {},  # noqa: B006 - the documented default, never written to
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """``torch.compile`` the wrapped module in place; at stage 3 block by block."""
-        if self._is_compiled:
-            return
-        if schedule is not None or compiled_autograd_enabled:
-            raise NotImplementedError(
-                "engine.compile(schedule=, compiled_autograd_enabled=) is not available yet."
-            )
-        options = {"backend": backend or self.accelerator.get_compile_backend(), **compile_kwargs}
-        if self.sharded is not None:
-            self.sharded.offload.compile_units(**options)
-        else:
-            self.module.compile(**options)
-        self._is_compiled = True
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
-
-    def is_deepcompile_enabled(self) -> bool:
-        return False
-
-    def is_deepcompile_active(self) -> bool:
-        return False
+    # The end ------------------------------------------------------------------------------------------------
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None] | None:
         """Writes the file of each expert, where weights are whole (stages 0 to 2)."""

@@ -121,10 +121,6 @@ _ACCESSORS: dict[str, str] = {
     "autotuning_profile_model_info": "autotuning_config.model_info.profile",
 }
 
-_LATER = {
-    "register_compile_pass": "DeepCompile",
-}
-
 
 class EngineAccessors:
     """Mixin with one method per row of the table, and the few getters that return more than a config value."""
@@ -161,10 +157,6 @@ class EngineAccessors:
     def swap_tensor_config(self) -> Any:
         """The section that says where parameters are swapped to: ``offload_param``."""
         return self._config.zero_config.offload_param
-
-    def get_compile_time(self) -> list[Any]:
-        """Times of DeepCompile's passes: empty, as it is not in this release (clients print the list)."""
-        return []
 
     def is_elastic_model_parallel_supported(self) -> bool:
         """Version 0.2 of the elasticity algorithm supports model-parallel ranks."""
@@ -209,15 +201,5 @@ def _getter(name: str, path: str) -> Any:
     return getter
 
 
-def _refusal(name: str, feature: str) -> Any:
-    def refuse(self: EngineAccessors, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"engine.{name}() belongs to {feature}, which is not in this release.")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    return refuse
-
-
 for _name, _path in _ACCESSORS.items():
     setattr(EngineAccessors, _name, _getter(_name, _path))
-for _name, _feature in _LATER.items():
-    setattr(EngineAccessors, _name, _refusal(_name, _feature))

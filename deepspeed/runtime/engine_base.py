@@ -20,9 +20,11 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 
 if TYPE_CHECKING:
+    from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
     from deepspeed.checkpoint.background import BackgroundWriter
     from deepspeed.comm.collectives import Network
     from deepspeed.comm.mesh import ProcessMesh
+    from deepspeed.compile.backend import CompileWork
     from deepspeed.runtime.assembly import TrainingCore
     from deepspeed.runtime.checkpoint_engine import CheckpointEngine
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -39,6 +41,7 @@ class EngineBase(EngineAccessors, nn.Module):
     events: Events
     clock: AccumulationClock
     # where it runs
+    accelerator: DeepSpeedAccelerator
     mesh: ProcessMesh
     _network: Network
     scopes: Scopes
@@ -91,6 +94,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self._step_applied = False
         self._global_norm: float | None = None
         self._is_compiled = False
+        self.compile_work: CompileWork | None = None
         self.parts = {}
         self._guards_states = False
         self.global_steps = 0

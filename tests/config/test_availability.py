@@ -77,7 +77,19 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
     ),
     ("weight_quantization.enabled", {"weight_quantization": {"num_bits": 4}}),
     ("data_efficiency.data_routing.random_ltd.enabled", {"data_efficiency": ROUTING}),
-    ("compile.deepcompile", {"compile": {"deepcompile": True}}),
+    *(
+        (f"compile.{key}", {"compile": {"deepcompile": True, key: True}})
+        for key in (
+            "offload_activation",
+            "symmetric_memory",
+            "sync_before_reduce",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_after_allgather",
+            "keep_all_input_tensors",
+            "free_activation",
+        )
+    ),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),
     ("wandb.enabled", {"wandb": {"enabled": True}}),

@@ -27,7 +27,7 @@ def test_config_page_shows_what_it_should(tool: ModuleType) -> None:
     for words in (
         "| `stage3_prefetch_bucket_size` | integer | `50000000` | >= 0 |",
         "### `zero_optimization.offload_param`",
-        "- `compile.deepcompile`: use engine.compile() without it",
+        "- `nebula.enabled`: checkpoints are written the ordinary way",
         "Also: `tp`.",
         "*Deprecated.*",
     ):

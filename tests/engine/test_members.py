@@ -141,12 +141,10 @@ def test_documented_attributes_and_getters() -> None:
 @distributed(world_size=1)
 def test_members_of_later_features_are_refused_by_name() -> None:
     engine = start(0)
-    with pytest.raises(NotImplementedError, match="register_compile_pass"):
-        engine.register_compile_pass(None)
     with pytest.raises(RuntimeError, match="curriculum_learning.enabled=true"):
         engine.set_custom_curriculum_learning_schedule({})
-    with pytest.raises(NotImplementedError, match="schedule"):
-        engine.compile(schedule=[])
+    with pytest.raises(NotImplementedError, match="compiled_autograd_enabled"):
+        engine.compile(compiled_autograd_enabled=True)
     engine.destroy()
 
 

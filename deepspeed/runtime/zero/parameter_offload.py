@@ -87,7 +87,13 @@ class DeepSpeedZeRoOffload:
         self._compiled = blocks_of(self.module) or [self.module]
         for block in self._compiled:
             block.forward = torch.compile(block.forward, **options)
+        self.rehook()
+
+    def rehook(self) -> None:
+        """The hooks anew: which modules are compiled, or which buckets move, has changed. Between two calls."""
         self.remove_hooks()
+        self._needs.clear()
+        self._moves = any(not bucket.persistent for bucket in self.param_coordinator.buckets)
         self._register_deepspeed_module(self.module)
 
     def _walk(self, module: nn.Module, roots: set[nn.Module], seen: set[nn.Module]) -> None:

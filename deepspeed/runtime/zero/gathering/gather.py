@@ -52,6 +52,10 @@ class LocalGather:
     def changed(self) -> None:
         """The slices were written, on every rank."""
 
+    def plan_anew(self, prefetch_numel: int) -> None:
+        """Between two steps, on all ranks: gather ahead up to so many elements, and forget what the last step gathered
+        in which order. Without effect where buckets are gathered when they are needed."""
+
     def settle(self) -> None:
         """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
 

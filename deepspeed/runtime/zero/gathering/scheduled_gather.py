@@ -312,6 +312,12 @@ class ScheduledGather(FetchingGather):
             self._evaluation = None
             self.order.restart()
 
+    def plan_anew(self, prefetch_numel: int) -> None:
+        with self.lock:
+            self.prefetch_numel = prefetch_numel
+            self._last_record, self._last_orders = [], {}
+            self.order.end_step([])
+
     def settle(self) -> None:
         """Called by all ranks before the buckets are dissolved; afterwards nothing is in flight on any rank."""
         begun = torch.tensor([int(self.order.begun)], dtype=torch.int64, device=self.buckets[0].device)

@@ -82,6 +82,11 @@ class ShardedBucket(ParamBucket):
         if not self.persistent:
             self.release()
 
+    @property
+    def nbytes(self) -> int:
+        """Of the whole bucket."""
+        return self._nbytes
+
     # Transitions --------------------------------------------------------------------------------------------
 
     def allocate(self) -> Tensor:

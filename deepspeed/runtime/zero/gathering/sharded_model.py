@@ -58,6 +58,9 @@ class ShardedModel:
             bucket.transitions = self.transitions
             bucket.on_change = self.gatherer.changed
         self.offload = DeepSpeedZeRoOffload(module, self.coordinator)
+        self.prefetch_numel = prefetch_numel
+        self._kept_by_config = {bucket.layout.index for bucket in self.buckets if bucket.persistent}
+        self._kept: set[int] = set()  # by ``keep_gathered``
         self.row_norms = RowNorms(module, scopes.everyone)
 
     def before_step(self) -> None:
@@ -67,6 +70,34 @@ class ShardedModel:
     def after_step(self) -> None:
         self.gatherer.changed()
         self.coordinator.end_of_step()
+
+    def gather_ahead(self, numel: int) -> None:
+        """From the next step on, gather up to ``numel`` elements ahead. On all ranks, between two steps."""
+        if numel != self.prefetch_numel:
+            self.prefetch_numel = numel
+            self.gatherer.plan_anew(numel)
+
+    def keep_gathered(self, room: int) -> None:
+        """Keep buckets whole from now on that together take at most ``room`` bytes beyond their slices, the smallest
+        first; in addition to those that the config keeps. On all ranks, between two steps; the same ``room``.
+
+        Buckets whose gathers round the weights are not kept: a module is to see the same weights as before.
+        """
+        chosen: set[int] = set()
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.padded_numel):
+            size = bucket.nbytes
+            if bucket.layout.index in self._kept_by_config or bucket.lossy or size > room:
+                continue
+            chosen.add(bucket.layout.index)
+            room -= size
+        changed = [b for b in self.buckets if b.layout.index in chosen ^ self._kept]
+        if not changed:
+            return
+        self._kept = chosen
+        for bucket in changed:
+            self.transitions.set_persistent(bucket.layout.index, bucket.layout.index in chosen)
+        self.offload.rehook()
+        self.gatherer.plan_anew(self.prefetch_numel)
 
     def abandon(self) -> None:
         """The batch ended with an exception: nothing is in use, and the step starts over."""

@@ -284,6 +284,20 @@ class Transitions:
             b.layout.padded_numel for b in self.buckets if b.status is Status.GATHERED and not b.persistent
         )
 
+    def set_persistent(self, b: int, persistent: bool) -> None:
+        """Between two steps: make a bucket whole for good, or one like the others again. Collective."""
+        bucket = self.buckets[b]
+        with self.lock:
+            if persistent and bucket.status is Status.SHARDED:
+                full = self.begin(b)
+                bucket.communicator.all_gather(full, bucket.own_slice()).wait()
+                self.arrived(b)
+            bucket.persistent = persistent
+            for param in bucket.params:
+                param.ds_persist = persistent  # type: ignore[attr-defined]
+            self._visitors.discard(b)
+            self._release_if_idle(b)
+
     # The end ------------------------------------------------------------------------------------------------
 
     def end_of_step(self) -> None:
