@@ -32,7 +32,6 @@ INSTEAD = {
     "deepspeed.runtime.comm": "CompressedBackend works on every process group; see also deepspeed.comm.",
     "deepspeed.runtime.compiler": "Use torch.compiler, or engine.compile().",
     "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
-    "deepspeed.runtime.data_pipeline": "Until then sample and truncate in the dataset or its collate_fn.",
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
     "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
