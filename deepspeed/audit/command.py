@@ -101,7 +101,9 @@ def show_table(differences: Sequence[Difference], rows: int) -> None:
     except ImportError:
         print("\n".join(plain_table(shown)))
     else:
-        table = Table(*COLUMNS)
+        table = Table()
+        for column in COLUMNS:
+            table.add_column(column, overflow="fold")  # names are shown to their end
         for row in shown:
             table.add_row(*row)
         Console().print(table)

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import deepspeed
+from deepspeed.audit.records import read_run
 from deepspeed.profiling.timeline.analysis import late_ranks, longest_waits, merged, steps_of, subtract
 from deepspeed.profiling.timeline.command import main
 from deepspeed.profiling.timeline.files import RankTrace, UnreadableTrace, join, read_traces
+from deepspeed.runtime.observers.timeline import unit_of
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from tests.pool import distributed, run
 from tests.zero.models import batch, config_for, make_zoo
 
@@ -137,6 +142,32 @@ def test_swaps(tmp_path: Path) -> None:
     assert names_of(trace, "copies and swaps") >= {"start reading", "start writing", "wait for file"}
 
 
+def test_stages_of_a_pipeline_wait_for_one_another(tmp_path: Path) -> None:
+    run(_train_pipeline, 2, folder=tmp_path)
+    traces = read_traces(tmp_path / "trace")
+    for trace, carried in zip(traces, ("gradients of activations", "activations"), strict=True):
+        received = [e["args"] for e in trace.own("waits") if e["args"]["operation"] == "receive"]
+        assert len(received) == 2 * 4  # two steps of four micro-batches
+        assert {(each["of"], each["from"]) for each in received} == {(carried, 1 - trace.rank)}
+    assert {(each.waiting, each.late) for each in late_ranks(traces)} >= {(0, 1), (1, 0)}
+    steps = read_run(tmp_path / "audit").steps
+    assert list(steps) == [0, 1, 2, 3]
+    assert len(steps[2].tensors("gradients")) == 8  # of both stages
+
+
+def _train_pipeline(folder: Path) -> None:
+    model = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages=2, loss_fn=nn.MSELoss())
+    config = config_for(1, gas=4) | {
+        "trace": {"path": str(folder / "trace"), "steps": [2, 3], "operations": False},
+        "audit": {"record": str(folder / "audit")},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    batches = iter([(torch.ones(2, 8), torch.zeros(2, 8))] * 24)
+    for _ in range(3):
+        engine.train_batch(batches)
+    engine.destroy()
+
+
 def test_operations_of_torch_are_on_the_same_clock(tmp_path: Path) -> None:
     traced(tmp_path, 1, ranks=1, steps=3, operations=True)
     (trace,) = read_traces(tmp_path)
@@ -195,3 +226,18 @@ def test_intervals() -> None:
     assert merged([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
     assert subtract([(0, 10)], [(1, 2), (4, 20)]) == [(0, 1), (2, 4)]
     assert subtract([(0, 1)], []) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    "names, unit",
+    [
+        (["blocks.3.up.weight", "blocks.3.up.bias"], "blocks.3.up"),
+        (["blocks.3.norm.weight", "blocks.3.up.bias"], "blocks.3"),
+        (["blocks.3.norm.weight", "blocks.4.up.bias"], "blocks.3 to blocks.4"),
+        (["embed.weight", "blocks.0.up.bias"], "embed to blocks"),
+        (["weight", "bias"], "parameters"),
+        ([], "parameters"),
+    ],
+)
+def test_buckets_are_named_by_their_modules(names: list[str], unit: str) -> None:
+    assert unit_of(names) == unit

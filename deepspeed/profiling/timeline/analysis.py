@@ -106,18 +106,21 @@ def late_ranks(traces: Sequence[RankTrace]) -> list[Lateness]:
     asked: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     waited: dict[tuple[str, str, int], dict[int, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     subjects: dict[tuple[str, str, int], str] = {}
+    sums: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     base = min((trace.base_ns for trace in traces), default=0)
     for trace in traces:
         shift = (trace.base_ns - base) / 1e3
         for event in trace.own("waits"):
             facts = event["args"]
+            if "from" in facts:  # one rank's message
+                sums[trace.rank, facts["from"], facts["of"]].append(event["dur"] / 1e3)
+                continue
             key = (facts["group"], facts["operation"], facts["number"])
             subjects[key] = facts["of"]
             begin, end = _interval(event)
             waited[key][trace.rank].append((begin + shift, end + shift))
             first = asked[key].get(trace.rank)
             asked[key][trace.rank] = min(begin + shift, first) if first is not None else begin + shift
-    sums: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for key, begins in asked.items():
         if len(begins) < len(key[0].split(",")):
             continue

@@ -118,6 +118,7 @@ class Timeline:
         if not engine._is_compiled:
             self._watch_modules(recorder)
         self._watch_collectives(recorder)
+        self._watch_pipeline(recorder)
         self._watch_buckets(recorder)
         self._watch_storage(recorder)
 
@@ -283,6 +284,17 @@ class Timeline:
 
         return recorded
 
+    def _watch_pipeline(self, recorder: Recorder) -> None:
+        """Waiting for other stages. The class is asked: an engine has the attributes of its module, too."""
+        if not hasattr(type(self.engine), "pipe_channels"):
+            return
+        for name, channel in self.engine.pipe_channels():
+            peer = getattr(channel, "peer", None)
+            method = "receive" if hasattr(channel, "receive") else "flush"
+            if peer is not None:  # not between two pieces of this rank
+                facts = {"operation": method, "of": name, "from": peer}
+                self.replaced.method(channel, method, functools.partial(_waits, recorder, facts))
+
     def _watch_buckets(self, recorder: Recorder) -> None:
         core, sharded = self.engine.core, self.engine.sharded
         if core is not None:
@@ -331,14 +343,18 @@ def _folder(path: str) -> Path:
 
 
 def unit_of(names: Iterable[str]) -> str:
-    """The module that parameters have in common, such as ``blocks.3``; else the first and the last of them."""
+    """The module that parameters have in common, such as ``blocks.3``, or the first and the last of several, such as
+    ``blocks.3 to blocks.5``."""
     every = [name.split(".")[:-1] for name in names if name]
     if not every:
         return "parameters"
-    common = [level[0] for level in zip(*every, strict=False) if len(set(level)) == 1]
-    if common:
-        return ".".join(common)
-    first, last = (".".join(each) or "parameters" for each in (every[0], every[-1]))
+    depth = 0
+    while all(len(each) > depth for each in every) and len({each[depth] for each in every}) == 1:
+        depth += 1
+    below = [each[depth : depth + 1] for each in every]
+    if depth and not any(part and part[0].isdigit() for part in below):
+        return ".".join(every[0][:depth])
+    first, last = (".".join(each[: depth + 1]) or "parameters" for each in (every[0], every[-1]))
     return first if first == last else f"{first} to {last}"
 
 
@@ -359,6 +375,15 @@ def _spanned(recorder: Recorder, track: str, name: str, call: Callable[..., Any]
             return call(*args, **kwargs)
 
     return spanned
+
+
+def _waits(recorder: Recorder, facts: dict[str, Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        with recorder.span(WAIT, f"{facts['operation']} {facts['of']}, rank {facts['from']}", **facts):
+            return call(*args, **kwargs)
+
+    return waited
 
 
 def _gathers(recorder: Recorder, names: list[str], call: Callable[..., Any]) -> Callable[..., Any]:

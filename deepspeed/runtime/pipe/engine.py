@@ -125,6 +125,18 @@ class PipelineEngine(DeepSpeedEngine):
             return self._handovers.setdefault((edge, tag), Handover())
         return Sender(peer, self.grid.get_pipe_parallel_group(), self.device, 2 * edge + tag)
 
+    def pipe_channels(self) -> Iterator[tuple[str, Inlet | Outlet]]:
+        """What each channel to or from a neighbour carries, and the channel."""
+        for links in self._links:
+            for name, channel in (
+                ("activations", links.inputs),
+                ("gradients of activations", links.output_gradients),
+                ("activations", links.outputs),
+                ("gradients of activations", links.input_gradients),
+            ):
+                if channel is not None:
+                    yield name, channel
+
     @property
     def stage_module(self) -> PipelineModule:
         """The wrapped module."""
