@@ -210,8 +210,8 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
             model[1] = Loops()
         step()
         """,
-        r"rank 0 waiting for rank 1.*it is running other code.*at script.py:\d+ in forward: .*stack of rank "
-        r"1.*in forward",
+        r"rank 0 waiting for rank 1.*it is running other code, in module 1, at script.py:\d+ in forward: .*"
+        r"stack of rank 1.*in forward",
     ),
     "torch's own collective": (
         "shared_memory",
