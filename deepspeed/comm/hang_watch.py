@@ -121,7 +121,8 @@ class Watch:
                 self._server.serve(self.pause_s)
             self._end.set()
             if self._store is not None:
-                self._ask(lambda: self._store.set(f"{KEY}/who/{self.rank}", ""))
+                with contextlib.suppress(Exception):  # the store may be gone
+                    self._ask(lambda: self._store.set(f"{KEY}/who/{self.rank}", ""))
 
     def _look(self) -> None:
         waited_s = self._waited_s()
@@ -250,7 +251,7 @@ class Watch:
         waited_s = max((each.still_s for each in standings.values() if each.call), default=self.seconds)
         text = explain(standings, silent, waited_s)
         if text and (silent or waited_s >= self.seconds / 2):  # else it went on meanwhile
-            logger.error(note + text)
+            logger.warning(note + text)
             return text
         return ""
 
@@ -286,7 +287,8 @@ def _state_of(pid: int) -> str:
 def _torch_counts() -> list[int]:
     """How many collectives torch has begun in each group."""
     counts = []
-    for group in list(dist.distributed_c10d._world.pg_map):
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    for group in groups:
         with contextlib.suppress(Exception):  # a backend that does not count
             counts.append(group._get_sequence_number_for_group())
     return counts

@@ -243,7 +243,7 @@ def _users_line(frames: list[FrameType]) -> str:
 def _module_names(frames: list[FrameType], known: list[Names]) -> Iterator[str]:
     for frame in frames:
         if frame.f_code.co_name == "_call_impl":
-            module = frame.f_locals.get("self")
+            module: Any = frame.f_locals.get("self")
             for names in known:
                 if name := _quietly(lambda module=module, names=names: names.of_module(module)):
                     yield name

@@ -35,7 +35,7 @@ def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
 
 def check_connection(host: str, ssh: Sequence[str]) -> None:
     """Raises LaunchError if ``host`` cannot be reached without a password."""
-    _ask(host, ssh, "hostname")
+    ask(host, ssh, "hostname")
 
 
 def _resolved(name: str) -> str | None:
@@ -60,7 +60,7 @@ def _own_address_towards(name: str) -> str | None:
 
 
 def _reported_by(host: str, ssh: Sequence[str]) -> str:
-    for word in _ask(host, ssh, "hostname -I").split():
+    for word in ask(host, ssh, "hostname -I").split():
         try:
             ipaddress.ip_address(word)
         except ValueError:
@@ -69,7 +69,7 @@ def _reported_by(host: str, ssh: Sequence[str]) -> str:
     raise LaunchError(f"{host} reports no address of its own; give the address of rank 0 with --master_addr")
 
 
-def _ask(host: str, ssh: Sequence[str], command: str) -> str:
+def ask(host: str, ssh: Sequence[str], command: str) -> str:
     try:
         answer = subprocess.run(
             [*ssh, "--", host, command],

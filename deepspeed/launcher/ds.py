@@ -62,6 +62,18 @@ TOOLS = {
         "[PID]",
         "what every rank of a running job does now: Python stacks, last collectives",
     ),
+    "doctor": Tool(
+        "deepspeed.launcher.doctor",
+        "main",
+        "[--hostfile FILE]",
+        "whether this machine, or those of a hostfile, are ready for a job",
+    ),
+    "bench": Tool(
+        "deepspeed.launcher.ds_bench",
+        "main",
+        "--num_gpus N",
+        "speed of each collective by size and transport",
+    ),
     "elastic": Tool(
         "deepspeed.elasticity.command",
         "main",

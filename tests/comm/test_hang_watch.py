@@ -26,11 +26,12 @@ from deepspeed.comm.history import LENGTH, History
 from deepspeed.comm.standing import Standing
 from deepspeed.launcher import stacks
 from tests import forked
-from tests.pool import ROOT, distributed
+from tests.engine.test_step_cost import calls_of
+from tests.pool import ROOT, distributed, free_port
 
 SECONDS = 1.0
 
-# An engine of two ranks; `step` trains. Rank 0 ends as soon as there is a report.
+# An engine of two ranks; `step` trains.
 PROLOGUE = """
 import os, signal, sys, threading, time
 from datetime import timedelta
@@ -60,7 +61,7 @@ def leave_after_the_report():
     sys.stdout.flush()
     os._exit(0)
 step()
-if rank == 0 and os.environ["TEST_LEAVES"] == "1":
+if str(rank) == os.environ["TEST_LEAVES"]:
     threading.Thread(target=leave_after_the_report, daemon=True).start()
 """
 
@@ -186,6 +187,17 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
         """,
         r"rank 1 does not answer.*missing: rank 1 \(.*, process PID1\) is stopped .*kill -CONT PID1",
     ),
+    "stopped, with the store": (
+        "shared_memory",
+        """
+        time.sleep(0.5)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step()
+        """,
+        r"its store does not answer; .*rank 0 does not answer.*rank 0 \(.*, process PID0\) is stopped"
+        r".*waiting: rank 1 in reduce_scatter",
+    ),
     "infinite loop": (
         "shared_memory",
         """
@@ -198,8 +210,8 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
             model[1] = Loops()
         step()
         """,
-        r"rank 0 waiting for rank 1.*it is running other code.*at script.py:\d+ in forward: .*stack of rank "
-        r"1.*in forward",
+        r"rank 0 waiting for rank 1.*it is running other code, in module 1, at script.py:\d+ in forward: .*"
+        r"stack of rank 1.*in forward",
     ),
     "torch's own collective": (
         "shared_memory",
@@ -226,16 +238,21 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
 
 
 class Job:
-    def __init__(self, folder: Path, transport: str, body: str, *, timeout_s: float) -> None:
+    """Two ranks. The one that reports ends as soon as it has. Rank 1 does so if the store is that of rank 0."""
+
+    def __init__(
+        self, folder: Path, transport: str, body: str, *, reporter: int = 0, timeout_s: float = 60.0
+    ) -> None:
         folder.mkdir()
+        self.reporter = reporter
         (folder / "script.py").write_text(PROLOGUE + textwrap.dedent(body))
         common = {
             **os.environ,
             "DS_SHM": "1" if transport == "shared_memory" else "0",
             "TEST_TIMEOUT": str(timeout_s),
-            "TEST_LEAVES": "0" if timeout_s < 10 else "1",
+            "TEST_LEAVES": str(reporter) if timeout_s > 10 else "none",
             "TEST_SECONDS": str(SECONDS),
-            "TEST_STORE": f"file://{folder}/store",
+            "TEST_STORE": f"file://{folder}/store" if reporter == 0 else f"tcp://127.0.0.1:{free_port()}",
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -252,9 +269,9 @@ class Job:
         ]
 
     def finish(self) -> str:
-        """What rank 0 printed, which ends with its report."""
+        """What the reporting rank printed, up to its report."""
         try:
-            return self.ranks[0].communicate(timeout=60)[0]
+            return self.ranks[self.reporter].communicate(timeout=60)[0]
         finally:
             for each in self.ranks:
                 each.kill()
@@ -264,7 +281,13 @@ class Job:
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
     folder = tmp_path_factory.mktemp("jobs")
     started = {
-        name: Job(folder / str(number), transport, body, timeout_s=4.0 if name == "the timeout" else 60.0)
+        name: Job(
+            folder / str(number),
+            transport,
+            body,
+            reporter=int("with the store" in name),
+            timeout_s=4.0 if name == "the timeout" else 60.0,
+        )
         for number, (name, (transport, body, _)) in enumerate(SCENARIOS.items())
         if transport == "gloo" or shared_memory.is_available()
     }
@@ -278,7 +301,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
 def test_the_report_names_what_happened(name: str, jobs: dict[str, Job]) -> None:
     if name not in jobs:
         pytest.skip("no native library")
-    expected = SCENARIOS[name][2].replace("PID1", str(jobs[name].ranks[1].pid))
+    expected = SCENARIOS[name][2]
+    for rank in range(2):
+        expected = expected.replace(f"PID{rank}", str(jobs[name].ranks[rank].pid))
     output = jobs[name].finish()
     assert output.count("no progress in communication") == (2 if name == "the timeout" else 1), output
     assert re.search(expected, output, re.DOTALL), output
@@ -403,6 +428,17 @@ def test_each_collective_is_recorded_once_whoever_issues_it() -> None:
     assert history.calls[-1][4] == "backward"
     one.destroy()
     two.destroy()
+
+
+@distributed(world_size=2)
+def test_recording_costs_one_call() -> None:
+    """Of our functions, per collective; every rank pays it."""
+    wire, tensor = communicator(), torch.ones(4)
+    wire.all_reduce(tensor).wait()
+    recorded = calls_of(lambda: wire.all_reduce(tensor).wait())
+    wire._record = lambda *_: None  # type: ignore[method-assign]
+    assert recorded - calls_of(lambda: wire.all_reduce(tensor).wait()) <= 1
+    del wire._record
 
 
 def watching() -> list[str]:

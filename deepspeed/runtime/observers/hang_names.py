@@ -34,8 +34,10 @@ class NamesOfEngine:
         params = getattr(holder, "params", None)
         if params is None and engine.core is not None:
             params = engine.core.store.params
-        slots = [slot for slot in holder.layout.slots if params is not None and 0 <= slot.param < len(params)]
-        return [name for slot in slots if (name := engine.param_names.get(params[slot.param]))]
+        if params is None:
+            return []
+        held = [params[slot.param] for slot in holder.layout.slots if 0 <= slot.param < len(params)]
+        return [name for param in held if (name := engine.param_names.get(param))]
 
     def position(self) -> str:
         engine = self._engine()
