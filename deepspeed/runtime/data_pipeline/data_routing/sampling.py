@@ -41,9 +41,11 @@ class TokenSampler:
         self.place = place
         self._drawn: tuple[object, Tensor] | None = None
 
-    @torch.compiler.disable
     def draw(self, layer: int, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
         """Ascending indices int64 [batch, kept] of the tokens that a layer keeps of each row."""
+        return _uncompiled(self, layer, kept, length, batch, device)
+
+    def _draw(self, layer: int, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
         if self.place is None:
             return gpt_sample_tokens(kept, length, batch, 1, device)[0][0]
         place = self.place()
@@ -65,6 +67,14 @@ class TokenSampler:
         number = _scrambled(number + positions)
         number = (number >> _POSITION_BITS << _POSITION_BITS) + positions
         return number.topk(kept, largest=False, sorted=False).indices.sort().values
+
+
+@torch.compiler.disable
+def _uncompiled(
+    sampler: TokenSampler, layer: int, kept: int, length: int, batch: int, device: torch.device
+) -> Tensor:
+    """Steps are Python numbers: compiled code would be made again for each."""
+    return sampler._draw(layer, kept, length, batch, device)
 
 
 def _scrambled(value: Tensor) -> Tensor:
