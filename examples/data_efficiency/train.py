@@ -4,9 +4,10 @@
     python examples/data_efficiency/train.py --steps 60 --runs plain both          # the short form
     python examples/data_efficiency/train.py --picture_only                        # of the measurements there are
 
-Model and text are those of examples/pretrain_gpt. Every run makes the same number of optimizer steps with the same
-optimizer; the floating-point operations of each step are counted, once for every pair of lengths that occurs. Writes
-measurements of each run, and loss by operations and by steps as a picture, to examples/data_efficiency/out.
+Model and text are those of examples/pretrain_gpt. Every run has the same optimizer and as many floating-point
+operations as --steps steps of the plain one, so that cheaper steps are more steps (--same_steps: as many steps).
+Operations are counted, once for every pair of lengths that occurs. Writes measurements of each run, and the loss by
+operations and by steps as a picture, to examples/data_efficiency/out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--same_steps", action="store_true", help="the same steps, not the same operations")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
@@ -56,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def settings(options: argparse.Namespace, run: str) -> dict[str, Any]:
+def settings(options: argparse.Namespace, run: str, steps: int) -> dict[str, Any]:
     """Both techniques begin with a quarter of the context, and have reached it after 60 and 90 % of the steps."""
     config: dict[str, Any] = {
         "train_batch_size": options.batch,
@@ -64,7 +66,7 @@ def settings(options: argparse.Namespace, run: str) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {
             "type": "WarmupCosineLR",
-            "params": {"total_num_steps": options.steps, "warmup_num_steps": max(2, options.steps // 20)},
+            "params": {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20)},
         },
     }
     if run in ("curriculum", "both"):
@@ -74,7 +76,7 @@ def settings(options: argparse.Namespace, run: str) -> dict[str, Any]:
             "min_difficulty": options.context // 4,
             "max_difficulty": options.context,
             "schedule_type": "fixed_linear",
-            "schedule_config": {"total_curriculum_step": options.steps * 6 // 10, "difficulty_step": 8},
+            "schedule_config": {"total_curriculum_step": steps * 6 // 10, "difficulty_step": 8},
         }
     if run in ("random-LTD", "both"):
         config["data_efficiency"] = {
@@ -95,12 +97,34 @@ def settings(options: argparse.Namespace, run: str) -> dict[str, Any]:
                         "min_value": options.context // 4,
                         "max_value": options.context,
                         "schedule_type": "fixed_linear",
-                        "schedule_config": {"require_steps": options.steps * 9 // 10, "seq_per_step": 8},
+                        "schedule_config": {"require_steps": steps * 9 // 10, "seq_per_step": 8},
                     },
                 },
             },
         }
     return config
+
+
+def steps_of(options: argparse.Namespace, run: str) -> int:
+    """As many as cost what ``options.steps`` plain ones cost, by the products of the model's matrices."""
+    if options.same_steps:
+        return options.steps
+    whole, width = options.context, options.width
+
+    def cost(tokens: float, kept: float) -> float:
+        dropping = options.layers - 2 if run in ("random-LTD", "both") else 0
+        layers = ((options.layers - dropping, tokens), (dropping, min(tokens, kept)))
+        return GPTConfig.vocabulary * width * tokens + sum(
+            count * (12 * width**2 * length + 2 * width * length**2) for count, length in layers
+        )
+
+    def grown(share: float, end: float) -> float:
+        return whole * min(1.0, 0.25 + 0.75 * share / end)
+
+    shares = [(i + 0.5) / 100 for i in range(100)]
+    curriculum = run in ("curriculum", "both")
+    costs = [cost(grown(share, 0.6) if curriculum else whole, grown(share, 0.9)) for share in shares]
+    return round(options.steps * cost(whole, whole) * len(costs) / sum(costs))
 
 
 class Operations:
@@ -140,7 +164,7 @@ def evaluate(engine: Any, windows: Batches, count: int) -> float:
     """Mean loss on whole sequences, in nats per token."""
     engine.eval()
     with torch.no_grad():
-        pairs = [windows.read(part) for part in torch.arange(count).numpy().reshape(-1, 8)]
+        pairs = [windows.read(part.numpy()) for part in torch.arange(count).split(8)]
         losses = [engine(*(each.to(engine.device) for each in pair)) for pair in pairs]
     engine.train()
     return float(torch.stack(losses).mean())
@@ -152,21 +176,22 @@ def train(options: argparse.Namespace, run: str, text: Text) -> list[dict[str, f
     sizes = GPTConfig(
         context=options.context, layers=options.layers, heads=options.heads, width=options.width
     )
-    engine, *_ = deepspeed.initialize(model=GPT(sizes), config=settings(options, run))
+    steps = steps_of(options, run)
+    engine, *_ = deepspeed.initialize(model=GPT(sizes), config=settings(options, run, steps))
     if engine.random_ltd_enabled():
         convert_to_random_ltd(engine, Block)
     ranks = {"global_batch": options.batch, "micro_batch": options.batch, "rank": 0, "ranks": 1}
     batches = Batches(text.train, options.context, **ranks).from_step(0)
     held_out = Batches(text.validation, options.context, **ranks)
-    count = min(VALIDATION_WINDOWS, held_out.windows // 8 * 8)
+    count = min(VALIDATION_WINDOWS, held_out.windows)
     operations, rows, seconds = Operations(engine), [], 0.0
-    for step in range(1, options.steps + 1):
+    for step in range(1, steps + 1):
         tokens, kept = lengths_of(engine, options.context)
         ids, targets = (each.to(engine.device) for each in next(batches))
         began = time.perf_counter()
         operations.step(ids, targets, (tokens, kept))
         seconds += time.perf_counter() - began
-        if step % options.evaluate_every == 0 or step == options.steps:
+        if step % options.evaluate_every == 0 or step == steps:
             values = (step, tokens, kept, operations.total, evaluate(engine, held_out, count), seconds)
             rows.append(dict(zip(COLUMNS, map(float, values), strict=True)))
             print(

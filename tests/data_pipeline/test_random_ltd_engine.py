@@ -173,9 +173,13 @@ class Recomputed(nn.Module):
 
 
 def compiled() -> list[float]:
+    init = nn.Module.__init__
     engine = engine_of(config(micro=4))
-    engine.compile(backend="eager")
-    return train(engine, 0, 5)
+    try:
+        engine.compile(backend="eager")
+        return train(engine, 0, 5)
+    finally:
+        nn.Module.__init__ = init  # torch's compiler patches it for good
 
 
 def test_compiled_modules_keep_the_same_tokens(alone: Any) -> None:
