@@ -143,8 +143,8 @@ class Operations:
         self.engine.backward(self.engine(ids, targets))
         if profiler is not None:
             profiler.stop_profile()
-            counted = profiler.get_total_flops() + profiler.get_total_backward_flops()
-            self._by_lengths[lengths] = int(counted)
+            counted = int(profiler.get_total_flops()) + int(profiler.get_total_backward_flops())
+            self._by_lengths[lengths] = counted
             profiler.end_profile()
         self.total += self._by_lengths[lengths]
         self.engine.step()
