@@ -172,6 +172,20 @@ class Recomputed(nn.Module):
         return self.recomputed(self.layer, x)
 
 
+def compiled() -> list[float]:
+    init = nn.Module.__init__
+    engine = engine_of(config(micro=4))
+    try:
+        engine.compile(backend="eager")
+        return train(engine, 0, 5)
+    finally:
+        nn.Module.__init__ = init  # torch's compiler patches it for good
+
+
+def test_compiled_modules_keep_the_same_tokens(alone: Any) -> None:
+    assert run(compiled, 1)[0] == pytest.approx(alone[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "deepspeed", "inside"])
 def test_recomputation_keeps_the_same_tokens(how: str, alone: Any) -> None:
     losses, weights = run(with_recomputation, 1, how=how)[0]

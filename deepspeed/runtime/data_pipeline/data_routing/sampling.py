@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.random_ltd.dropping_utils import gpt_sample_tokens
+from deepspeed.utils.untraced import untraced
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _POSITION_BITS = 24
@@ -41,9 +42,10 @@ class TokenSampler:
         self.place = place
         self._drawn: tuple[object, Tensor] | None = None
 
-    @torch.compiler.disable
+    @untraced
     def draw(self, layer: int, kept: int, length: int, batch: int, device: torch.device) -> Tensor:
-        """Ascending indices int64 [batch, kept] of the tokens that a layer keeps of each row."""
+        """Ascending indices int64 [batch, kept] of the tokens that a layer keeps of each row. Not compiled: steps are
+        Python numbers, and code would be made again for each."""
         if self.place is None:
             return gpt_sample_tokens(kept, length, batch, 1, device)[0][0]
         place = self.place()

@@ -1,0 +1,63 @@
+"""The example of less data and less time: what it counts, and its short form."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launcher.programs import REPOSITORY
+from tests.pool import distributed
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("matplotlib")
+
+SMALL = "--steps 12 --batch 4 --layers 3 --heads 2 --width 32 --context 32 --evaluate_every 4".split()
+
+
+def example() -> Any:
+    path = REPOSITORY / "examples/data_efficiency/train.py"
+    spec = importlib.util.spec_from_file_location("data_efficiency_example", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
+    return module
+
+
+@distributed(world_size=1)
+def test_the_short_form(tmp_path: Path) -> None:
+    train = example()
+    data = sys.modules["data"]
+    data.TEXT_LIMIT_BYTES = 1_000_000
+    options = [*SMALL, "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
+    runs = train.main([*options, "--same_steps", "--runs", "plain", "random-LTD", "both"])
+    plain, dropping, both = (runs[name] for name in ("plain", "random-LTD", "both"))
+    assert plain[-1]["validation_loss"] < plain[0]["validation_loss"]
+    assert [row["tokens"] for row in plain] == [32] * 3
+    assert [row["kept"] for row in both] == [8, 24, 32]
+    assert both[-1]["operations"] < dropping[-1]["operations"] < plain[-1]["operations"]
+    # one of three layers drops; embedding and head do not
+    assert dropping[-1]["operations"] / plain[-1]["operations"] > 0.5
+    assert (tmp_path / "out/loss.png").stat().st_size > 5000
+    again = train.main([*options, "--picture_only"])
+    assert again == runs
+
+
+@pytest.mark.parametrize("run", ["curriculum", "random-LTD", "both"])
+@distributed(world_size=1)
+def test_every_run_has_the_same_operations(tmp_path: Path, run: str) -> None:
+    train = example()
+    text = train.Text(np.arange(20_000, dtype=np.uint16) % 4096, np.arange(40, dtype=np.uint16), None)
+    sizes = "--steps 30 --batch 1 --layers 4 --heads 2 --width 64 --context 64 --evaluate_every 100".split()
+    options = train.parse_arguments(sizes)
+    rows = {kind: train.train(options, kind, text)[-1] for kind in ("plain", run)}
+    assert rows[run]["step"] > rows["plain"]["step"] == 30
+    assert rows[run]["operations"] / rows["plain"]["operations"] == pytest.approx(1, abs=0.06)
