@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = {
     "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
+    "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
     "moe.py": ["ours, top-2", "dispatch and combine"],
@@ -24,7 +25,7 @@ SCRIPTS = {
     "train_step.py": ["compute alone", "ours, stage 2"],
 }
 
-SHORT = {"checkpoint.py", "engine_cost.py", "moe.py"}  # those that take a few seconds
+SHORT = {"checkpoint.py", "data_analysis.py", "engine_cost.py", "moe.py"}  # those that take a few seconds
 
 
 def run(script: str, *arguments: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,7 @@ def script_settings(folder: Path) -> dict[str, Any]:
 @distributed(world_size=2)
 def test_a_script(stages: int, tmp_path: Path) -> None:
     data = Sequences()
-    layers = [nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1), lambda x: x.sum((1, 2))]
+    layers = [nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1), total]
     model: nn.Module = nn.Sequential(*layers[:3])
     if stages:
         model = PipelineModule(layers=layers, num_stages=stages, loss_fn=functional.mse_loss)
@@ -276,6 +277,36 @@ def test_a_script(stages: int, tmp_path: Path) -> None:
         loader._start_epoch(0)
         found = [tuple(rows.shape) for rows, _ in loader]
         assert all(len(set(found[i : i + steps])) == 1 for i in range(0, len(found), steps))
+
+
+@distributed(world_size=2)
+def test_a_pipeline_reads_training_data() -> None:
+    """The losses are those of plain PyTorch with whole batches."""
+    data, rate = Sequences(), 1e-3
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 8, bias=False), nn.ReLU(), nn.Linear(8, 1, bias=False)]  # nothing comes of padding
+    plain_model = copy.deepcopy(nn.Sequential(*layers))
+    config = settings(max_tokens=40) | {"optimizer": {"type": "SGD", "params": {"lr": rate}}}
+    engine, _, loader, _ = deepspeed.initialize(
+        model=PipelineModule(layers=[*layers, total], num_stages=2, loss_fn=functional.mse_loss),
+        config=config,
+        training_data=data,
+        collate_fn=data.collate,
+    )
+    for number in range(3):
+        samples = [data[n] for batch, pack in loader.dataset.packs if batch == number for n in pack]
+        assert len(samples) == loader.batch_sizes[number]
+        rows, sizes = data.collate(samples)
+        loss = functional.mse_loss(total(plain_model(rows)), sizes)
+        gradients = torch.autograd.grad(loss, list(plain_model.parameters()))
+        assert float(engine.train_batch()) == pytest.approx(float(loss.detach()), rel=1e-4)
+        with torch.no_grad():
+            for param, gradient in zip(plain_model.parameters(), gradients, strict=True):
+                param -= scale_lr(PACKS, len(samples), rate) * gradient
+
+
+def total(rows: Tensor) -> Tensor:
+    return rows.sum((1, 2))
 
 
 @distributed(world_size=1)

@@ -83,7 +83,8 @@ class Part:
     """Consecutive entries of a file of numbers."""
 
     def __init__(self, order: np.ndarray, path: str, start: int, end: int) -> None:
-        self._order, self.path, self._start, self._end = order, path, start, end
+        self._order = order.view(np.ndarray)  # entries of a memmap are slow to take
+        self.path, self._start, self._end = path, start, end
 
     def __len__(self) -> int:
         return self._end - self._start

@@ -297,14 +297,18 @@ class DeepSpeedDataSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next batch depends on: a few numbers per cluster, and the rest of the current global batch."""
+        return copy.deepcopy({**self._state(), "batch": self.batch.tolist()})
+
+    def _state(self) -> dict[str, Any]:
+        """All but the rest of the batch. Clusters are those of the sampler itself, which never change: a state is kept
+        of every batch."""
         return {
-            "batch": self.batch.tolist(),
             "consumed_samples": self.consumed_samples,
             "curriculum_step": self.curriculum_step,
             "current_difficulties": dict(self.current_difficulties),
             "data_cluster_paths": [samples.path for samples in self._samples],
             "data_cluster_current_position": list(self.data_cluster_current_position),
-            "data_clusters": copy.deepcopy(self.data_clusters),
+            "data_clusters": list(self.data_clusters),
             "seed": self.seed,
         }
 
@@ -325,11 +329,11 @@ class DeepSpeedDataSampler:
         """Note where in the stream of samples ``batch`` lies, and the state after it."""
         if batch is None:  # the state itself
             self._history.clear()
-            self._history.append((self.consumed_samples, np.empty(0, np.int64), self.state_dict()))
+            self._history.append((self.consumed_samples, np.empty(0, np.int64), self._state()))
             batch = self.batch
         start = self.consumed_samples + len(self.batch) - len(batch)
         if len(batch):
-            self._history.append((start, batch, self.state_dict()))
+            self._history.append((start, batch, self._state()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue where the state was taken, on any number of ranks and with any accumulation."""

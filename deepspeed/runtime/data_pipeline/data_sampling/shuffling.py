@@ -58,7 +58,7 @@ class ShuffledPasses:
 
     def take(self, position: int, count: int) -> np.ndarray:
         """``count`` entries from ``position`` on, int64."""
-        found = [np.empty(0, np.int64)]
+        found: list[np.ndarray] = []
         while count:
             turn, place = divmod(position, self.n)
             number, start = divmod(place, self._BLOCK)
@@ -72,4 +72,6 @@ class ShuffledPasses:
             part = self._block[start : start + count]
             found.append(part)
             position, count = position + len(part), count - len(part)
-        return np.concatenate(found)
+        if len(found) == 1:  # nearly always: a batch takes a few from each of many clusters
+            return found[0]
+        return np.concatenate(found) if found else np.empty(0, np.int64)
