@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import deepspeed
-from deepspeed.compression import init_compression, redundancy_clean
+from deepspeed.compression.compress import init_compression, redundancy_clean
 
 MODULES = (
     "argparse", "difflib", "doctest", "inspect", "mailbox",
@@ -148,6 +148,8 @@ class Embeddings(nn.Module):
         self.word_embeddings = nn.Embedding(VOCABULARY, sizes.hidden)
         self.position_embeddings = nn.Embedding(sizes.length, sizes.hidden)
         self.LayerNorm = nn.LayerNorm(sizes.hidden)
+        for table in (self.word_embeddings, self.position_embeddings):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -231,10 +233,10 @@ def student_of(
     return redundancy_clean(engine, config, packed=packed).module
 
 
-def trained_teacher(sizes: Sizes, data: Snippets, steps: int, batch: int) -> Classifier:
+def trained_teacher(sizes: Sizes, data: Snippets, steps: int, batch: int, lr: float = 1e-3) -> Classifier:
     torch.manual_seed(0)
     teacher = Classifier(sizes)
-    engine, *_ = deepspeed.initialize(model=teacher, config=settings(steps, 1e-3))
+    engine, *_ = deepspeed.initialize(model=teacher, config=settings(steps, lr))
     train(engine, data, steps, batch, from_labels)
     engine.destroy()
     return teacher.eval().requires_grad_(False)

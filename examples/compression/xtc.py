@@ -53,8 +53,11 @@ def main(arguments: list[str] | None = None) -> Table:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bits", type=int, nargs="+", choices=[1, 2], default=[2, 1])
-    parser.add_argument("--steps", type=int, default=400, help="of the teacher")
-    parser.add_argument("--student-steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=150, help="of the teacher")
+    parser.add_argument(
+        "--lr", type=float, default=3e-3, help="of the teacher and of students that learn whole"
+    )
+    parser.add_argument("--student-steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4, help="of the teacher; the student has half as many")
@@ -65,7 +68,7 @@ def main(arguments: list[str] | None = None) -> Table:
 
     sizes = Sizes(hidden=options.hidden, inner=4 * options.hidden, layers=options.layers)
     data = Snippets(sizes.length)
-    teacher = trained_teacher(sizes, data, options.steps, options.batch)
+    teacher = trained_teacher(sizes, data, options.steps, options.batch, options.lr)
     table = Table()
     table.add(
         f"teacher, {options.layers} layers",
@@ -76,7 +79,7 @@ def main(arguments: list[str] | None = None) -> Table:
     chosen = list(range(1, options.layers, 2))
     for bits in options.bits:
         section = compression(bits, chosen)
-        config = settings(options.student_steps, 1e-3, compression_training=section)
+        config = settings(options.student_steps, options.lr, compression_training=section)
         student = student_of(teacher, sizes, config, data, options.student_steps, options.batch)
         name = f"{len(chosen)} layers, {'ternary' if bits == 2 else 'binary'}"
         table.add(name, accuracy(student, data), saved(student, options.output / f"student_{bits}.pt"))

@@ -22,7 +22,7 @@ from task import Classifier, Sizes, Snippets, Table, accuracy, saved, trained_te
 from torch.nn import functional
 
 import deepspeed
-from deepspeed.compression import init_compression, redundancy_clean
+from deepspeed.compression.compress import init_compression, redundancy_clean
 from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.scheduler import compression_scheduler
 
@@ -83,10 +83,11 @@ def main(arguments: list[str] | None = None) -> Table:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3])
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--groups", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=400, help="of the teacher")
-    parser.add_argument("--layer-steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150, help="of the teacher")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of the teacher")
+    parser.add_argument("--layer-steps", type=int, default=40)
     parser.add_argument("--layer-lr", type=float, default=5e-4)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=128)
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> Table:
 
     sizes = Sizes(hidden=options.hidden, inner=4 * options.hidden, layers=options.layers)
     data = Snippets(sizes.length)
-    teacher = trained_teacher(sizes, data, options.steps, options.batch)
+    teacher = trained_teacher(sizes, data, options.steps, options.batch, options.lr)
     table = Table()
     table.add("teacher", accuracy(teacher, data), saved(teacher, options.output / "teacher.pt"))
 

@@ -15,6 +15,7 @@ SCRIPTS = {
     "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
+    "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
     "moe.py": ["ours, top-2", "dispatch and combine"],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import deepspeed
 from deepspeed.compression import init_compression, redundancy_clean
 from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.packed import PackedConv2d, PackedEmbedding, PackedLinear, PackedWeight
@@ -31,6 +32,7 @@ from tests.compression.models import (
     config,
     technique,
 )
+from tests.pool import distributed
 
 
 def weights(bits: int, kind: str = "symmetric", groups: int = 4, modules: Any = ("layer",)) -> dict[str, Any]:
@@ -272,3 +274,30 @@ def test_another_dtype() -> None:
     assert packed.first.weight_packed.dtype in (torch.int32, torch.uint8)
     with torch.no_grad():
         assert packed(torch.randn(2, 256).bfloat16()).dtype == torch.bfloat16
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_of_an_engine(stage: int) -> None:
+    asked = config(
+        weights(4),
+        ROWS,
+        HEADS_HALF,
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        optimizer={"type": "Adam", "params": {"lr": 0.01}},
+    )
+    engine, *_ = deepspeed.initialize(model=init_compression(Bert(), asked), config=asked)
+    for step in range(2):
+        engine.backward(engine(*batch(2 * step + torch.distributed.get_rank())))
+        engine.step()
+    engine.eval()
+    tokens, _ = batch(9)
+    with torch.no_grad():
+        before = engine(tokens)
+        model = redundancy_clean(engine, asked, packed=True).module
+        torch.testing.assert_close(model(tokens), before, rtol=1e-5, atol=1e-6)
+    assert sum(isinstance(module, PackedWeight) for module in model.modules()) == 12
+    for tensor in model.state_dict().values():
+        other = tensor.clone()
+        torch.distributed.broadcast(other, 0)
+        assert torch.equal(other, tensor)
