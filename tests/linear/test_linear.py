@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, init_lora
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import QuantizedLinear, QuantizedParameter
+from deepspeed.ops import op_builder
 from deepspeed.ops.fp_quantizer import FP_Quantize
 from tests.pool import distributed
 
@@ -226,3 +227,23 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             OptimizedLinear(8, 8, lora_config=wrong)
+
+
+def test_a_quantized_parameter_is_copied_with_its_attributes():
+    """As loaders do, which know nothing of the class."""
+    param = QuantizedParameter(
+        torch.randn(8, 64), quantization_config=QuantizationConfig(q_bits=6, group_size=64)
+    )
+    assert param.is_quantized_now
+    copied = QuantizedParameter(param.data, **param.__dict__)
+    assert torch.equal(copied.data, param.data) and copied.quantization_config == param.quantization_config
+    assert torch.equal(copied.dequantized(), param.dequantized())
+
+
+def test_the_builder_knows_the_formats():
+    builder = op_builder.FPQuantizerBuilder
+    assert builder.get_default_quant_dtype() == torch.uint8
+    assert [builder.get_quant_range(bits) for bits in (4, 6)] == [6.0, 28.0]
+    with pytest.raises(ValueError, match="q_bits=5"):
+        builder.get_quant_range(5)
+    assert op_builder.ALL_OPS["fp_quantizer"] is builder and builder().is_compatible()
