@@ -247,3 +247,20 @@ def test_the_builder_knows_the_formats():
     with pytest.raises(ValueError, match="q_bits=5"):
         builder.get_quant_range(5)
     assert op_builder.ALL_OPS["fp_quantizer"] is builder and builder().is_compatible()
+
+
+@distributed(world_size=1)
+def test_layers_of_other_names_get_adapters_where_no_name_is_a_target():
+    with Init(lora_config=LORA):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    init_lora(model)
+    for number in (0, 2):
+        trained = [name for name, param in model[number].named_parameters() if param.requires_grad]
+        assert trained == ["lora_weight_1.weight", "lora_weight_2.weight"]
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    before = model[2].lora_weight_2.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert not torch.equal(model[2].lora_weight_2.weight, before)
+    engine.destroy()
