@@ -188,3 +188,22 @@ print(sorted(slow & set(sys.modules)), gc.isenabled())
 def test_a_first_step_does_not_import_the_compiler(stage: int) -> None:
     """Half a second that only those who compile should pay (torch's own optimizers import it when made)."""
     assert fresh(INITIALIZE.replace("STAGE", str(stage))).splitlines()[-1] == "[] True"
+
+
+def test_modules_are_reached_by_attributes_after_only_the_import_of_the_package():
+    """As upstream's own modules are, which one start imports; here each is imported when it is asked for."""
+    code = """
+import sys, deepspeed
+for path in (
+    "elasticity.config.ElasticityError", "elasticity.compute_elastic_config", "linear.Init", "nebula.config",
+    "runtime.zero.utils.ZeRORuntimeException", "runtime.pipe.topology.ProcessTopology", "monitor.monitor.MonitorMaster",
+    "profiling.flops_profiler.profiler.FlopsProfiler", "compression.compress.init_compression", "sequence.layer",
+    "git_version_info.version", "checkpoint.constants.UNIVERSAL_CHECKPOINT_INFO", "runtime.swap_tensor.utils",
+):
+    found = deepspeed
+    for name in path.split("."):
+        found = getattr(found, name)
+assert not any(hasattr(place, "nothing") for place in (deepspeed, deepspeed.elasticity, deepspeed.runtime.zero))
+print("reached")
+"""
+    assert fresh(code) == "reached"

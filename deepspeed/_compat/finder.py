@@ -1,10 +1,13 @@
 """The import hook behind `aliases.py` and `later.py`.
 
-It handles the module paths in their tables and nothing else:
+It handles the module paths in their tables:
 
 - a row of `MODULES`: the import returns our module object itself;
 - a module of ours for which the tables have further names: loaded as usual, it asks them for names it lacks;
 - a path that is only in the tables: an empty module that asks them for everything.
+
+A package of ours also imports a submodule of it when that is asked for as an attribute: clients write
+`deepspeed.elasticity.config.ElasticityError` after only `import deepspeed`.
 """
 
 from __future__ import annotations
@@ -64,15 +67,16 @@ class DocumentedPaths(MetaPathFinder):
             if importlib.util.find_spec(ours) is None:
                 return None
             return ModuleSpec(fullname, _SameModule(ours), is_package=True)
-        if fullname not in _TABLED and fullname not in _PACKAGES:
-            return None
         real = self._real_spec(fullname, path, target)
+        is_package = real is not None and bool(real.origin and real.submodule_search_locations)
+        if fullname not in _TABLED and fullname not in _PACKAGES and not is_package:
+            return real
         if real is None or real.origin is None:  # nothing, or a folder without __init__.py
             tabled = ModuleSpec(fullname, _OnlyTabled(), is_package=True)
             if real is not None:
                 tabled.submodule_search_locations = real.submodule_search_locations
             return tabled
-        if fullname in _TABLED and real.loader is not None:
+        if (fullname in _TABLED or is_package) and real.loader is not None:
             real.loader = _WithTabledNames(real.loader)
         return real
 
@@ -128,6 +132,14 @@ class _WithTabledNames(Loader):
         _ask_tables(module)
 
 
+def submodule(package: ModuleType, name: str) -> ModuleType | None:
+    """The submodule of that name, imported; None: there is none."""
+    if name.startswith("_") or not hasattr(package, "__path__"):
+        return None
+    path = f"{package.__name__}.{name}"
+    return importlib.import_module(path) if importlib.util.find_spec(path) is not None else None
+
+
 def _ask_tables(module: ModuleType) -> None:
     own = vars(module).get("__getattr__")
 
@@ -140,10 +152,10 @@ def _ask_tables(module: ModuleType) -> None:
                 refusal = error
         try:
             value = lookup(module.__name__, name)
-        except AttributeError:
-            if refusal is not None:  # the module knows better what it has instead
-                raise refusal from None
-            raise
+        except AttributeError as error:
+            value = submodule(module, name)
+            if value is None:
+                raise (refusal or error) from None  # the module knows better what it has instead
         setattr(module, name, value)
         return value
 

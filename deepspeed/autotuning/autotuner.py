@@ -66,6 +66,7 @@ class Autotuner:
         self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
         self.num_nodes = section.num_nodes or len(active_resources)
         self.num_gpus = section.num_gpus or min(map(len, active_resources.values()))
+        self.exp_num_nodes, self.exp_num_gpus = self.num_nodes, self.num_gpus
         hosts = list(active_resources)[: self.num_nodes]
         self.rm = ResourceManager(
             args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
@@ -73,6 +74,8 @@ class Autotuner:
         self.rm.overwrite = bool(given.get("overwrite", False))
         self.model_info: dict[str, Any] = {}
         self.records: dict[str, list[tuple[dict[str, Any], float, int]]] = {}
+        self.counts: dict[str, int] = {}
+        """Experiments of each space, also those that measured nothing."""
         self.optimal_ds_config: dict[str, Any] | None = None
         self.optimal_cmd: list[str] | None = None
         self.reason = ""
@@ -427,7 +430,8 @@ class Autotuner:
     def update_records(
         self, space_name: str, exp: dict[str, Any], metric_val: float | None, num_exps: int
     ) -> None:
-        """Remember that ``num_exps`` experiments of a space were run up to this one."""
+        """Remember that ``num_exps`` experiments of a space were run up to this one; None: it measured nothing."""
+        self.counts[space_name] = self.counts.get(space_name, 0) + 1
         if metric_val is not None:
             self.records.setdefault(space_name, []).append((exp, metric_val, num_exps))
 
@@ -437,7 +441,9 @@ class Autotuner:
         for record in self.records.get(space_name, []):
             if best is None or better(self.metric(), record[1], best[1]):
                 best = record
-        return (*best[:2], len(self.records[space_name])) if best is not None else None
+        if best is None:
+            return None
+        return (*best[:2], self.counts.get(space_name, len(self.records[space_name])))
 
     def get_best_space_records(self) -> dict[str, Any]:
         """The best of each space, and of all as "global"."""

@@ -92,12 +92,14 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
 
 def parse_node_config_list(node_config_list: Sequence[str]) -> dict[str, list[int]]:
     """Several node specs as a dictionary. Specs of the same host are combined: ``a:0@a:1`` is ``a:0,1``, and ``a@a:1``
-    is all of ``a``, an empty list.
+    is all of ``a``, an empty list. Slots keep the order in which they are named; those of specs that repeat one ascend.
     """
     specs: dict[str, list[int]] = {}
     for name, slots in map(parse_node_config, node_config_list):
         before = specs.get(name, slots)
-        specs[name] = list(dict.fromkeys([*before, *slots])) if before and slots else []
+        joined = slots if name not in specs else [*before, *slots]
+        joined = sorted(set(joined)) if len(set(joined)) < len(joined) else joined
+        specs[name] = joined if before and slots else []
     return specs
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -55,6 +56,9 @@ class MultiNodeRunner(ABC):
         self.user_script = args.user_script
         self.world_info_base64 = world_info_base64
         self.exports: dict[str, str] = {}
+        """Environment variables of the ranks as a shell's command line takes them."""
+        self.variables: dict[str, str] = {}
+        """The same as they are."""
 
     @abstractmethod
     def backend_exists(self) -> bool:
@@ -68,7 +72,9 @@ class MultiNodeRunner(ABC):
 
     def add_export(self, key: str, var: str) -> None:
         """Sets an environment variable of the ranks."""
-        self.exports[key.strip()] = var.strip()
+        key, value = key.strip(), var.strip()
+        self.variables[key] = value
+        self.exports[key] = value if re.fullmatch(r"[\w@%+=:,./-]*", value) else _double_quoted(value)
 
     def parse_user_args(self) -> list[str]:
         return list(self.args.user_args)
@@ -111,7 +117,7 @@ class PDSHRunner(MultiNodeRunner):
         steps = [f"cd {_for_pdsh(os.path.abspath('.'))}"]
         if self.args.venv_script is not None:
             steps.append(f". {_for_pdsh(self.args.venv_script)}")
-        steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.exports.items()]
+        steps += [f"export {name}={_for_pdsh(value)}" for name, value in self.variables.items()]
         steps.append(f"export {RUNNER_PID}=$PPID")  # ends with the connection, however that ends
         launch = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
         launch += [f"--world_info={self.world_info_base64}", "--node_rank=%n", *self._launch_options()]
@@ -133,6 +139,11 @@ class PDSHRunner(MultiNodeRunner):
     def _launch_options(self) -> list[str]:
         address, port = self.args.master_addr, self.args.master_port
         return [f"--master_addr={address}", f"--master_port={port}", *node_options(self.args)]
+
+
+def _double_quoted(text: str) -> str:
+    escaped = re.sub(r'([\\"$`])', r"\\\1", text)
+    return f'"{escaped}"'
 
 
 def _for_pdsh(text: str) -> str:
@@ -176,8 +187,8 @@ class _StartsRanks(MultiNodeRunner):
 
     def exported(self, environment: MutableMapping[str, str]) -> list[str]:
         """Puts the exports into the environment; returns their names."""
-        environment.update(self.exports)
-        return list(self.exports)
+        environment.update(self.variables)
+        return list(self.variables)
 
     def slots_each(self, slots: Mapping[str, Sequence[int]]) -> int:
         """The number of ranks per machine. Raises LaunchError if it differs."""

@@ -41,14 +41,20 @@ class Init:
 
 def init_lora(model: nn.Module) -> None:
     """Freeze ``model``, and make the adapters of its `LoRAOptimizedLinear` layers whose name is among their
-    ``target_mods``; the others stay plain layers."""
+    ``target_mods``; the others stay plain layers. In a model that has no layer of such a name, all get adapters."""
     model.requires_grad_(False)
-    for path, module in model.named_modules():
-        if isinstance(module, LoRAOptimizedLinear):
-            targets = module.lora_config.target_mods
-            if path and not any(part in targets for part in path.split(".")):
-                module.disable()
-            module.init_lora()
+    layers = {
+        path: module for path, module in model.named_modules() if isinstance(module, LoRAOptimizedLinear)
+    }
+    meant = {path for path, module in layers.items() if not path or _is_target(path, module)}
+    for path, module in layers.items():
+        if meant and path not in meant:
+            module.disable()
+        module.init_lora()
+
+
+def _is_target(path: str, module: LoRAOptimizedLinear) -> bool:
+    return any(part in module.lora_config.target_mods for part in path.split("."))
 
 
 def _in_place_of(

@@ -23,6 +23,8 @@ class QuantizedParameter(nn.Parameter):
         requires_grad: False.
         quantization_config: None: the default one.
         quantizer: None: an `FP_Quantize`.
+        full_shape, full_dtype: of the values, where ``data`` is already quantized: clients copy a parameter as
+            ``QuantizedParameter(p.data, **p.__dict__)``.
 
     Raises:
         ValueError: ``requires_grad``.
@@ -39,6 +41,8 @@ class QuantizedParameter(nn.Parameter):
         requires_grad: bool = False,
         quantization_config: QuantizationConfig | None = None,
         quantizer: Quantizer | None = None,
+        full_shape: torch.Size | None = None,
+        full_dtype: torch.dtype | None = None,
     ) -> QuantizedParameter:
         if requires_grad:
             raise ValueError("a quantized parameter is frozen: requires_grad=True is not possible")
@@ -46,7 +50,7 @@ class QuantizedParameter(nn.Parameter):
         made = super().__new__(cls, values, False)
         made.quantization_config = quantization_config or QuantizationConfig()
         made.quantizer = quantizer or FP_Quantize(made.quantization_config)
-        made.full_shape, made.full_dtype = values.shape, values.dtype
+        made.full_shape, made.full_dtype = full_shape or values.shape, full_dtype or values.dtype
         made._quantize_if_due()
         return made
 

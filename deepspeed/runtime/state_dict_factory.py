@@ -108,8 +108,8 @@ class SDLoaderBase(ABC):
         return path, state, (None, 1)
 
     def _read(self, path: str) -> State:
-        state = self.checkpoint_engine.load(path, map_location="cpu")
-        saved = state.get("mp_world_size") if isinstance(state, Mapping) else None
+        state: Any = self.checkpoint_engine.load(path, map_location="cpu")
+        saved = state.get("mp_world_size") if hasattr(state, "get") else None
         if saved is not None and saved != len(self.ckpt_list):
             raise ValueError(
                 f"{path} is of a checkpoint that {saved} model-parallel ranks saved, but {len(self.ckpt_list)} files "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -246,6 +247,17 @@ class NoopTimer:
         return {}
 
 
+def _checked_interval(steps_per_output: float | None) -> int | None:
+    words = "steps_per_output must be a positive integer or None"
+    if steps_per_output is None or steps_per_output == math.inf:
+        return None
+    if int(steps_per_output) != steps_per_output:
+        raise ValueError(f"{words}, not {steps_per_output}")
+    if steps_per_output <= 0:
+        raise ValueError(f"steps_per_output must be greater than 0, not {steps_per_output}: {words}")
+    return int(steps_per_output)
+
+
 class ThroughputTimer:
     """Samples per second over whole optimizer steps.
 
@@ -270,7 +282,7 @@ class ThroughputTimer:
         self.config = config
         self.batch_size = max(1, batch_size or 1)
         self.start_step = start_step
-        self.steps_per_output = steps_per_output
+        self.steps_per_output = _checked_interval(steps_per_output)
         self.monitor_memory = monitor_memory
         self.logging = logging_fn or logger.info
         self.epoch_count = 0
@@ -308,9 +320,13 @@ class ThroughputTimer:
         self.total_elapsed_time += duration
         self.step_elapsed_time += duration
         if global_step:
-            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+            if report_speed and self._is_report_boundary():
                 self.logging(self._report())
             self.step_elapsed_time = 0.0
+
+    def _is_report_boundary(self) -> bool:
+        interval = _checked_interval(self.steps_per_output)
+        return interval is not None and self.global_step_count % interval == 0
 
     def avg_samples_per_sec(self) -> float:
         """Mean over the counted steps; minus infinity while there is none."""

@@ -262,3 +262,13 @@ def test_machines_and_slots(tmp_path: Path) -> None:
     assert rm.status() == "a (4/4 free), b (4/4 free)"
     rm.save_exp_results_to_database("hello", path=str(tmp_path / "db"))
     assert json.loads((tmp_path / "db").read_text()) == {"message": "hello"}
+
+
+def test_runs_without_a_number_count_and_are_never_the_best(tmp_path, monkeypatch) -> None:
+    made: Any = tuner(tmp_path, monkeypatch, None)  # type: ignore[arg-type]
+    assert (made.exp_num_nodes, made.exp_num_gpus) == (1, 2)
+    for name in ("first", "second"):
+        made.update_records("z0", {"name": name}, None, 1)
+    assert made.get_best_space_record("z0") is None
+    made.update_records("z0", {"name": "third"}, 3.5, 3)
+    assert made.get_best_space_record("z0") == ({"name": "third"}, 3.5, 3)

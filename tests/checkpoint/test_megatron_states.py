@@ -143,3 +143,30 @@ def test_clients_find_the_files_of_an_engine_by_its_names(tmp_path):
         assert state["sparse_tensor_module_names"] == (["1.weight"] if stage == 0 else [])
         assert set(state["module"]) == {"0.weight", "0.bias", "1.weight"}
         engine.destroy()
+
+
+@distributed(world_size=2)
+def test_masters_of_replicas_are_shown_by_group():
+    import deepspeed
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    for section in ("fp16", "bf16"):
+        model = torch.nn.Linear(3, 2)
+        expected = [param.detach().clone() for param in model.parameters()]
+        config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, section: {"enabled": True}}
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=model, config=config, model_parameters=model.parameters()
+        )
+        assert isinstance(optimizer, FP16_Optimizer) and isinstance(optimizer, BF16_Optimizer) == (
+            section == "bf16"
+        )
+        (flat,), (group,) = optimizer.fp32_groups_flat, optimizer.fp32_groups
+        torch.testing.assert_close(
+            flat, torch.cat([value.flatten() for value in expected]), atol=1e-2, rtol=1e-2
+        )
+        assert flat.dtype == torch.float32 and [value.shape for value in group] == [
+            value.shape for value in expected
+        ]
+        assert torch.equal(torch.cat([value.flatten() for value in group]), flat)
+        engine.destroy()

@@ -88,6 +88,7 @@ def test_bad_filters_are_refused(include, exclude, named):
         ("worker-0:1,1", [1]),
         ("worker-0:1,0-1", [1, 0]),
         ("worker-0:1@worker-0:0", [1, 0]),
+        ("worker-0:1@worker-0:0,1", [0, 1]),
         ("worker-0@worker-0:1", [0, 1]),
         ("worker-0:1@worker-0", [0, 1]),
     ],

@@ -271,7 +271,26 @@ def test_command_line_of_pdsh(folder):
     assert end[0] == "pdsh" and "pkill" in end[-1]
 
 
+def test_exports_are_kept_as_a_shell_takes_them(folder):
+    made, hosts = runner_of(multinode_runner.OpenMPIRunner)
+    for value, shown in (
+        ("64(x2)", '"64(x2)"'),
+        ("/a/b-c:1", "/a/b-c:1"),
+        ('say "$HOME"', '"say \\"\\$HOME\\""'),
+    ):
+        made.add_export("VALUE", value)
+        assert made.exports["VALUE"] == shown
+        env: dict[str, str] = {}
+        made.get_cmd(env, hosts)
+        assert env["VALUE"] == value
+        told = subprocess.run(["sh", "-c", f"printf %s {shown}"], capture_output=True, text=True, check=True)
+        assert told.stdout == value
+
+
 def test_the_network_of_open_mpi_can_be_chosen(folder):
+    made, hosts = runner_of(multinode_runner.OpenMPIRunner)
+    command = made.get_cmd({}, hosts)  # of other machines nothing is known: the documented default
+    assert command[command.index("btl_tcp_if_include") + 1] == "eth0"
     for given in ("-mca btl_tcp_if_include eth1", "--mca btl_tcp_if_include eth1"):
         made, hosts = runner_of(multinode_runner.OpenMPIRunner, "--launcher_arg", given)
         command = made.get_cmd({}, hosts)

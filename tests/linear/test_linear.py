@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.linear import Init, LoRAConfig, OptimizedLinear, QuantizationConfig, init_lora
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import QuantizedLinear, QuantizedParameter
+from deepspeed.ops import op_builder
 from deepspeed.ops.fp_quantizer import FP_Quantize
 from tests.pool import distributed
 
@@ -226,3 +227,40 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             OptimizedLinear(8, 8, lora_config=wrong)
+
+
+def test_a_quantized_parameter_is_copied_with_its_attributes():
+    """As loaders do, which know nothing of the class."""
+    param = QuantizedParameter(
+        torch.randn(8, 64), quantization_config=QuantizationConfig(q_bits=6, group_size=64)
+    )
+    assert param.is_quantized_now
+    copied = QuantizedParameter(param.data, **param.__dict__)
+    assert torch.equal(copied.data, param.data) and copied.quantization_config == param.quantization_config
+    assert torch.equal(copied.dequantized(), param.dequantized())
+
+
+def test_the_builder_knows_the_formats():
+    builder = op_builder.FPQuantizerBuilder
+    assert builder.get_default_quant_dtype() == torch.uint8
+    assert [builder.get_quant_range(bits) for bits in (4, 6)] == [6.0, 28.0]
+    with pytest.raises(ValueError, match="q_bits=5"):
+        builder.get_quant_range(5)
+    assert op_builder.ALL_OPS["fp_quantizer"] is builder and builder().is_compatible()
+
+
+@distributed(world_size=1)
+def test_layers_of_other_names_get_adapters_where_no_name_is_a_target():
+    with Init(lora_config=LORA):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    init_lora(model)
+    for number in (0, 2):
+        trained = [name for name, param in model[number].named_parameters() if param.requires_grad]
+        assert trained == ["lora_weight_1.weight", "lora_weight_2.weight"]
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    before = model[2].lora_weight_2.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert not torch.equal(model[2].lora_weight_2.weight, before)
+    engine.destroy()

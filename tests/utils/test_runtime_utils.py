@@ -36,6 +36,7 @@ def test_partition_uniform(items: int, parts: int, bounds: list[int]) -> None:
         ([5, 1, 1, 1, 1, 1], 3, [0, 1, 4, 6]),  # the rest is spread, not packed against the limit
         ([1] * 7, 3, [0, 3, 5, 7]),
         ([0, 0, 0], 2, [0, 2, 3]),
+        ([1, 1, 1, 1, 0, 1], 4, [0, 2, 3, 4, 6]),  # what weighs nothing goes with what follows it
         ([1, 1], 4, [0, 1, 2, 2, 2]),
         ([], 2, [0, 0, 0]),
     ],

@@ -194,3 +194,14 @@ def test_trim_mean() -> None:
     assert trim_mean([*range(9), 1000], 0.1) == pytest.approx(4.5)
     with pytest.raises(ValueError, match="trim_percent=0.5"):
         trim_mean([1], 0.5)
+
+
+@pytest.mark.parametrize(
+    "interval, words", [(0, "greater than 0"), (-1, "positive"), (1.5, "positive integer")]
+)
+def test_intervals_that_no_step_can_reach_are_refused(interval: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"steps_per_output must be .*{words}"):
+        throughput(steps_per_output=interval)
+    timer, _ = throughput(steps_per_output=3)
+    timer.global_step_count = 6
+    assert timer._is_report_boundary() and not throughput()[0]._is_report_boundary()

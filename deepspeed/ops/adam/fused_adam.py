@@ -38,6 +38,7 @@ class FusedAdam(MultiTensorAdam):
             "adam_w_mode": bool(adam_w_mode),
         }
         super().__init__(params, defaults)
+        self.adam_w_mode = bool(adam_w_mode)
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import adamw as torch_adamw
-from torch.optim.adamw import adamw as adamw
+from torch.optim.adamw import adamw as adamw  # pyright: ignore[reportAttributeAccessIssue]  # torch.optim hides it
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZenFlowSelectiveAdamW(torch_adamw.AdamW):
+class ZenFlowSelectiveAdamW(torch.optim.AdamW):
     """``AdamW(*args, **kwargs)`` over the selected columns of the parameters.
 
     With ``offload`` their moments lie in host memory between steps, as ``exp_avg_cpu_data`` and ``exp_avg_sq_cpu_data``

@@ -57,6 +57,8 @@ class FP_Quantize(Quantizer):
         self.orig_dtype: torch.dtype | None = None
         self.orig_shape: torch.Size | None = None
         self.scale: Tensor | None = None
+        self.num_groups = 0
+        """Of what was quantized last."""
 
     def quantize(
         self,
@@ -85,6 +87,7 @@ class FP_Quantize(Quantizer):
         form = self._format(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         groups = self._grouped(input.detach())
+        self.num_groups = groups.shape[0]
         scale = _scales(groups, form)
         self.scale = scale
         codes = self._encode(groups / scale, form, stochastic_mode)

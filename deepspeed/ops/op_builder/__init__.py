@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.table import OPS
 
@@ -17,6 +19,26 @@ ALL_OPS: dict[str, type[OpBuilder]] = {
 }
 """Op name -> builder class."""
 
+
+class FPQuantizerBuilder(ALL_OPS["fp_quantizer"]):
+    """With the facts of its formats."""
+
+    @staticmethod
+    def get_default_quant_dtype() -> torch.dtype:
+        """Of quantized tensors."""
+        return torch.uint8
+
+    @staticmethod
+    def get_quant_range(q_bits: int) -> float:
+        """The largest number that ``q_bits`` bits hold. ValueError: there is no such format."""
+        from deepspeed.ops.fp_quantizer.formats import FORMATS
+
+        if q_bits not in FORMATS:
+            raise ValueError(f"q_bits={q_bits}: there are {', '.join(map(str, FORMATS))}")
+        return FORMATS[q_bits].largest
+
+
+ALL_OPS["fp_quantizer"] = FPQuantizerBuilder
 globals().update({builder.__name__: builder for builder in ALL_OPS.values()})
 
 __all__ = ["ALL_OPS", "OpBuilder"]

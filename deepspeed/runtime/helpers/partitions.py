@@ -24,7 +24,8 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Bounds ``[0, ..., len(weights)]`` of ``num_parts`` runs whose heaviest is as light as possible.
 
     Among such partitions the weights, then the lengths, are spread as evenly as possible (least sum of squares),
-    and the earlier runs are the longer ones. Empty runs occur only if there are fewer items than runs.
+    and the earlier runs are the longer ones, unless what makes the longer one longer is an item without weight: it goes
+    with the one behind it. Empty runs occur only if there are fewer items than runs.
     """
     items = len(weights)
     if items <= num_parts:
@@ -54,6 +55,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     bounds = [0]
     for cut in reversed(cuts):
         bounds.append(cut[bounds[-1]])
+    for cut in range(num_parts - 1, 0, -1):
+        before, after = bounds[cut] - bounds[cut - 1], bounds[cut + 1] - bounds[cut]
+        loaded = any(weights[bounds[cut - 1] : bounds[cut]])
+        if loaded and weights[bounds[cut] - 1] == 0 and before == after + 1:
+            bounds[cut] -= 1  # the same two lengths, the other way round
     return bounds
 
 

@@ -254,9 +254,22 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         self.parameter_offload.empty_partition_cache()
 
 
-class BF16_Optimizer(ZeroOptimizer):
-    """Stage 0 with bf16 weights (documented as ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
-
-
 class FP16_Optimizer(ZeroOptimizer):
     """Stage 0 with fp16 weights (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The master weights, one flat tensor per optimizer group (a copy)."""
+        return self.single_partition_of_fp32_groups
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """The master weights of each optimizer group, in the shapes of the parameters (copies)."""
+        groups = [
+            [self.access.full_master(param) for param in group["params"]] for group in self.param_groups
+        ]
+        return [[master for master in group if master is not None] for group in groups]
+
+
+class BF16_Optimizer(FP16_Optimizer):
+    """Stage 0 with bf16 weights (documented as ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
