@@ -118,7 +118,7 @@ class DeepSpeedEngine(EngineCompile):
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
 
         self.collate_fn = collate_fn
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
         if self.plan.zenflow is not None:
             configure_zenflow(self)
         self._plain_backward = PlainBackward(self._begin_plain_backward, self._end_plain_backward)
@@ -452,6 +452,10 @@ class DeepSpeedEngine(EngineCompile):
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
 
     # Data ---------------------------------------------------------------------------------------------------
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """The loader of ``training_data``."""
+        return self.deepspeed_io(dataset)
 
     def deepspeed_io(
         self,
