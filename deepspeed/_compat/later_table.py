@@ -61,7 +61,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.layers": ("def set_autotp_mode(training=False)",),
     "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
     "deepspeed.module_inject.replace_module": (
         "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",

@@ -40,6 +40,8 @@ FOREIGN_KEYS = frozenset(
 )
 OLD_TOP_LEVEL = {"bfloat16": "bf16"}
 COMMENT_MARKS = ("_", "#", "//")
+# A misspelt key that published configs carry with its default, where it has never done anything.
+MISSPELT_DEFAULTS = (("grandient_accumulation_steps", 1),)
 # The first version of MoQ had its own keys here; nothing reads them any more.
 SILENT_SECTIONS = frozenset({"quantize_training"})
 
@@ -150,6 +152,9 @@ def _unknown_key(
         return
     lenient = issubclass(model, LenientConfigModel)
     if not path and (key in FOREIGN_KEYS or "." in key):
+        return
+    if not path and (key, value) in MISSPELT_DEFAULTS:
+        note(f"config key '{key}' is unknown and ignored; it looks like a misspelt key with its default")
         return
     suggestion = misspelt(key, _spellings_left(model, siblings)) if lenient else nearest(key, keys_of(model))
     if suggestion is not None:

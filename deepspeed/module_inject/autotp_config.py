@@ -129,7 +129,14 @@ def _spec(given: Mapping[str, Any]) -> TPLayerSpec:
         values["shape"] = tuple(
             tuple(extent) if isinstance(extent, Sequence) else int(extent) for extent in values["shape"]
         )
-    return TPLayerSpec(**values)
+    made = TPLayerSpec(**values)
+    nested = [dim for dim, extent in enumerate(made.shape or ()) if isinstance(extent, tuple)]
+    if nested not in ([], [made.get_partition_dim()]):
+        raise ValueError(
+            f"partition_config.layer_specs: shape={list(made.shape or ())}: nested tuple only allowed at "
+            f"partition_dim, which is {made.get_partition_dim()}"
+        )
+    return made
 
 
 def _check_keys(kind: type, given: Mapping[str, Any], where: str) -> None:

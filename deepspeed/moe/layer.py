@@ -30,7 +30,7 @@ class MoE(nn.Module):
         use_tutel: accepted; tokens are dispatched by sorting without that library.
         enable_expert_tensor_parallelism: the expert's layers are split over tensor-parallel ranks themselves, which
             therefore all get all tokens; otherwise each of these ranks takes a part of the tokens.
-        top2_2nd_expert_sampling: draw the second of two experts by its logits, in training and evaluation.
+        top2_2nd_expert_sampling: in training, draw the second of two experts by its logits.
     """
 
     def __init__(

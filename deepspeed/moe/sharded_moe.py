@@ -217,7 +217,10 @@ class TopKGate(nn.Module):
             )
         if self.k == 2:
             return top2_routes(
-                logits, capacity, used_token=used_token, sample_second=self.top2_2nd_expert_sampling
+                logits,
+                capacity,
+                used_token=used_token,
+                sample_second=self.top2_2nd_expert_sampling and self.training,
             )
         return topk_routes(logits, self.k, capacity, used_token=used_token)
 

@@ -119,7 +119,7 @@ class DeepSpeedEngine(EngineCompile):
         self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
 
         self.collate_fn = collate_fn
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.training_dataloader = self._own_loader(training_data) if training_data is not None else None
         if self.plan.zenflow is not None:
             from deepspeed.runtime.zenflow.engine import configure_zenflow
 
@@ -466,6 +466,10 @@ class DeepSpeedEngine(EngineCompile):
         self._config.train_batch_size = micro_batch_size * self.clock.steps * self.dp_world_size
 
     # Data ---------------------------------------------------------------------------------------------------
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """The loader of ``training_data``."""
+        return self.deepspeed_io(dataset)
 
     def deepspeed_io(
         self,

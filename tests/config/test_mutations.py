@@ -408,3 +408,10 @@ def test_settings_without_effect_are_warnings() -> None:
     assert "torch_autocast.enabled' has no effect when bf16.enabled is true" in found.warnings[0]
     found = look_at(mutated({"zero_optimization.offload_param": {"device": "cpu"}}))
     assert not found.errors and "offload_param' has no effect at stage 2" in found.warnings[0]
+
+
+def test_a_misspelt_key_that_published_configs_carry_is_ignored_with_its_default() -> None:
+    found = look_at(mutated({"grandient_accumulation_steps": 1}))
+    assert not found.errors and "grandient_accumulation_steps" in found.warnings[0]
+    found = look_at(mutated({"grandient_accumulation_steps": 4}))
+    assert len(found.errors) == 1

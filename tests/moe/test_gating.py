@@ -212,3 +212,20 @@ def test_a_gate_computes_in_fp32_whatever_the_weights() -> None:
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TopKGate(8, EXPERTS, **arguments)
+
+
+def test_evaluation_draws_nothing() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randn(6, 8)
+    gates = [
+        TopKGate(8, 4, k=2, eval_capacity_factor=2.0, min_capacity=2, top2_2nd_expert_sampling=drawn)
+        for drawn in (True, False)
+    ]
+    gates[1].load_state_dict(gates[0].state_dict())
+    for gate in gates:
+        gate.eval()
+    masks = [gates[i](tokens)[2] for i in (0, 0, 1)]
+    assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
+    gates[0].train()
+    found = {tuple(gates[0](tokens)[2].nonzero().flatten().tolist()) for _ in range(8)}
+    assert len(found) > 1

@@ -320,6 +320,21 @@ def test_data_of_the_engine_and_a_batch_function() -> None:
 
 
 @distributed(world_size=2)
+def test_training_data_keeps_its_order() -> None:
+    data = [{"ids": torch.full((LENGTH + 1,), n % VOCABULARY)} for n in range(5)]
+    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
+    set_weights(module)
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine, _, loader, _ = deepspeed.initialize(model=module, training_data=data, config=config)
+    for _ in range(2):
+        assert [batch["ids"][0, 0].item() for batch in loader] == [n % VOCABULARY for n in range(5)]
+    engine.destroy()
+
+
+@distributed(world_size=2)
 def test_what_a_pipeline_refuses() -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
     with pytest.raises(AssertionError, match="leave out mpu"):

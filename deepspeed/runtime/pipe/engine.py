@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
 from deepspeed.runtime.pipe.channel import Handover, Inlet, Outlet, Receiver, Sender
@@ -384,6 +384,13 @@ class PipelineEngine(DeepSpeedEngine):
         return dict(self._reports) or None
 
     # Data -----------------------------------------------------------------------------------------------------
+
+    def _own_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """In the order of the data set: as documented, a pipeline leaves shuffling to its data."""
+        loader = super()._own_loader(dataset)
+        if isinstance(loader.data_sampler, EpochSampler):
+            loader.data_sampler.shuffle = False
+        return loader
 
     def set_dataloader(self, loader: Any) -> None:
         """Read ``loader`` from now on, over and over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,6 +12,13 @@ from pydantic import Field, PlainValidator
 from deepspeed.config.sections import DeepSpeedConfigModel, Int, LenientConfigModel, Says, parse_dtype
 
 PresetModel = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
+
+
+class AUTOTP_MODE(Enum):
+    """What layers in parts are for."""
+
+    TRAINING = "TRAINING"
+    INFERENCE = "INFERENCE"
 
 
 def _dtype(value: Any) -> torch.dtype:

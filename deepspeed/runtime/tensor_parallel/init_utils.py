@@ -12,6 +12,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.reader import read_config
 
 _RECORD = "_ds_tp_model_init"
+_DTYPE = "_ds_tp_model_init_dtype"
 _SECTION, _SIZE = "tensor_parallel", "autotp_size"
 
 
@@ -36,7 +37,7 @@ def tp_model_init(
 
     Raises:
         ValueError: ``tp_size`` is less than 1, or ``dtype`` is not one of floating-point numbers.
-        DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``.
+        DeepSpeedConfigError: ``config`` has another ``tensor_parallel.autotp_size``, or another 16-bit dtype.
     """
     if tp_size < 1:
         raise ValueError(f"tp_size={tp_size}: the number of ranks that share each layer is at least 1")
@@ -45,6 +46,7 @@ def tp_model_init(
             f"dtype={dtype}: a model is trained in torch.float32, torch.bfloat16 or torch.float16"
         )
     vars(model)[_RECORD] = tp_size
+    vars(model)[_DTYPE] = dtype
     if config is not None:
         with_recorded_size(config, model)
     return model.to(dtype)
@@ -66,4 +68,16 @@ def with_recorded_size(config: Any, model: nn.Module) -> Any:
         raise DeepSpeedConfigError(
             f"{_SECTION}.{_SIZE} is {stated}, but tp_model_init was called with tp_size={size}; state it in one place"
         )
+    _check_dtype(data, vars(model).get(_DTYPE))
     return {**data, _SECTION: {**section, _SIZE: size}}
+
+
+def _check_dtype(data: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """DeepSpeedConfigError: ``tp_model_init`` has made the weights of one 16-bit type, the config trains the other."""
+    for section, other in (("fp16", torch.bfloat16), ("bf16", torch.float16)):
+        stated = data.get(section)
+        if isinstance(stated, Mapping) and stated.get("enabled") is True and dtype is other:
+            raise DeepSpeedConfigError(
+                f"Conflicting dtype: {section}.enabled is true, but tp_model_init was called with dtype={dtype}; "
+                "give both the same"
+            )

@@ -27,6 +27,7 @@ from .cuts import Cut, replicated
 from .logits import LogitsInParts
 from .mappings import copy_to, gather_from, shared_weight, split_to, sum_own
 from .overlapped import column_product
+from .probing import transposed_by_trial
 from .ranks import communicator_of
 from .sequence_regions import SequenceRegion
 
@@ -144,6 +145,7 @@ class _ParallelLinear(TensorParallelLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed: bool
+    _splits_bias = False
 
     def _start(self, module: nn.Module, group: Communicator | ProcessGroup | None, name: str | None) -> None:
         self._adopt(module)
@@ -169,6 +171,26 @@ class _ParallelLinear(TensorParallelLayer):
             self.nx, self.nf = outputs, inputs
         else:
             self.in_features, self.out_features = inputs, outputs
+
+    def gather_params(self, param_list: Sequence[nn.Parameter]) -> None:
+        """Make these parameters of the layer whole, in place. Collective; not of a layer that an engine trains."""
+        for param, cut in self._split_of(param_list):
+            whole = gather_from(param.detach(), self.group, cut)
+            param.data = whole.clone(memory_format=torch.contiguous_format)
+
+    def _tp_partition(self, param_list: Sequence[nn.Parameter]) -> None:
+        """The opposite: leave this rank's part of whole parameters."""
+        for param, cut in self._split_of(param_list):
+            param.data = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
+
+    def _split_of(self, param_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
+        """Those of which each rank has a part, with their cuts."""
+        if self.group.size == 1:
+            return []
+        cuts = {id(self.weight): self.cut}
+        if self.bias is not None and self._splits_bias:
+            cuts[id(self.bias)] = self.cut.along(0)
+        return [(param, cuts[id(param)]) for param in param_list if id(param) in cuts]
 
     def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(inputs, weight.t() if self.transposed else weight, bias)
@@ -202,6 +224,8 @@ class LinearLayer(_ParallelLinear):
 
     Input [.., in_features], equal on all ranks; output [.., this rank's out_features].
     """
+
+    _splits_bias = True
 
     def __init__(
         self,
@@ -316,6 +340,9 @@ def _is_transposed(module: nn.Module) -> bool:
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
         return True
+    transposed = transposed_by_trial(module)
+    if transposed is not None:
+        return transposed
     raise ValueError(
         f"{type(module).__name__} computes something else than nn.Linear or transformers' Conv1D and cannot be split; "
         "leave it whole"

@@ -23,6 +23,7 @@ from deepspeed.module_inject.autotp_config import (
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
 from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
+from deepspeed.runtime.tensor_parallel.probing import transposed_by_trial
 from deepspeed.runtime.zero.params import full_shape
 
 SAID = "you said so"
@@ -252,7 +253,7 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
         if kind is None:
             summed += [name] * rule.spec.grad_allreduce
             continue
-        dims = linear_dims(module.get_submodule(path))
+        dims = linear_dims(module.get_submodule(path), try_it=rule.binding)
         if dims is None:
             if rule.binding:
                 raise PlanError(f"{rule.source} wants {name} to be {kind!r}, but it is no linear layer")
@@ -264,9 +265,10 @@ def plan_by_rules(module: nn.Module, ranks: int, rules: Rules, why: str) -> Tens
             inputs[path] = path
             if f"{path}.bias" in params:
                 found[f"{path}.bias"] = ParameterPlan("column", cut.along(0), rule.source, gather=gather)
-    if not found:
+    skipped = next((rule.source for rule in named.values() if rule.binding), None)
+    if not found and skipped is None:
         raise PlanError(f"{why}; and no rule says what to split")
-    source = f"{next(iter(found.values())).reason} ({why})"
+    source = f"{next(iter(found.values())).reason} ({why})" if found else f"{skipped} keeps all layers whole"
     return TensorParallelPlan(
         ranks=ranks, source=source, parameters=found, inputs=inputs, summed=tuple(summed), whole=rules.whole
     )
@@ -285,15 +287,19 @@ def _layers_beside(module: nn.Module, named: Mapping[str, Rule]) -> dict[str, Ru
     return found
 
 
-def linear_dims(layer: nn.Module) -> tuple[int, int] | None:
-    """Where outputs and inputs are in the weight of a linear layer; None if it is none that can be split."""
+def linear_dims(layer: nn.Module, *, try_it: bool = False) -> tuple[int, int] | None:
+    """Where outputs and inputs are in the weight of a linear layer; None if it is none that can be split.
+
+    ``try_it``: someone says that it is one, of whatever class.
+    """
     if isinstance(layer, nn.Linear):
         return 0, 1
     if any(base.__name__ == "Conv1D" for base in type(layer).__mro__) and isinstance(
         getattr(layer, "nf", None), int
     ):
         return 1, 0
-    return None
+    transposed = transposed_by_trial(layer) if try_it else None
+    return None if transposed is None else (1, 0) if transposed else (0, 1)
 
 
 def _linear_weights(module: nn.Module) -> list[str]:
