@@ -153,6 +153,9 @@ NAMES: dict[str, dict[str, str]] = {
         "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
+    "deepspeed.runtime.swap_tensor.aio_config": {
+        "get_aio_config": "deepspeed.config.aio",
+    },
     "deepspeed.sequence": {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",

@@ -34,10 +34,8 @@ INSTEAD = {
     "deepspeed.runtime.compression": "Until then leave communication uncompressed.",
     "deepspeed.runtime.domino": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
-    "deepspeed.runtime.fp16": "The engine makes its own from the fp16 section of the config.",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
-    "deepspeed.runtime.sparse_tensor": "With sparse_gradients the engine reduces torch's sparse gradients itself.",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do this.",
     "deepspeed.runtime.tensor_parallel": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
@@ -72,24 +70,7 @@ LATER: dict[str, tuple[str, ...]] = {
         " pre_process=True, post_process=True, drop_path_rate=0.0): forward "
         "inter_layer_overlap_forward intra_layer_overlap_forward",
     ),
-    "deepspeed.runtime.fp16.loss_scaler": (
-        "def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args)",
-        "class DynamicLossScaler(init_scale, scale_window, min_scale, delayed_shift, "
-        "consecutive_hysteresis, raise_error_at_min_scale=True, dtype=torch.half): has_overflow_serial "
-        "update_scale loss_scale scale_gradient scale_loss backward",
-    ),
-    "deepspeed.runtime.fp16.unfused_optimizer": (
-        "class FP16_UnfusedOptimizer(init_optimizer, deepspeed=None, loss_scale_config=None, "
-        "low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_scale=False, "
-        "dynamic_loss_args=None, verbose=True, mpu=None, clip_grad=0.0, fused_lamb_legacy=False): "
-        "zero_grad step_fused_lamb set_lr get_lr override_loss_scale step unscale_and_clip_grads "
-        "backward state_dict refresh_fp32_params load_state_dict initialize_optimizer_states",
-    ),
-    "deepspeed.runtime.torch_autocast": (
-        "def get_default_autocast_lower_precision_modules()",
-        "def init_autocast_params(engine, dtype, torch_autocast_lower_precision_safe_modules)",
-        "def is_autocast_initialized()",
-    ),
+    "deepspeed.runtime.torch_autocast": ("def is_autocast_initialized()",),
     "deepspeed.runtime.zenflow.engine_stage3": ("def configure_zenflow(optimizer_z3, zenflow_config)",),
     "deepspeed.runtime.zero.partitioned_param_coordinator": (
         "class PartitionedParameterCoordinator(prefetch_bucket_sz, max_reuse_distance_in_numel, "

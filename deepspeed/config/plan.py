@@ -31,6 +31,10 @@ class Cadence(enum.Enum):
     NEVER = "not at all: each rank updates with its own"
 
 
+AUTOCAST_MODULES = tuple(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
+"""Modules that compute in autocast's dtype, so that their gradients lose nothing in a sum in it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScalePlan:
     """``static`` is the fixed scale, or None for dynamic scaling with the fields below (Micikevicius 2018)."""
@@ -41,6 +45,8 @@ class LossScalePlan:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     minimum: float = 1.0
+    stops_at_minimum: bool = True
+    """Whether an overflow there is an error at once; else steps are skipped until ``Plan.max_bad_steps``."""
 
     @property
     def active(self) -> bool:
@@ -90,6 +96,10 @@ class ZeroPlan:
     ignore_unused: bool
     load_from_fp32_weights: bool
     allow_untested_optimizer: bool
+    refuses_untested: bool
+    """The config says ``zero_allow_untested_optimizer: false``, which is more than leaving it out."""
+    host_optimizer_only: bool
+    """The same of ``zero_force_ds_cpu_optimizer: true``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +212,8 @@ class Plan:
     param_offload: ParamOffload | None = None
     packing: Packing = Packing()
     max_bad_steps: int = 50
-    """fp32 and bf16 raise after this many skipped steps in a row; fp16 raises at the minimum scale."""
+    """fp32 and bf16 raise after this many skipped steps in a row; with fp16 only those at the minimum scale count, at
+    which stages 1 to 3 raise at once."""
 
     @property
     def wraps_optimizer(self) -> bool:
@@ -333,6 +344,10 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
         ignore_unused=bool(zero.ignore_unused_parameters),
         load_from_fp32_weights=bool(zero.load_from_fp32_weights),
         allow_untested_optimizer=bool(config.zero_allow_untested_optimizer),
+        refuses_untested=not config.zero_allow_untested_optimizer
+        and "zero_allow_untested_optimizer" in config.given_keys,
+        host_optimizer_only=bool(config.zero_force_ds_cpu_optimizer)
+        and "zero_force_ds_cpu_optimizer" in config.given_keys,
     )
 
 
@@ -361,7 +376,7 @@ def _precision(config: DeepSpeedConfig) -> PrecisionPlan:
         master=torch.float32 if low else None,
         cast_inputs=low,
         cast_kwargs=low,
-        loss_scale=_loss_scale(config.float16_config) if scaled else LossScalePlan(),
+        loss_scale=_loss_scale(config) if scaled else LossScalePlan(),
         check_overflow=True,
         **common,
     )
@@ -376,7 +391,7 @@ def _fp16(config: DeepSpeedConfig, common: dict[str, Any]) -> PrecisionPlan:
         master=torch.float32 if own_master else None,
         cast_inputs=common["autocast"] is None,  # autocast casts for the operations that want it
         cast_kwargs=bool(section.auto_cast),
-        loss_scale=_loss_scale(section),
+        loss_scale=_loss_scale(config),
         check_overflow=True,
         **common,
     )
@@ -406,7 +421,7 @@ def _autocast(config: DeepSpeedConfig) -> tuple[torch.dtype | None, tuple[str, .
             dtype = getattr(torch, dtype.removeprefix("torch."))
         modules = section.lower_precision_safe_modules
         if modules is None:
-            modules = [f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d")]
+            modules = AUTOCAST_MODULES
         return dtype, tuple(modules)
     if config.amp.enabled:
         # apex's opt levels O1 to O3 all mean fp16 products over fp32 weights in torch's terms; O0 is plain fp32.
@@ -415,7 +430,8 @@ def _autocast(config: DeepSpeedConfig) -> tuple[torch.dtype | None, tuple[str, .
     return None, ()
 
 
-def _loss_scale(section: Any) -> LossScalePlan:
+def _loss_scale(config: DeepSpeedConfig) -> LossScalePlan:
+    section = config.float16_config
     if section.loss_scale:
         return LossScalePlan(static=float(section.loss_scale))
     return LossScalePlan(
@@ -425,6 +441,7 @@ def _loss_scale(section: Any) -> LossScalePlan:
         hysteresis=int(section.hysteresis),
         consecutive_hysteresis=bool(section.consecutive_hysteresis),
         minimum=float(section.min_loss_scale),
+        stops_at_minimum=config.zero_config.stage > 0,
     )
 
 

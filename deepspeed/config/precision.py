@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 
 from deepspeed.config.sections import (
     DeepSpeedConfigModel,
@@ -24,12 +32,17 @@ from deepspeed.config.sections import (
 BFLOAT16_SPELLINGS = ("bf16", "bfloat16")
 
 
+def _finite_number(value: Any) -> Any:
+    """Said before the bounds are, which NaN and minus infinity miss as well."""
+    return finite(value) if isinstance(value, float) else value
+
+
 class DeepSpeedFP16Config(DeepSpeedConfigModel):
     """16-bit floats with loss scaling (Micikevicius et al. 2018)."""
 
     enabled: bool = Field(default=False, description="Train in fp16.")
     auto_cast: bool = Field(default=False, description="Cast floating-point inputs of forward to fp16.")
-    loss_scale: Annotated[Float, AfterValidator(finite)] = Field(
+    loss_scale: Annotated[Float, BeforeValidator(_finite_number), AfterValidator(finite)] = Field(
         default=0.0, ge=0, description="0: dynamic scaling; else this fixed scale."
     )
     initial_scale_power: Int = Field(default=16, description="The dynamic scale starts at 2 to this power.")

@@ -177,11 +177,12 @@ class TrainingConfig(LenientConfigModel):
         default=DeepSpeedZeroConfig(), description="ZeRO. The old form, a boolean, means stage 1 or 0."
     )
     zero_allow_untested_optimizer: bool = Field(
-        default=False, description="Suppress the note about an optimizer that ZeRO does not know."
+        default=False,
+        description="true: partition a client's optimizer untried; false, if given: refuse all but torch's and ours.",
     )
     zero_force_ds_cpu_optimizer: bool = Field(
         default=True,
-        description="With optimizer offload, refuse a client's optimizer that is not made for the host.",
+        description="true, if given: with optimizer offload, refuse a client's optimizer not made for the host.",
     )
     aio: AioConfig = Field(default=AioConfig(), description="File access for NVMe offload.")
     tensor_parallel: TPTrainingConfig = Field(default=TPTrainingConfig(), description="AutoTP.")

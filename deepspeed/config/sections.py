@@ -30,6 +30,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.utils.logging import logger
 
 AUTO = "auto"
@@ -256,7 +257,7 @@ class DeepSpeedConfigModel(BaseModel):
         for parent in parents:
             owner = getattr(owner, parent)
         if leaf in owner.model_fields_set:
-            raise ValueError(
+            raise DeepSpeedConfigError(
                 f"both '{target}' and its deprecated spelling '{name}' are given: keep '{target}'"
             )
         setattr(owner, leaf, facts.get("new_param_fn", _same)(getattr(self, name)))

@@ -16,6 +16,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.axes import Axes
 from deepspeed.config.plan import Plan
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.loss_scaler import LossScaler
@@ -49,10 +50,11 @@ from deepspeed.runtime.zero.optimizer import (
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
     FP16_Optimizer,
+    UnfusedOptimizer,
     ZeroOptimizer,
 )
 from deepspeed.runtime.zero.own_state import OwnState
-from deepspeed.runtime.zero.params import full_numel, is_zero_param
+from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeRORuntimeException, full_numel, is_zero_param
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import DENSE, Scopes, scope_name
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
@@ -162,6 +164,14 @@ def check_optimizer(
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
         )
     check_partitioning(optimizer, plan)
+    name = type(optimizer).__name__
+    if plan.state_offload is None or not plan.zero.host_optimizer_only:
+        return
+    if not type(optimizer).__module__.startswith("deepspeed."):
+        raise ZeRORuntimeException(
+            f"offload_optimizer updates on the host, {name} is not made for it, and the config has "
+            "zero_force_ds_cpu_optimizer: true. Use DeepSpeedCPUAdam or an 'optimizer' section, or leave the key out."
+        )
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes) -> None:
@@ -365,7 +375,7 @@ def shard_module(
         for layout, persistent in cut_sharded(specs, zero, scopes.shards())
     ]
     known = {id(p) for p in held if p.requires_grad}
-    return ShardedModel(
+    sharded = ShardedModel(
         module,
         buckets,
         scopes,
@@ -375,6 +385,10 @@ def shard_module(
         storage=storage,
         packing=plan.packing,
     )
+    if zero.enable_sanity_checks:
+        for param in everything.params:
+            setattr(param, CHECKS_WRITES, True)
+    return sharded
 
 
 def _late_buckets(
@@ -446,8 +460,15 @@ def _facade(
             variant = ZenFlowZeroOptimizerParallel if parallel else ZenFlowZeroOptimizerSequential
             return variant(optimizer, executor, access, mover)
         return DeepSpeedZeroOptimizer(optimizer, executor, access, mover)
-    keeps = BF16_Optimizer if plan.precision.param is torch.bfloat16 else FP16_Optimizer
-    return keeps(optimizer, executor, access, mover)
+    return _stage_0_kind(plan, optimizer)(optimizer, executor, access, mover)
+
+
+def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:
+    """The documented class; they differ in nothing but their names, which clients ask for."""
+    precision = plan.precision
+    if precision.param is torch.bfloat16 and precision.accumulate is torch.float32:
+        return BF16_Optimizer
+    return FP16_Optimizer if isinstance(optimizer, MultiTensorAdam) else UnfusedOptimizer
 
 
 def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:

@@ -13,7 +13,7 @@ import torch.distributed
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
-from deepspeed.config.batch import Batch
+from deepspeed.config.batch import Batch, BatchError, resolve
 from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.problems import DeepSpeedConfigError, Problem
 from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
@@ -130,6 +130,15 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = batch.accumulation
         self.managed_gradient_accumulation = c.managed_gradient_accumulation
 
+    def _configure_train_batch_size(self) -> None:
+        """Derive the batch sizes again, after they were assigned: None for what is to be derived."""
+        sizes = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        try:
+            self.batch = resolve(*sizes, self.world_size)
+        except BatchError as error:
+            raise DeepSpeedConfigError(str(error), problems=[Problem(error.key, str(error))]) from None
+        self._read_batch(self._schema, self.batch)
+
     def _read_gradients(self, c: TrainingConfig) -> None:
         self.gradient_clipping = c.gradient_clipping
         self.prescale_gradients = c.prescale_gradients
@@ -164,6 +173,11 @@ class DeepSpeedConfig:
         self.zero_allow_untested_optimizer = c.zero_allow_untested_optimizer
         self.zero_force_ds_cpu_optimizer = c.zero_force_ds_cpu_optimizer
         self.aio_config = c.aio.model_dump(exclude={"thread_count"})
+
+    @property
+    def given_keys(self) -> set[str]:
+        """Top-level keys that the config has, as against those with defaults."""
+        return self._schema.model_fields_set
 
     def _read_parallelism(self, c: TrainingConfig) -> None:
         self.tensor_parallel_config = c.tensor_parallel
@@ -266,6 +280,14 @@ class DeepSpeedConfig:
     @property
     def buffer_dtype(self) -> torch.dtype | None:
         return self.data_types_config.buffer_dtype
+
+    @property
+    def eigenvalue_enabled(self) -> bool:
+        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.enabled)
+
+    @property
+    def eigenvalue_verbose(self) -> bool:
+        return self.eigenvalue_config is not None and bool(self.eigenvalue_config.verbose)
 
     @property
     def pld_enabled(self) -> bool:

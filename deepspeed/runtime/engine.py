@@ -116,7 +116,7 @@ class DeepSpeedEngine(EngineCompile):
         self._take_module(model, move=not dont_change_device)
         self._build_training(optimizer, model_parameters)
         self.client_lr_scheduler = lr_scheduler
-        self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer)
+        self.lr_scheduler = resolve_scheduler(self._config, lr_scheduler, self.basic_optimizer, optimizer)
 
         self.collate_fn = collate_fn
         self.training_dataloader = self._own_loader(training_data) if training_data is not None else None

@@ -18,6 +18,7 @@ from deepspeed.runtime.events import Events
 from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
+from deepspeed.utils.exceptions import NoOptimizerError
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
@@ -116,7 +117,7 @@ class EngineBase(EngineAccessors, nn.Module):
 
     def _require_core(self, what: str) -> TrainingCore:
         if self.core is None:
-            raise RuntimeError(
+            raise NoOptimizerError(
                 f"engine.{what}() needs an optimizer and trainable parameters: pass optimizer=, or model_parameters= "
                 "with an 'optimizer' section in the config, to deepspeed.initialize. Without them the engine only "
                 "runs forward."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from deepspeed.config.plan import LossScalePlan
 
 
@@ -14,23 +16,36 @@ class LossScaleError(RuntimeError):
 class LossScaler:
     """Keeps the factor that losses are multiplied by and adapts it after overflows.
 
-    Dynamic: each overflow uses up one of ``hysteresis`` tolerated ones, after which the scale is halved; ``window``
-    good steps in a row double it. ``consecutive_hysteresis`` restores the tolerance after every good step; otherwise
-    it is restored when the scale grows.
+    Dynamic: each overflow uses up one of ``hysteresis`` tolerated ones, after which the scale is halved. It doubles at
+    the first good step that follows ``window`` good ones in a row, and again every ``window`` steps, as in release
+    0.19: a run that is resumed there or here grows its scale at the same step. ``consecutive_hysteresis`` restores the
+    tolerance after every good step; otherwise it is restored when the scale grows.
     """
+
+    scale_factor = 2.0
 
     def __init__(self, plan: LossScalePlan) -> None:
         self.plan = plan
         self.scale = plan.static if plan.static is not None else plan.initial
         self.tolerance_left = plan.hysteresis
         self.good_steps = 0
+        """In a row."""
+        self.cur_iter = 0
+        """All steps, skipped ones too."""
 
     @property
     def dynamic(self) -> bool:
         return self.plan.static is None
 
+    @property
+    def spent(self) -> bool:
+        """Whether an overflow would have no effect any more, as the scale cannot fall."""
+        return not self.dynamic or (self.tolerance_left <= 1 and self.scale <= self.plan.minimum)
+
     def update(self, overflow: bool) -> None:
-        """Account for one optimizer step. Raises LossScaleError on an overflow at the minimum scale."""
+        """Account for one optimizer step. Raises LossScaleError on an overflow at the minimum scale, where the plan
+        says that training stops there."""
+        self.cur_iter += 1
         if not self.dynamic:
             return
         if overflow:
@@ -38,24 +53,24 @@ class LossScaler:
             return
         if self.plan.consecutive_hysteresis:
             self.tolerance_left = self.plan.hysteresis
-        self.good_steps += 1
-        if self.good_steps % self.plan.window == 0:
+        if self.good_steps and self.good_steps % self.plan.window == 0:
             if not self.plan.consecutive_hysteresis:
                 self.tolerance_left = self.plan.hysteresis
-            self.scale *= 2.0
+            self.scale *= self.scale_factor
+        self.good_steps += 1
 
     def _shrink(self) -> None:
         self.good_steps = 0
         if self.tolerance_left > 1:
             self.tolerance_left -= 1
             return
-        if self.scale <= self.plan.minimum:
+        if self.scale <= self.plan.minimum and self.plan.stops_at_minimum:
             raise LossScaleError(
                 f"gradients overflow although the fp16 loss scale is already at its minimum, {self.plan.minimum:g} "
                 "(fp16.min_loss_scale). The model itself produces Inf or NaN: use bf16, lower the learning rate, "
                 "or look at the parameter named above."
             )
-        self.scale = max(self.scale / 2.0, self.plan.minimum)
+        self.scale = max(self.scale / self.scale_factor, self.plan.minimum)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "tolerance_left": self.tolerance_left, "good_steps": self.good_steps}
@@ -64,3 +79,65 @@ class LossScaler:
         self.scale = float(state["scale"])
         self.tolerance_left = int(state["tolerance_left"])
         self.good_steps = int(state["good_steps"])
+        self.cur_iter = max(self.cur_iter, self.good_steps)
+
+    # Documented names of the same values, of the scalers and of the ``loss_scale_config`` of optimizers ------
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.scale = float(value)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.dynamic
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return self.cur_iter - self.good_steps - 1
+
+    @property
+    def scale_window(self) -> int:
+        return self.plan.window
+
+    @property
+    def min_scale(self) -> float:
+        return self.plan.minimum
+
+    min_loss_scale = min_scale
+
+    @property
+    def delayed_shift(self) -> int:
+        return self.plan.hysteresis
+
+    @property
+    def consecutive_hysteresis(self) -> bool:
+        return self.plan.consecutive_hysteresis
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return self.tolerance_left
+
+    @cur_hysteresis.setter
+    def cur_hysteresis(self, value: int) -> None:
+        self.tolerance_left = int(value)
+
+    def update_scale(self, overflow: bool) -> None:
+        self.update(overflow)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        """For a backward hook of a module: its input gradients, scaled."""
+        return tuple(grad * self.scale for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)

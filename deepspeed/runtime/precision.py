@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from deepspeed.config.plan import PrecisionPlan
 from deepspeed.runtime.zero.params import follow_dtype, is_zero_param
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
+"""Attribute of a parameter: the dtype of its gradient in sums over ranks, if it is not the parameter's."""
 
 
 def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
@@ -24,6 +27,8 @@ def cast_module(module: nn.Module, plan: PrecisionPlan) -> None:
     statistics, and its outputs get the dtype of those: they are cast to that of the model.
     """
     norms = [owner for owner in module.modules() if _has_statistics(owner)] if _is_low(plan.param) else []
+    for param, dtype in wire_dtypes(module, plan).items():
+        setattr(param, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
     own = {norm: plan.buffer or (torch.float32 if norm._parameters else plan.param) for norm in norms}
     with torch.no_grad():
         for owner in module.modules():
@@ -78,16 +83,18 @@ def wire_dtypes(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Parameter, to
     """Wire dtype of parameters where it is not the default: those of autocast's lower-precision-safe modules."""
     if plan.autocast is None or not plan.autocast_modules or plan.reduce is not None:
         return {}
-    safe = set(plan.autocast_modules)
-    result: dict[nn.Parameter, torch.dtype] = {}
+    return dict.fromkeys(safe_parameters(module, plan.autocast_modules), plan.autocast)
+
+
+def safe_parameters(module: nn.Module, classes: Iterable[str]) -> Iterator[nn.Parameter]:
+    """Parameters of modules of these classes, given by their qualified names."""
+    safe = set(classes)
     for owner in module.modules():
         kinds = type(owner).__mro__
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
         names |= {f"torch.nn.{kind.__name__}" for kind in kinds if getattr(nn, kind.__name__, None) is kind}
         if names & safe:
-            for param in owner.parameters(recurse=False):
-                result[param] = plan.autocast
-    return result
+            yield from owner.parameters(recurse=False)
 
 
 def precision_table(rows: Sequence[tuple[str, set[torch.dtype]]]) -> str:

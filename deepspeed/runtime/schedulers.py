@@ -6,15 +6,20 @@ import inspect
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.config.arguments import WHOLE_NUMBERS
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 
-def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None."""
+def resolve_scheduler(
+    config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None, own: Any = None
+) -> Any:
+    """The client's scheduler, the one its callable returns for the optimizer, the one the config names, or None.
+    ``own``: what the client gave as its optimizer."""
     if client is not None:
+        _check_bound(client, optimizer, own)
         return client(optimizer) if callable(client) and not hasattr(client, "step") else client
     name = config.scheduler_name
     if name is None or optimizer is None:
@@ -32,6 +37,16 @@ def resolve_scheduler(config: DeepSpeedConfig, client: Any, optimizer: torch.opt
             f"scheduler.params.{unknown[0]} is not a parameter of {name}; it takes {', '.join(sorted(known))}."
         )
     return kind(optimizer, **params)
+
+
+def _check_bound(client: Any, optimizer: Any, own: Any) -> None:
+    """DeepSpeedConfigError: torch's scheduler was made for another optimizer than the one that is made here."""
+    made_here = own is None or not hasattr(own, "param_groups")
+    if isinstance(client, LRScheduler) and made_here and client.optimizer is not optimizer:
+        raise DeepSpeedConfigError(
+            f"lr_scheduler is a {type(client).__name__} of another optimizer than the one that is trained with: pass "
+            "that optimizer as optimizer=, or lr_scheduler=lambda optimizer: ..., which makes the scheduler."
+        )
 
 
 def _find(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +15,11 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import sum_of_squares
+from deepspeed.runtime.helpers.backward_counts import (
+    check_internal_apis_for_count_used_parameters,
+    count_parameters,
+)
+from deepspeed.runtime.helpers.expert_norms import get_norm_with_moe_layers_fast, norm_with_experts
 from deepspeed.runtime.helpers.gradient_checks import (
     CheckOverflow,
     DummyOptim,
@@ -23,6 +28,7 @@ from deepspeed.runtime.helpers.gradient_checks import (
     get_inactive_params,
     mask_nan_or_inf_with_val_inplace,
 )
+from deepspeed.runtime.helpers.optimizer_states import offload_adam_states, reload_adam_states
 from deepspeed.runtime.helpers.partitioned_tensor import PartitionedTensor
 from deepspeed.runtime.helpers.partitions import partition_balanced, partition_uniform, prefix_sum_inc
 from deepspeed.runtime.helpers.tensor_structures import (
@@ -34,6 +40,7 @@ from deepspeed.runtime.helpers.tensor_structures import (
     is_transformers_cache,
     maybe_loss_for_backward,
 )
+from deepspeed.utils import groups
 from deepspeed.utils.logging import is_rank_zero
 from deepspeed.utils.memory import memory_usage, see_memory_usage
 
@@ -45,10 +52,12 @@ __all__ = [
     "all_gather_dp_groups",
     "all_gather_into_tensor_dp_groups",
     "call_to_str",
+    "check_internal_apis_for_count_used_parameters",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
     "compare_tensors_in_structures",
     "copy_to_device",
+    "count_used_parameters_in_backward",
     "empty_cache",
     "ensure_directory_exists",
     "filter_empty_parameters",
@@ -59,6 +68,8 @@ __all__ = [
     "get_grad_zeros",
     "get_inactive_params",
     "get_ma_status",
+    "get_norm_with_moe_layers",
+    "get_norm_with_moe_layers_fast",
     "get_only_unique_item",
     "get_tensor_bytes",
     "get_weight_norm",
@@ -70,9 +81,11 @@ __all__ = [
     "move_to_device",
     "noop_context",
     "noop_decorator",
+    "offload_adam_states",
     "partition_balanced",
     "partition_uniform",
     "prefix_sum_inc",
+    "reload_adam_states",
     "see_memory_usage",
     "set_random_seed",
 ]
@@ -186,6 +199,12 @@ def move_to_device(
 def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
     """Like ``move_to_device``, but what is moved is always a copy, detached from the graph."""
     return _rebuilt(item, lambda leaf: leaf.detach().to(device, copy=True) if criterion_func(leaf) else leaf)
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
+    """How many of ``parameters`` the running backward will reach: for hooks. Where torch cannot tell, how many require
+    gradients. RuntimeError: no backward is running."""
+    return count_parameters(parameters, exact=check_internal_apis_for_count_used_parameters())
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -303,6 +322,22 @@ def get_global_norm_of_tensors(
     tensors, device = list(input_tensors), input_tensors[0].device
     norm = _norm(tensors, float(norm_type), _model_parallel(mpu)[0], device)
     return norm if moe_ep_group is None else _norm([norm], float(norm_type), moe_ep_group, device)
+
+
+def get_norm_with_moe_layers(
+    non_expert_norm: Tensor | float,
+    mpu: Any,
+    expert_tensors: Mapping[str, Sequence[Tensor]],
+    norm_type: float = 2,
+) -> float:
+    """Norm of all parameters or gradients, from that of the others and this rank's tensors of the experts, by the name
+    of their expert group (``MoE``'s ``expert_group_name``)."""
+    known = [
+        (get_global_norm_of_tensors(tensors, norm_type, mpu), groups._get_expert_parallel_group(name))
+        for name, tensors in expert_tensors.items()
+        if tensors
+    ]
+    return norm_with_experts(non_expert_norm, known, float(norm_type))
 
 
 def clip_tensors_by_global_norm(

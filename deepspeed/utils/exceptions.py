@@ -1,6 +1,10 @@
 """Errors of interfaces, kept for their names."""
 
 
+class NoOptimizerError(RuntimeError, AssertionError):
+    """An engine without an optimizer cannot train. An AssertionError, too, as release 0.19 raises it."""
+
+
 class UnusedParametersError(RuntimeError, AssertionError):
     """Parameters did not contribute to the loss, which the config forbids. Documented as an AssertionError."""
 

@@ -291,6 +291,9 @@ class ThroughputTimer:
         self.total_elapsed_time = 0.0  # seconds
         self.step_elapsed_time = 0.0  # seconds of the running optimizer step
         self.started = False
+        self.initialized = False
+        """Whether it was ever started."""
+        self.start_time = self.end_time = 0.0  # seconds, of the last micro-batch that counted
         self._start_s: float | None = None
 
     def update_epoch_count(self) -> None:
@@ -301,9 +304,9 @@ class ThroughputTimer:
         """Begins a micro-batch."""
         if not self.config.enabled:
             return
-        self.started = True
+        self.initialized = self.started = True
         if self.global_step_count >= self.start_step:
-            self._start_s = self._now_s()
+            self.start_time = self._start_s = self._now_s()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Ends a micro-batch; ``global_step`` says that it also ended an optimizer step."""
@@ -315,7 +318,8 @@ class ThroughputTimer:
             self.global_step_count += 1
         if self._start_s is None:
             return
-        duration = self._now_s() - self._start_s
+        self.end_time = self._now_s()
+        duration = self.end_time - self._start_s
         self._start_s = None
         self.total_elapsed_time += duration
         self.step_elapsed_time += duration

@@ -171,12 +171,26 @@ def test_fp32_gives_up_after_fifty_bad_steps() -> None:
 
 @distributed(world_size=1)
 def test_fp16_gives_up_at_the_minimum_scale() -> None:
-    engine = build({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
+    fp16 = {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}
+    engine = build({"fp16": fp16, "zero_optimization": {"stage": 1}})
     with pytest.raises(LossScaleError, match="minimum"):
         for _ in range(10):
             engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
             engine.step()
     assert engine.optimizer.cur_scale == 1.0
+    engine.destroy()
+
+
+@distributed(world_size=1)
+def test_fp16_at_stage_0_skips_steps_at_the_minimum_scale_before_it_gives_up() -> None:
+    engine = build({"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
+    scales = []
+    with pytest.raises(LossScaleError, match="50 steps"):
+        for _ in range(60):
+            engine.backward(engine(torch.full((4, WIDTH), float("nan"))).sum())
+            engine.step()
+            scales.append(engine.optimizer.loss_scale_config.cur_scale)
+    assert scales == [2.0] + [1.0] * 48
     engine.destroy()
 
 
@@ -211,10 +225,13 @@ def test_dynamic_scale_follows_the_documented_rules() -> None:
     assert scaler.scale == 8.0
     for _ in range(3):
         scaler.update(overflow=False)
+        assert scaler.scale == 8.0
+    scaler.update(overflow=False)  # three good steps went before this one
     assert scaler.scale == 16.0
+    assert (scaler.cur_iter, scaler.last_overflow_iter) == (6, 1)
     restored = LossScaler(scaler.plan)
     restored.load_state_dict(scaler.state_dict())
-    assert (restored.scale, restored.good_steps) == (16.0, 3)
+    assert (restored.scale, restored.good_steps) == (16.0, 4)
 
 
 def test_consecutive_hysteresis_refills_after_a_good_step() -> None:

@@ -15,9 +15,15 @@ from torch import nn
 from deepspeed.compression.helper import convert_conv1d_to_linear, recursive_getattr, recursive_setattr
 from deepspeed.config import getters as config_getters
 from deepspeed.io.utils import bytes_to_tensor, required_minimum_torch_version, tensor_to_bytes
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime import utils as ds
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.helpers import optimizer_states
+from deepspeed.runtime.helpers.expert_norms import norm_with_experts
 from deepspeed.runtime.pipe.topology import _prime_factors
+from deepspeed.runtime.sparse_tensor import SparseTensor
+from deepspeed.runtime.swap_tensor import utils as swapping
+from deepspeed.runtime.zero import offload_states
 from deepspeed.runtime.zero import utils as zero
 from deepspeed.utils import bwc
 from deepspeed.utils.torch import (
@@ -319,3 +325,121 @@ def test_getters_of_sections() -> None:
     params = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 2.0}}}
     assert getters.get_optimizer_gradient_clipping(params) == 2.0
     assert getters.get_optimizer_gradient_clipping({}) is None
+
+
+# --- Running backwards, sparse rows, devices of states --------------------------------------------
+
+
+def test_parameters_that_a_backward_reaches_are_counted() -> None:
+    used, unused = nn.Linear(3, 2), nn.Linear(3, 2)
+    params = [
+        *used.parameters(),
+        *unused.parameters(),
+        nn.Parameter(torch.ones(1), requires_grad=False),
+        None,
+    ]
+    counts: list[int] = []
+    used.bias.register_hook(lambda grad: counts.append(ds.count_used_parameters_in_backward(params)))
+    used(torch.ones(1, 3)).sum().backward()
+    assert ds.check_internal_apis_for_count_used_parameters() and counts == [2]
+    with pytest.raises(RuntimeError, match="must be called during backward execution"):
+        ds.count_used_parameters_in_backward(params)
+
+
+def test_where_torch_cannot_tell_all_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ds, "check_internal_apis_for_count_used_parameters", lambda: False)
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    assert ds.count_used_parameters_in_backward([*layer.parameters(), "no tensor"]) == 1
+
+
+def test_rows_of_sparse_tensors() -> None:
+    torch.manual_seed(1)
+    dense = torch.zeros(6, 3)
+    dense[1], dense[4] = torch.randn(3), torch.tensor([1.0, -1.0, 0.0])
+    rows = SparseTensor(dense)
+    assert rows.indices is not None and rows.indices.tolist() == [1, 4]
+    assert torch.equal(rows.to_dense(), dense) and torch.equal(rows.to_coo_tensor().to_dense(), dense)
+    assert rows.sparse_size() == (8, 18) and SparseTensor.type() == "deepspeed.SparseTensor"
+    other = torch.zeros(6, 3)
+    other[4:] = 2.0
+    rows.add(SparseTensor(other.to_sparse(1)))
+    assert torch.allclose(rows.to_dense(), dense + other)
+    with pytest.raises(ValueError, match="shape"):
+        rows.add(SparseTensor(torch.ones(2, 3)))
+    with pytest.raises(ValueError, match="empty"):
+        SparseTensor().to_dense()
+
+
+@distributed(world_size=2)
+def test_norms_with_experts_on_other_ranks() -> None:
+    everyone = dist.new_group([0, 1])
+    assert ds.get_norm_with_moe_layers_fast(torch.tensor(float(dist.get_rank())), everyone) == 0.5
+    experts = [(torch.tensor(3.0 + dist.get_rank()), everyone)]
+    assert norm_with_experts(12.0, experts, 2.0) == pytest.approx(13.0)
+    assert norm_with_experts(2.0, experts, math.inf) == 4.0
+    assert ds.get_norm_with_moe_layers(7.0, None, {}) == 7.0
+
+
+def test_states_of_an_adam_move_and_stay_the_same_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is no second device here: what would be moved is counted up instead.
+    monkeypatch.setattr(optimizer_states, "_moved", lambda value, device, pin, non_blocking: value + 1)
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.zeros(3)
+    adam = torch.optim.Adam([weight], amsgrad=True)
+    adam.step()
+    state, before = adam.state[weight], dict(adam.state[weight])
+    moments = {"exp_avg", "exp_avg_sq"}
+    for move, moved in (
+        (ds.offload_adam_states, moments),
+        (ds.reload_adam_states, moments),
+        (offload_states.offload_optimizer_states, {*moments, "max_exp_avg_sq"}),
+        (offload_states.reload_optimizer_states, {*moments, "max_exp_avg_sq"}),
+    ):
+        old = {key: value.clone() for key, value in state.items()}
+        move(adam, "cpu")
+        assert {key for key in state if not torch.equal(state[key], old[key])} == moved
+        assert all(state[key] is before[key] for key in before)
+
+
+def test_buffers_of_a_size_and_files(tmp_path: Any) -> None:
+    flat = torch.arange(8.0)
+    assert swapping.get_sized_buffer(flat, 3).tolist() == [0.0, 1.0, 2.0]
+    assert [b.numel() for b in swapping.get_sized_buffers([flat, flat], [8, 0])] == [8, 0]
+    with pytest.raises(ValueError, match="8 elements"):
+        swapping.get_sized_buffer(flat, 9)
+    done: list[tuple[str, str]] = []
+    handle = SimpleNamespace(
+        async_pread=lambda buffer, path: done.append(("read", path)) or 0,
+        async_pwrite=lambda buffer, path: done.append(("written", path)) or int(path == "full"),
+    )
+    swapping.swap_out_tensors(handle, [flat], ["a"])
+    swapping.swap_in_tensors(handle, [flat], ["a"])
+    assert done == [("written", "a"), ("read", "a")]
+    with pytest.raises(OSError, match="full"):
+        swapping.swap_out_tensors(handle, [flat], ["full"])
+
+
+def test_parameters_summed_in_the_dtype_of_autocast() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    torch_autocast.init_autocast_params(model, torch.bfloat16, None)
+    low, norm = model[0].weight, model[1].weight
+    assert torch_autocast.has_comm_dtype(low) and not torch_autocast.has_comm_dtype(norm)
+    assert torch_autocast.get_comm_dtype(norm) is torch.float32
+    both = torch_autocast.get_all_comm_dtypes(model.parameters())
+    assert torch_autocast.sort_dtypes(both) == [torch.bfloat16, torch.float32]
+    assert "torch.nn.Linear" in torch_autocast.get_default_autocast_lower_precision_modules()
+
+
+def test_batch_sizes_are_derived_again() -> None:
+    config = DeepSpeedConfig({"train_batch_size": 8})
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for given, expected in (((8, None, 2), (8, 4, 2)), ((None, 3, None), (3, 3, 1)), ((8, 3, 2), None)):
+        for name, value in zip(sizes, given, strict=True):
+            setattr(config, name, value)
+        if expected is None:
+            with pytest.raises(AssertionError, match="is not"):
+                config._configure_train_batch_size()
+        else:
+            config._configure_train_batch_size()
+            assert tuple(getattr(config, name) for name in sizes) == expected

@@ -180,6 +180,18 @@ def test_throughput_counts_whole_steps_after_the_warm_up(clock: Clock) -> None:
     assert len(lines) == 1
 
 
+def test_throughput_says_where_it_stands(clock: Clock) -> None:
+    timer, _ = throughput(start_step=1)
+    timer.stop()  # never started
+    assert (timer.initialized, timer.micro_step_count) == (False, 0)
+    timer.start()
+    assert (timer.initialized, timer.started, timer.start_time) == (True, True, 0.0)
+    timer.stop(global_step=True)
+    assert timer.total_elapsed_time == timer.end_time == 0.0
+    step(timer, clock, [20])
+    assert timer.end_time - timer.start_time == pytest.approx(0.02) == timer.total_elapsed_time
+
+
 def test_throughput_with_memory_and_switched_off(clock: Clock) -> None:
     timer, lines = throughput(start_step=0, steps_per_output=1, monitor_memory=True)
     step(timer, clock, [10])

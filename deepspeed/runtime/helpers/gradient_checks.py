@@ -62,6 +62,10 @@ def mask_nan_or_inf_with_val_inplace(
     input.copy_(torch.where(torch.isfinite(input), input, mark.to(input.device)))
 
 
+def has_non_finite(tensor: Tensor) -> bool:
+    return not bool(torch.isfinite(tensor).all())
+
+
 class CheckOverflow:
     """Whether any gradient is not finite, on any rank."""
 
@@ -108,4 +112,4 @@ class CheckOverflow:
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor, index: int | None = None) -> bool:
-        return not bool(torch.isfinite(x).all())
+        return has_non_finite(x)

@@ -49,6 +49,14 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
             f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
             "cannot partition its tensors across ranks; use stage 0."
         )
+    if plan.zero.refuses_untested and not type(optimizer).__module__.startswith(
+        ("torch.optim", "deepspeed.")
+    ):
+        raise DeepSpeedConfigError(
+            f"{name} is neither torch's nor of this package, and the config has zero_allow_untested_optimizer: false. "
+            "Without that key its update is tried on a small tensor, and accepted if it can be partitioned; with true "
+            "it is accepted as it is."
+        )
     if plan.zero.allow_untested_optimizer or traits.joins_ranks or is_elementwise(optimizer):
         return
     raise DeepSpeedConfigError(

@@ -25,6 +25,8 @@ from deepspeed.runtime.zero.state_store import PARAMS, OwnedFragment, StateStore
 from deepspeed.utils.tensor_fragment import write_pieces
 
 MASTER = "fp32"
+JOINED = "_ds_joined"
+"""Attribute of a tensor: the fragments whose masters it holds a copy of, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +169,18 @@ class StateAccess:
         """This rank's optimizer state by parameter, as the optimizer keeps it; per-element state in one piece."""
         self.store.settle()
         for index, pieces in self._owned.items():
-            states = [self.store.state_of(owned) for owned in pieces]
-            if states[0]:
-                shape = pieces[0].master.shape
-                yield (
-                    self.store.params[index],
-                    {
-                        key: torch.cat([state[key] for state in states])
-                        if len(pieces) > 1 and isinstance(value, Tensor) and value.shape == shape
-                        else value
-                        for key, value in states[0].items()
-                    },
-                )
+            state = _joined_state(pieces, [self.store.state_of(owned) for owned in pieces])
+            if state is not None:
+                yield self.store.params[index], state
+
+    def state_of(self, key: Tensor) -> dict[str, Any] | None:
+        """This rank's optimizer state of a parameter, or of the fragments whose masters were joined in ``key``;
+        per-element state in one piece, 1-D unless the master has the parameter's shape. None: there is none."""
+        pieces = getattr(key, JOINED, None)
+        if pieces is None:
+            pieces = self._owned.get(self._index.get(id(key), -1), [])
+        self.store.settle()
+        return _joined_state(pieces, [self.store.state_of(owned) for owned in pieces])
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of a parameter that the engine trains, None for any other."""
@@ -423,6 +425,20 @@ class StateAccess:
             for owned, tensor in parts:
                 start = owned.fragment.param_offset
                 tensor.view(-1).copy_(flat[start : start + owned.fragment.numel])
+
+
+def _joined_state(pieces: Sequence[OwnedFragment], states: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    if not states or not all(states):
+        return None
+    if len(pieces) == 1:
+        return states[0]
+    shape = pieces[0].master.shape
+    return {
+        key: torch.cat([state[key].view(-1) for state in states])
+        if isinstance(value, Tensor) and value.dim() and value.shape == shape
+        else value
+        for key, value in states[0].items()
+    }
 
 
 def _write(state: dict[str, Any], key: str, value: Tensor) -> None:

@@ -64,6 +64,10 @@ class BufferPool:
         if event is not None:
             event.wait()
 
+    def devices(self) -> set[torch.device]:
+        """Of the free buffers."""
+        return {device for (_, device), free in self._free.items() if free}
+
     def clear(self) -> None:
         """Release the free buffers."""
         for free in self._free.values():

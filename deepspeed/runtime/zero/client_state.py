@@ -18,11 +18,28 @@ from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.params import full_numel, full_shape
 
 
+class StateByParam(defaultdict[Any, dict[str, Any]]):
+    """An optimizer's state by master, which also answers for the client's own parameters and for joined masters
+    (``StateAccess.state_of``): ``optimizer.state[param]`` is what this rank has of it."""
+
+    def __init__(self, access: StateAccess, state: dict[Any, dict[str, Any]]) -> None:
+        super().__init__(dict, state)
+        self.access = access
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        found = self.access.state_of(key) if isinstance(key, Tensor) else None
+        return super().__missing__(key) if found is None else found
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
 class ClientState:
     """Hooks on ``optimizer`` that translate between its parameters and what ``access`` holds."""
 
     def __init__(self, optimizer: Optimizer, access: StateAccess) -> None:
         self.access = access
+        optimizer.state = StateByParam(access, optimizer.state)
         self._own: Any = None  # the real state while torch's method runs
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._handles = [

@@ -216,6 +216,15 @@ class GradBucket:
         else:
             self.reduced = self._kept_slice().copy_(value)
 
+    def replace(self, position: int, grad: Tensor) -> None:
+        """Take a gradient that the caller has put in place of the sum (stage 0, where ``reduced`` is all of it)."""
+        if self.reduced is None:
+            self._open()
+            assert self.local is not None
+            self._collect_in_place(self.local.zero_())
+            self._close()
+        self.views[position].copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
+
     def held(self) -> list[Tensor]:
         """The tensors whose memory this bucket owns, with the views of them it keeps."""
         kept = [self._owned, self._place, self._slice, self.local, self.reduced, *self.views]

@@ -7,6 +7,7 @@ Accelerate, Lightning and scripts read.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Container
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.zero.access import StateAccess
+from deepspeed.runtime.zero.access import JOINED, StateAccess
 from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -138,8 +139,40 @@ class ZeroOptimizer(ZeROOptimizer):
     def loss_scaler(self) -> Any:
         return self.executor.scaler
 
+    @property
+    def loss_scale_config(self) -> Any:
+        """The loss scale and its rules: ``cur_scale``, ``cur_iter``, ``scale_window`` and others, read at any time."""
+        return self.executor.scaler
+
+    @property
+    def cur_iter(self) -> int:
+        return self.executor.scaler.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> int:
+        return self.executor.scaler.last_overflow_iter
+
+    @property
+    def scale_window(self) -> int:
+        return self.executor.scaler.scale_window
+
+    @property
+    def scale_factor(self) -> float:
+        return self.executor.scaler.scale_factor
+
+    @property
+    def min_loss_scale(self) -> float:
+        return self.executor.scaler.min_scale
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """Of the model's own weights."""
+        return self.executor.plan.precision.param or torch.float32
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this scale from now on (some pipelines set it from outside)."""
+        if not math.isfinite(loss_scale) or loss_scale <= 0:
+            raise ValueError(f"loss_scale must be finite and greater than 0, not {loss_scale!r}")
         self.executor.scaler.scale = float(loss_scale)
 
     @property
@@ -149,6 +182,40 @@ class ZeroOptimizer(ZeROOptimizer):
 
     def check_overflow(self, *_: Any, **__: Any) -> bool:
         return self.overflow
+
+    @property
+    def _global_grad_norm(self) -> float:
+        return self.scaled_global_norm()
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's parts of the gradients that are summed over ranks, by optimizer group; empty before the backward
+        of a boundary and after the step."""
+        if any(bucket.reduced is None for bucket in self.executor.reducer.buckets):
+            return {}
+        return {
+            number: [owned.gradient() for owned in group]
+            for number, group in enumerate(self.executor.store.by_group)
+            if group
+        }
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """The same in fp32 and by parameter: group -> place in the group -> flat part, empty where this rank has none
+        of it. Times the loss scale, as ``averaged_gradients``."""
+        if not self.averaged_gradients:
+            return {}
+        parts: dict[int, dict[int, Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                if self.access.name_of(param) is not None:
+                    part = self.access.local_gradient(param)
+                    parts.setdefault(number, {})[place] = torch.empty(0) if part is None else part.float()
+        return parts
+
+    def refresh_fp32_params(self) -> None:
+        """Set the master weights from the model's own, which were loaded or edited."""
+        with torch.no_grad():
+            self.executor.store.refresh_masters()
 
     @property
     def clip_grad(self) -> float:
@@ -177,12 +244,13 @@ class ZeroOptimizer(ZeROOptimizer):
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
         """This rank's master weights, one flat tensor per optimizer group (a copy)."""
-        empty = torch.empty(0)
         self.executor.store.settle()
-        return [
-            torch.cat([owned.master.detach().view(-1) for owned in group]) if group else empty
-            for group in self.executor.store.by_group
-        ]
+        flat = []
+        for group in self.executor.store.by_group:
+            masters = [owned.master.detach().view(-1) for owned in group]
+            flat.append(torch.cat(masters) if masters else torch.empty(0))
+            setattr(flat[-1], JOINED, list(group))  # its state can be looked up, too
+        return flat
 
     @property
     def params_in_partition(self) -> list[list[Tensor]]:
@@ -254,8 +322,8 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         self.parameter_offload.empty_partition_cache()
 
 
-class FP16_Optimizer(ZeroOptimizer):
-    """Stage 0 with fp16 weights (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""
+class WholeMasters(ZeroOptimizer):
+    """Stage 0 with weights of 16 bits: every rank has all master weights."""
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
@@ -271,5 +339,15 @@ class FP16_Optimizer(ZeroOptimizer):
         return [[master for master in group if master is not None] for group in groups]
 
 
-class BF16_Optimizer(FP16_Optimizer):
-    """Stage 0 with bf16 weights (documented as ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
+class BF16_Optimizer(WholeMasters):
+    """bf16 weights whose gradients accumulate in fp32 (documented as
+    ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
+
+
+class FP16_Optimizer(WholeMasters):
+    """FusedAdam or a 1-bit Adam (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""
+
+
+class UnfusedOptimizer(WholeMasters):
+    """Any other optimizer: an instance of ``deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer`` for
+    clients that ask."""

@@ -52,10 +52,14 @@ class Home(Protocol):
 GATHER_COUNT = "_ds_gather_count"
 """Attribute of a parameter: how many ``GatheredParameters`` blocks it is open in."""
 
+CHECKS_WRITES = "_ds_checks_writes"
+"""Attribute of a parameter: whether changes that ``GatheredParameters`` would drop are errors."""
+
 _ids = itertools.count()
 _DEEPCOPY = "__deepcopy__"
 
 _ATTRIBUTES = (
+    CHECKS_WRITES,
     GATHER_COUNT,
     _DEEPCOPY,
     "ds_active_sub_modules",
@@ -229,7 +233,8 @@ def partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Write changes (``has_been_updated``) to the slices and drop the whole parameter."""
+    """Write changes (``has_been_updated``) to the slices and drop the whole parameter; ``free_data=False`` leaves its
+    memory to the caller."""
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is not ZeroParamStatus.AVAILABLE:
             continue
@@ -237,9 +242,11 @@ def partition(
             follow_dtype(each)
             each.ds_home.write_param(each.ds_position, each.data)
         gathered = getattr(each.ds_home, "views", None)
-        if free_data and not (gathered and each.data_ptr() == gathered[each.ds_position].data_ptr()):
+        if gathered and each.data_ptr() == gathered[each.ds_position].data_ptr():
+            continue  # whole because others use it
+        each.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        if free_data:
             each.data = torch.empty(0, dtype=each.dtype, device=each.device)
-            each.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:

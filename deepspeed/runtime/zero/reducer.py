@@ -327,12 +327,34 @@ class GradReducer:
 
     def finish(self) -> None:
         """Before the optimizer step: reduce whatever no backward has reduced (``no_sync``, unmanaged accumulation)."""
+        if self.expose:
+            self._take_assigned()
         for bucket in self.buckets:
             if bucket.local is not None or bucket.reduced is None:
                 self._sync = True
                 self.before_backward()
                 self.flush()
                 return
+
+    def _take_assigned(self) -> None:
+        """Stage 0: what the caller has assigned to ``param.grad`` since the backward, or without one, counts as it is,
+        as a sum over ranks; None means that the parameter is not updated."""
+        exposed = {id(param) for param in self._exposed}
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                if id(param) in exposed:
+                    self.used[index] = False
+                continue
+            b, position = self._place[index]
+            bucket = self.buckets[b]
+            if bucket.local is not None or bucket.in_flight is not None:
+                continue  # still to be summed
+            if id(param) in exposed and grad.data_ptr() == bucket.views[position].data_ptr():
+                continue
+            with torch.no_grad():
+                bucket.replace(position, grad.detach())
+            self.used[index] = True
 
     @property
     def late(self) -> Mapping[int, Tensor]:

@@ -249,7 +249,7 @@ class StepExecutor:
             self.scaler.update(overflow=True)
         except LossScaleError as error:
             raise LossScaleError(f"{error} First non-finite gradient: {name}.") from None
-        if not self.scaler.dynamic and self.bad_steps >= self.plan.max_bad_steps:
+        if self.scaler.spent and self.bad_steps >= self.plan.max_bad_steps:
             raise LossScaleError(
                 f"{self.bad_steps} steps in a row had a non-finite gradient, first in parameter {name}; training "
                 "cannot recover. Look at the data and the learning rate, or resume from an earlier checkpoint."

@@ -28,7 +28,8 @@ class GatheredParameters:
     Args:
         params: a parameter, or any iterable; what is not partitioned (plain parameters, buffers) is skipped.
         modifier_rank: rank whose changes are kept: they are broadcast on exit and written to the slices and to the
-            fp32 master weights. None: changes are not kept. If a rank leaves the block with an error, no change is
+            fp32 master weights. None: changes are not kept, and with ``zero_optimization.enable_sanity_checks`` a
+            change raises RuntimeError. If a rank leaves the block with an error, no change is
             kept and every rank raises: that rank its own error, the others one that names it.
         fwd_module: module that will use the parameters in its forward (``register_external_parameter``).
         enabled: False makes it do nothing.
@@ -64,6 +65,10 @@ class GatheredParameters:
         for bucket in self._held:
             bucket.transitions.hold(bucket.layout.index)
         zero_params.all_gather(None, param_list=first)
+        checked = [p for p in self.params if getattr(p, zero_params.CHECKS_WRITES, False)]
+        self._versions = [
+            (p, p._version) for p in checked if self.modifier_rank is None and not p.is_inference()
+        ]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.enabled:
@@ -77,6 +82,13 @@ class GatheredParameters:
                     kept = self._keep_changes(error)
         finally:
             self._partition(kept)
+        written = [p for p, version in self._versions if p._version != version]
+        if written and error is None:
+            raise RuntimeError(
+                f"in-place modification of {len(written)} parameters inside GatheredParameters(modifier_rank=None), "
+                f"which drops it, such as of one of shape {tuple(written[0].ds_shape)}: pass the rank whose values are "
+                "kept as modifier_rank. (Found by zero_optimization.enable_sanity_checks.)"
+            )
 
     def _partition(self, kept: bool) -> None:
         last = []

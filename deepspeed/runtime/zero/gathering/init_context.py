@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.parameter_offload import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from deepspeed.runtime.zero.params import ZeroParamStatus, ZeroParamType, is_zero_param
+from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeroParamStatus, ZeroParamType, is_zero_param
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -43,6 +43,7 @@ __all__ = [
     "get_accelerator",
     "get_all_subclasses",
     "is_zero_param",
+    "partitioned_param_data_shape",
     "register_external_parameter",
     "restore_init_context",
     "shutdown_init_context",
@@ -59,8 +60,12 @@ _orig_torch_full = torch.full
 _orig_torch_arange = torch.arange
 _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
+_to_empty = nn.Module.to_empty
 _ALWAYS_FLOATING = (torch.empty, torch.zeros, torch.ones, torch.eye)
 """Constructors whose default dtype does not depend on their arguments, nor their values on the dtype."""
+
+partitioned_param_data_shape = [0]
+"""Shape of a parameter of which only this rank's slice exists."""
 
 _DEPTH = "_ds_init_depth"
 NVME_PATH = "zero_optimization.offload_param.nvme_path"
@@ -207,6 +212,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         dist.init_distributed()
         self.communicator = _communicator_of(sequence_data_parallel_group or data_parallel_group, mpu)
         self.overrides = frozenset(tensor_overrides)
+        self.checks_writes = bool((settings.get("zero_optimization") or {}).get("enable_sanity_checks"))
         name = (
             "cpu"
             if remote_device in ("cpu", "nvme")
@@ -230,6 +236,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         dtype = self.dtype if param.is_floating_point() else param.dtype
         param.data = param.data.to(self.device, dtype)
         self._cut(param)
+        if self.checks_writes:
+            setattr(param, CHECKS_WRITES, True)
 
     def _cut(self, param: nn.Parameter) -> None:
         shard_alone(param, self.communicator, keep=self.keep)
@@ -260,6 +268,7 @@ def _patch() -> None:
             _wrap_init(cls)
     _replace(nn.Module, "__init_subclass__", classmethod(_init_subclass))
     _replace(nn.Module, "apply", _apply_gathered)
+    _replace(nn.Module, "to_empty", _to_empty_sharded)
     if DeepSpeedTensorOverride.dtype in context.overrides:
         device = context.device if DeepSpeedTensorOverride.device in context.overrides else None
         for name in _CONSTRUCTORS:
@@ -340,6 +349,17 @@ def _apply_gathered(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Modu
         child.apply(fn)
     with GatheredParameters(list(self.parameters(recurse=False)), modifier_rank=0):
         fn(self)
+    return self
+
+
+def _to_empty_sharded(
+    self: nn.Module, *, device: torch.device | str | int | None, recurse: bool = True
+) -> nn.Module:
+    """``module.to_empty`` of a module built on ``meta`` (``torch.nn.utils.skip_init``): shard what it makes."""
+    _to_empty(self, device=device, recurse=recurse)
+    if _active.contexts and not _active.suspended:
+        for part in self.modules() if recurse else [self]:
+            _active.contexts[-1]._post_init_method(part)
     return self
 
 

@@ -85,6 +85,12 @@ class StateMover:
             for bucket in self.grad_buckets:
                 yield from bucket.held()
 
+    def devices(self, kind: Kind) -> set[torch.device]:
+        """Where the states of a kind are now."""
+        if kind is Kind.contiguous_grad_buffer:
+            return {device for bucket in self.grad_buckets for device in bucket.pool.devices()}
+        return {tensor.device for tensor in self._tensors(kind)}
+
     def refuse_while_away(self, **_: Any) -> None:
         """Called by the engine before it computes."""
         if self.away:

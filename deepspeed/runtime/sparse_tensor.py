@@ -1,0 +1,66 @@
+"""``SparseTensor``: the rows of a matrix that are not zero, such as the gradient of an embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SparseTensor:
+    """The rows of ``dense_tensor`` [rows, columns] with a non-zero element, or those that a sparse one of torch has.
+
+    ``indices`` [n] are their numbers, ``values`` [n, columns] the rows, ``dense_size`` the shape of the whole. Rows may
+    occur more than once after ``add``; as a dense tensor they are summed.
+    """
+
+    def __init__(self, dense_tensor: Tensor | None = None) -> None:
+        self.orig_dense_tensor = dense_tensor
+        self.indices: Tensor | None = None
+        self.values: Tensor | None = None
+        self.dense_size: list[int] | None = None
+        if dense_tensor is None:
+            return
+        if dense_tensor.is_sparse:
+            whole = dense_tensor.coalesce()
+            self.indices, self.values = whole.indices().flatten(), whole.values()
+        else:
+            self.indices = dense_tensor.ne(0).flatten(1).any(dim=1).nonzero().flatten()
+            self.values = dense_tensor[self.indices]
+        self.dense_size = list(dense_tensor.size())
+
+    @staticmethod
+    def type() -> str:
+        return "deepspeed.SparseTensor"
+
+    def _parts(self) -> tuple[Tensor, Tensor, list[int]]:
+        if self.indices is None or self.values is None or self.dense_size is None:
+            raise ValueError("the SparseTensor is empty: it was made without a tensor")
+        return self.indices, self.values, self.dense_size
+
+    def to_coo_tensor(self) -> Tensor:
+        indices, values, size = self._parts()
+        return torch.sparse_coo_tensor(indices.unsqueeze(0), values, size)
+
+    def to_dense(self) -> Tensor:
+        indices, values, size = self._parts()
+        return values.new_zeros(size).index_add_(0, indices, values)
+
+    def sparse_size(self) -> tuple[int, int]:
+        """Numbers kept, and numbers of the dense tensor."""
+        indices, values, size = self._parts()
+        return indices.numel() + values.numel(), torch.Size(size).numel()
+
+    def add(self, b: SparseTensor) -> None:
+        """Add the rows of ``b``, which has the same dense shape, in place."""
+        indices, values, size = self._parts()
+        others, rows, other_size = b._parts()
+        if size != other_size:
+            raise ValueError(f"a SparseTensor of shape {other_size} cannot be added to one of shape {size}")
+        self.indices = torch.cat([indices, others])
+        self.values = torch.cat([values, rows])
+
+    def __str__(self) -> str:
+        kept, whole = self.sparse_size()
+        return f"{self.type()}(shape={self._parts()[2]}, kept={kept}, dense={whole})"
+
+    __repr__ = __str__

@@ -1,0 +1,98 @@
+"""``FP16_UnfusedOptimizer`` without an engine, against torch's optimizer on fp32 weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+ARGS = {"init_scale": 64.0, "scale_window": 2, "min_scale": 1.0, "delayed_shift": 1}
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(2)
+    made = nn.Linear(3, 2)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.copy_((param * 64).round() / 64)  # exact in fp16
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_it_updates_as_the_optimizer_does_in_fp32(dtype: torch.dtype) -> None:
+    low, plain = layer().to(dtype), layer()
+    wrapped = FP16_UnfusedOptimizer(
+        torch.optim.Adam(low.parameters(), lr=0.1),
+        low_precision_dtype=dtype,
+        static_loss_scale=8.0,
+        clip_grad=0.5,
+    )
+    adam = torch.optim.Adam(plain.parameters(), lr=0.1)
+    inputs = torch.tensor([[1.0, -2.0, 0.5]])
+    scale = 8.0 if dtype is torch.float16 else 1.0
+    assert (wrapped.loss_scale, wrapped.dynamic_loss_scale) == (scale, False)
+    for _ in range(4):
+        with torch.no_grad():  # both see the rounded weights
+            for one, other in zip(plain.parameters(), low.parameters(), strict=True):
+                one.grad = None
+                other.grad = None
+        wrapped.backward(low(inputs.to(dtype)).square().sum())
+        for one, other in zip(plain.parameters(), low.parameters(), strict=True):
+            assert other.grad is not None
+            one.grad = other.grad.float() / scale
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert wrapped.step() is False
+        adam.step()
+        assert wrapped._global_grad_norm == pytest.approx(float(expected), rel=1e-5)
+        for one, (other, master) in zip(plain.parameters(), wrapped._pairs(), strict=True):
+            assert torch.allclose(master, one, atol=1e-5) and torch.equal(other, master.to(dtype))
+            assert other.grad is None
+
+
+def test_overflows_lower_the_scale_and_good_steps_raise_it() -> None:
+    model = layer().half()
+    scale = LossScaleConfig(torch.float16, True, 0, ARGS)
+    wrapped = FP16_UnfusedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), loss_scale_config=scale)
+    before = [param.detach().clone() for param in model.parameters()]
+    seen = []
+    for value in (float("inf"), float("nan"), 0.0, 0.0, 0.0):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, value)
+        assert wrapped.step() is wrapped.overflow is (value != 0.0)
+        seen.append(wrapped.cur_scale)
+    assert seen == [32.0, 16.0, 16.0, 16.0, 32.0] and scale.cur_iter == 5
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="finite"):
+        wrapped.override_loss_scale(0)
+
+
+def test_its_state_can_be_saved_and_loaded() -> None:
+    first, second = layer().half(), layer().half()
+    one, other = (
+        FP16_UnfusedOptimizer(
+            torch.optim.Adam(m.parameters(), lr=0.1), dynamic_loss_scale=True, dynamic_loss_args=ARGS
+        )
+        for m in (first, second)
+    )
+    one.initialize_optimizer_states()
+    for number in range(3):
+        for param in first.parameters():
+            param.grad = torch.full_like(param, 1.0 + number)
+        one.step()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    for model, wrapped in ((first, one), (second, other)):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        wrapped.step()
+    for (low, master), (low_too, master_too) in zip(one._pairs(), other._pairs(), strict=True):
+        assert torch.equal(low, low_too) and torch.equal(master, master_too)
+    assert one.cur_scale == other.cur_scale
+    with torch.no_grad():
+        second.weight.fill_(0.25)
+    other.refresh_fp32_params()
+    assert torch.equal(other.fp32_groups[0][0], torch.full((2, 3), 0.25))

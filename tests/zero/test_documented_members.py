@@ -1,0 +1,173 @@
+"""Members of ZeRO's parameters and optimizers that scripts use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import skip_init
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, partitioned_param_data_shape
+from deepspeed.utils import safe_get_full_grad, safe_get_local_optimizer_state
+from tests.pool import distributed
+
+WIDTH = 6
+
+
+def build(stage: int, model: nn.Module | None = None, **zero: Any) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = model or nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    weights, biases = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) > 1], []
+    biases = [p for p in model.parameters() if all(p is not w for w in weights)]
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=[{"params": weights, "weight_decay": 0.1}, {"params": biases}],
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        },
+    )
+    return engine, optimizer
+
+
+def backward(engine: Any) -> None:
+    engine.backward(engine(torch.ones(1, WIDTH)).float().sum())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_state_is_found_by_parameter_and_by_flat_group(stage: int) -> None:
+    engine, optimizer = build(stage)
+    backward(engine)
+    engine.step()
+    name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    groups = getattr(optimizer, name)
+    assert len(groups) == 2
+    for flat, group in zip(groups, optimizer.param_groups, strict=True):
+        parts = [safe_get_local_optimizer_state(param, "exp_avg") for param in group["params"]]
+        if flat.numel():
+            state = optimizer.optimizer.state[flat]
+            assert int(state["step"]) == 1
+            assert torch.equal(state["exp_avg"].sort().values, torch.cat(parts).sort().values)
+        for param, part in zip(group["params"], parts, strict=True):
+            if part.numel():
+                assert torch.equal(optimizer.state[param]["exp_avg"].view(-1), part.view(-1))
+    assert len(optimizer.state) == len(engine.core.store.fragments)  # asking adds nothing
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=2)
+def test_gradients_of_this_rank_by_group(stage: int) -> None:
+    engine, optimizer = build(stage)
+    assert optimizer.averaged_gradients == {} and optimizer.get_fp32_grad_partitions() == {}
+    backward(engine)
+    parts = optimizer.get_fp32_grad_partitions()
+    assert {number: sorted(group) for number, group in parts.items()} == {0: [0, 1], 1: [0, 1]}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            counts = torch.tensor([parts[number][place].numel(), 0.0])
+            counts[1] = parts[number][place].double().sum()
+            dist.all_reduce(counts)
+            whole = safe_get_full_grad(param)
+            assert whole is not None
+            assert counts[0] == whole.numel() and torch.allclose(counts[1], whole.double().sum().float())
+    kept = sum(grad.numel() for grads in optimizer.averaged_gradients.values() for grad in grads)
+    assert kept == sum(part.numel() for group in parts.values() for part in group.values())
+    engine.step()
+    assert optimizer._global_grad_norm == engine.get_global_grad_norm() > 0
+    assert optimizer.averaged_gradients == {}
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_a_parameter_is_freed_only_if_asked_to() -> None:
+    with deepspeed.zero.Init():
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    weight: Any = layer.weight
+    assert weight.shape == torch.Size(partitioned_param_data_shape)
+    weight.all_gather()
+    weight.partition(free_data=False)
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.numel() == WIDTH * WIDTH
+    weight.all_gather()
+    weight.partition()
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.numel() == 0
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@distributed(world_size=2)
+def test_dropped_changes_are_errors_with_sanity_checks(initialized: bool) -> None:
+    zero = {"stage": 3, "enable_sanity_checks": True}
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero}, enabled=not initialized):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    if initialized:
+        build(**zero, model=model)
+    weight: Any = model[0].weight
+    with deepspeed.zero.GatheredParameters(weight):
+        kept = weight.detach().clone()
+    dropped = pytest.raises(RuntimeError, match=r"in-place modification.*modifier_rank")
+    with dropped, deepspeed.zero.GatheredParameters(weight), torch.no_grad():
+        weight.add_(1.0)
+    with deepspeed.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.add_(2.0)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert torch.allclose(weight.float(), kept.float() + 2.0, atol=0.02)
+
+
+@distributed(world_size=2)
+def test_modules_whose_initialization_is_skipped_are_sharded() -> None:
+    class Inner(nn.Module):
+        def __init__(self, width: int, device: Any = None) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(width, width, device=device)])
+
+    with deepspeed.zero.Init():
+        model = nn.Sequential(skip_init(nn.Linear, WIDTH, WIDTH), skip_init(Inner, WIDTH))
+    for param in model.parameters():
+        assert param.ds_tensor.numel() == -(-param.ds_numel // 2) and param.numel() == 0
+    assert not hasattr(skip_init(nn.Linear, WIDTH, WIDTH).weight, "ds_tensor")
+
+
+@distributed(world_size=1)
+def test_where_states_are() -> None:
+    engine, _ = build(3)
+    backward(engine)
+    engine.step()
+    here = {torch.device("cpu")}
+    for kind in (
+        OffloadStateTypeEnum.hp_params,
+        OffloadStateTypeEnum.optim_states,
+        OffloadStateTypeEnum.lp_params,
+    ):
+        assert get_state_devices(engine, kind) == here
+    engine.offload_states()
+    assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
+    engine.reload_states()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_documented_linear_layer_is_a_linear_layer(bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = LinearModuleForZeroStage3(3, 5, bias=bias).double()
+    plain = nn.Linear(3, 5, bias=bias).double()
+    plain.load_state_dict(layer.state_dict())
+    results = []
+    for each in (layer, plain):
+        inputs = torch.linspace(0, 1, 24, dtype=torch.float64).view(2, 4, 3).requires_grad_()
+        outputs = each(inputs)
+        outputs.square().sum().backward()
+        results.append([outputs, inputs.grad, *(p.grad for p in each.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.float()(torch.ones(1, 3)).dtype is torch.bfloat16
