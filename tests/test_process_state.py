@@ -17,6 +17,8 @@ STATE = {
     # What deepspeed.comm must hold: process groups are torch's, one set per process.
     "comm/collectives.py:_wires": "transports of a process group: ranks attach to shared memory once",
     "comm/collectives.py:process_network": "settings and counters of the documented functions",
+    "compile/backend.py:opt_passes": "documented: the passes by name, registered for the process",
+    "compile/passes/contract.py:_pass_contracts": "what registered passes need, by name",
     "comm/functions.py:backend": "holds nothing",
     "comm/hang_watch.py:_watch": "the thread that explains hangs, as long as an engine wants it",
     "comm/hang_watch.py:_lock": "guards its start and end",
@@ -31,6 +33,7 @@ STATE = {
     "comm/pending.py:explanation": "what the last report about a hang said, while it lasts",
     "comm/waiting.py:_visits": "how often all ranks met at a call, by name; belongs to the default group",
     "ops/update.py:ALONE": "a frozen value",
+    "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
     "accelerator/select.py:_Selected.accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.

@@ -199,7 +199,6 @@ class PaperBucket(ShardedBucket):
         self.status = Status.GATHERED if persistent else Status.SHARDED
         self.device = HERE
         self.nothing = self.full = self.shard = torch.empty(0)
-        self.nbytes = layout.padded_numel * layout.dtype.itemsize
 
     def allocate(self) -> Tensor:
         self.meter.change(Kind.GATHERED, self.nbytes)

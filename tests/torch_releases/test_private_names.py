@@ -32,6 +32,8 @@ NAMES: dict[str, str | None] = {
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,  # which backward runs: called below
     "torch._C._functorch.peek_interpreter_stack": None,
+    "torch._C._will_engine_execute_node": None,  # runtime/helpers/backward_counts.py does without
+    "torch._dynamo.backends.common.aot_autograd": "",
     "torch._dynamo.config.ignore_logger_methods": None,
     "torch._dynamo.list_backends": "exclude_tags",
     "torch._dynamo.mark_dynamic": "t index",
@@ -44,16 +46,25 @@ NAMES: dict[str, str | None] = {
     "torch._foreach_sqrt": None,
     "torch._foreach_sub_": None,
     "torch._foreach_zero_": None,
+    "torch._functorch.config.enable_autograd_cache": None,
+    "torch._functorch.config.patch": None,  # a context manager: compile/backend.py
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "",
+    "torch._inductor.compile_fx.compile_fx": "model_ example_inputs_ inner_compile config_patches",
+    "torch._inductor.compile_fx.compile_fx_inner": "gm example_inputs",
+    "torch._inductor.list_mode_options": "mode",
+    "torch._int_mm": None,
+    "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",
     "torch._utils._unflatten_dense_tensors": "flat tensors",
     "torch._weights_only_unpickler.load": "file",
     "torch.autograd.Variable._execution_engine.queue_callback": None,  # called below
     "torch.autograd._profiler_enabled": "",
+    "torch.autograd.graph._get_grad_fn_or_grad_acc": "t",
     "torch.cuda._lazy_call": "callable",
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "group_name",
     "torch.distributed.distributed_c10d._get_default_store": "",
+    "torch.distributed.distributed_c10d._world.pg_map": None,
     "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
     "torch.utils._python_dispatch.TorchDispatchMode": None,
@@ -75,7 +86,12 @@ OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
         nn.ModuleList,
         "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",
     ),
+    ("PackedWeight", "_apply"): (nn.Module, "self fn recurse"),
     ("QuantizedLinear", "_apply"): (nn.Module, "self fn recurse"),
+    ("RandomLayerTokenDrop", "_load_from_state_dict"): (
+        nn.Module,
+        "self state_dict prefix local_metadata strict missing_keys unexpected_keys error_msgs",
+    ),
     ("Supervisor", "_start_workers"): (LocalElasticAgent, "self worker_group"),
 }
 

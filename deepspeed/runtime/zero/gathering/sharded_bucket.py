@@ -60,7 +60,7 @@ class ShardedBucket(ParamBucket):
         self.device = self.params[0].device
         self.views: list[Tensor] = []
         self._empty = torch.empty(0, dtype=layout.dtype, device=self.device)
-        self._nbytes = layout.padded_numel * self._empty.element_size()
+        self.nbytes = layout.padded_numel * self._empty.element_size()  # of the whole bucket
 
     def flatten(self) -> None:
         """Partition the parameters (whole, or sharded one by one under ``zero.Init``) into this bucket's slices.
@@ -82,17 +82,12 @@ class ShardedBucket(ParamBucket):
         if not self.persistent:
             self.release()
 
-    @property
-    def nbytes(self) -> int:
-        """Of the whole bucket."""
-        return self._nbytes
-
     # Transitions --------------------------------------------------------------------------------------------
 
     def allocate(self) -> Tensor:
         """SHARDED -> GATHERING: memory for the whole bucket, to be filled by the caller."""
         assert self.full is not None
-        self.full.untyped_storage().resize_(self._nbytes)
+        self.full.untyped_storage().resize_(self.nbytes)
         self.status = Status.GATHERING
         zero_params.mark(self.params, zero_params.ZeroParamStatus.INFLIGHT)
         return self.full
