@@ -103,7 +103,9 @@ def merge_state_dict(
 def merge_state_list(list_a: Sequence[Any], list_b: Sequence[Any], key_list: Sequence[Any]) -> list[Any]:
     """``merge_state`` item by item. ValueError: the lists have different lengths."""
     if len(list_a) != len(list_b):
-        raise ValueError(f"Cannot merge lists of different lengths: {len(list_a)} and {len(list_b)} items")
+        raise ValueError(
+            f"Cannot merge lists of different lengths: lists of {len(list_a)} and of {len(list_b)} items"
+        )
     return [merge_state(a, b, key_list) for a, b in zip(list_a, list_b, strict=True)]
 
 
