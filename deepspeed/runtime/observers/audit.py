@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from deepspeed.audit.records import GRADIENT, MASTER, WEIGHT, RecordFile
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.config.plan import Cadence
 from deepspeed.runtime.observers.curves import LossMeter
+from deepspeed.runtime.observers.folders import make_folder
 from deepspeed.runtime.observers.reduction_proof import ReductionProof
 from deepspeed.runtime.zero.params import full_numel, full_shape
 from deepspeed.utils.logging import logger
@@ -39,7 +39,7 @@ class Audit:
             logger.warning("audit: this engine has no optimizer, so that there are no steps to record")
             return
         self.core, self.access = engine.core, engine.core.access
-        self.folder = _folder(config.record)
+        self.folder = make_folder("audit.record", config.record)
         self.file: RecordFile | None = None
         self.fingerprints = Fingerprints(engine.device)
         self.proof = ReductionProof(engine, config.prove_buckets)
@@ -222,17 +222,6 @@ def numerics_of(engine: EngineBase) -> dict[str, Any]:
         "updated on": "cpu" if plan.state_offload is not None else engine.device.type,
         "torch": torch.__version__,
     }
-
-
-def _folder(path: str) -> Path:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"audit.record={path!r} cannot be a folder: {error}. Name one that can be written."
-        ) from None
-    return folder
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,6 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from deepspeed.profiling.timeline.recorder import (
     Recorder,
     Replaced,
 )
+from deepspeed.runtime.observers.folders import make_folder
 from deepspeed.utils.logging import is_rank_zero, logger
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Timeline:
 
     def __init__(self, engine: EngineBase, config: TraceConfig) -> None:
         self.engine, self.config = engine, config
-        self.folder = _folder(config.path)
+        self.folder = make_folder("trace.path", config.path)
         self.recorder: Recorder | None = None
         self.operations: Operations | None = None
         self.replaced = Replaced()
@@ -329,17 +329,6 @@ class Timeline:
                 self.replaced.method(file, method, functools.partial(_spanned, recorder, COPY, name))
         if tier is not None:
             self.replaced.method(tier, "update", functools.partial(_spanned, recorder, PHASE, "update"))
-
-
-def _folder(path: str) -> Path:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"trace.path={path!r} cannot be a folder: {error}. Name one that can be written."
-        ) from None
-    return folder
 
 
 def unit_of(names: Iterable[str]) -> str:
