@@ -41,6 +41,11 @@ OTHER_ROWS: list[tuple[str, str, str, str, dict[str, str]]] = [
          f"ours, stage {s}", {"ms/step": "ms"})
         for s in (2, 3)
     ),
+    *(
+        (f"step of a 15M Llama, {what} over 2 ranks, fp32, stage 1", "tensor_parallel",
+         "small Llama, fp32, stage 1", f"ours, {kind} 2", {"ms/step": "ms"})
+        for kind, what in (("DP", "data"), ("TP", "each layer"), ("SP", "each sequence"))
+    ),
 ]  # fmt: skip
 Table = dict[str, dict[str, str]]  # row -> column -> cell
 
