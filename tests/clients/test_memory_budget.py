@@ -19,7 +19,7 @@ MODELS = {
         )
     ),
     "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64)
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64, use_cache=False)
     ),
 }
 

@@ -1,8 +1,7 @@
 """Every name that clients import or call, one row each: it is there by attribute, of its kind, with its parameters.
 
 The rows are the merged list of what Transformers, Accelerate, Lightning, TRL, PEFT, MII and the example scripts touch;
-members of engines, optimizers and parameters are in `test_surface_members.py`. What belongs to a feature that this
-release does not have is in `REFUSED`: in place, and refused by name when called. Needs none of the clients.
+members of engines, optimizers and parameters are in `test_surface_members.py`. Needs none of the clients.
 """
 
 from __future__ import annotations
@@ -53,6 +52,11 @@ NAMES: dict[str, tuple[Any, str]] = {
     "deepspeed.accelerator.get_accelerator": (CALLABLE, ""),
     "deepspeed.add_config_arguments": (CALLABLE, "parser"),
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": (CALLABLE, "item device"),
+    "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd": (
+        CALLABLE,
+        "model convert_type",
+    ),
+    "deepspeed.runtime.data_pipeline.data_routing.helper.save_without_random_ltd": (CALLABLE, "model"),
     "deepspeed.moe.layer.MoE": (
         CLASS,
         "hidden_size expert num_experts ep_size k min_capacity use_residual noisy_gate_policy",
@@ -265,49 +269,6 @@ def test_accelerator(name: str) -> None:
     else:
         value = getattr(accelerator, name)(*({"manual_seed_all": [1], "set_device": [0]}.get(name, [])))
         assert value == expected.get(name, value)
-
-
-# ------------------------------------------------------------------------- features that come later
-
-RLTD = "deepspeed.runtime.data_pipeline"
-
-# documented name -> the name that the refusal tells (where aliases lead elsewhere)
-REFUSED: dict[str, str] = {
-    f"{RLTD}.data_routing.helper.convert_to_random_ltd": "",
-    f"{RLTD}.data_routing.helper.save_without_random_ltd": "",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_when_called(name: str) -> None:
-    with pytest.raises(
-        NotImplementedError, match=f"{REFUSED[name] or name} is documented but not implemented"
-    ):
-        found(name)(torch.nn.Linear(1, 1), {}, tp_size=2)
-
-
-# Members of objects that only a refused key of the config would make.
-REFUSED_KEYS = {
-    "deepspeed.runtime.engine.DeepSpeedEngine.random_ltd_scheduler": "data_efficiency.data_routing.random_ltd",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_KEYS)
-def test_member_behind_a_refused_key(name: str) -> None:
-    key = REFUSED_KEYS[name]
-    random_ltd = {
-        "enabled": True,
-        "total_layer_num": 2,
-        "random_ltd_layer_num": 1,
-        "random_ltd_layer_id": [0],
-        "model_mask_name": "mask",
-        "model_type": "decoder",
-        "hidden_state_order": "batch_seq_dim",
-        "random_ltd_schedule": {},
-    }
-    section = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": random_ltd}}
-    with pytest.raises(ValueError, match=f"{key}.enabled.*not implemented in this release"):
-        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "data_efficiency": section})
 
 
 # ------------------------------------------------------------------------------------------- the rest
