@@ -91,8 +91,9 @@ def compare(
     result, _ = attention(heads, kv_heads)(module, q, k, v, padding, scaling=SIZE**-0.5, **kwargs)
     ours = torch.autograd.grad(result, (q, k, v), own(given[3], lengths).transpose(1, 2))
     for found, expected in zip((result.transpose(1, 2), *ours), (out, *grads), strict=True):
-        expected = own(expected, lengths)
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+        # Of the whole tensor: the first token sees itself only, so that its gradients are zero but for rounding.
+        scale = expected.abs().max().clamp_min(0.1)
+        assert (found - own(expected, lengths)).abs().max() <= tolerance * scale
 
 
 # heads, heads of keys; with 2 to 4 ranks: even, uneven, shared, shared unevenly, fewer than ranks
