@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.comm import hang_watch
 from deepspeed.launcher import ports
 from tests import forked
 from tests.launcher.programs import environment
@@ -125,7 +126,8 @@ def test_an_engine_that_nobody_destroyed_keeps_no_thread_after_its_group() -> No
         engine.step()
         assert threading.active_count() > before
     communicator = engine.mesh.communicator("dp", "sp")
-    communicator.close()  # as destroy_process_group() does first
+    hang_watch.end()  # as destroy_process_group() does first,
+    communicator.close()  # and then this
     end = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.05)
