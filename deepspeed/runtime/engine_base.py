@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,7 @@ class EngineBase(EngineAccessors, nn.Module):
         self._scaled_loss = False
         self._step_applied = False
         self._global_norm: float | None = None
+        self._averages: bool | None = None
         self._is_compiled = False
         self.compile_work: CompileWork | None = None
         self.parts = {}
@@ -196,6 +198,28 @@ class EngineBase(EngineAccessors, nn.Module):
                 f"communication_data_type={value} cannot be set on an engine, whose buffers are made for "
                 f"{self.communication_data_type}: set the config key communication_data_type before initialize."
             )
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether the gradients of a step are averaged over the ranks, and not summed. The config says it first
+        (``gradient_allreduce_op``); it can be set at the stages and with the sections with which that can be "sum"."""
+        return self.plan.gradients.mean if self._averages is None else self._averages
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        if bool(value) == self.gradient_average:
+            return
+        config = self._config
+        if config.zero_optimization_stage == 3 or config.zero_config.zenflow is not None:
+            raise ValueError(
+                f"gradient_average={value!r}: with ZeRO stage 3 or ZenFlow gradients are always averaged. Scale the "
+                "loss instead, or use a lower stage."
+            )
+        buckets = self._require_core("gradient_average").reducer.buckets
+        self._averages = bool(value)
+        rule = replace(self.plan.gradients, mean=self._averages)
+        for bucket in buckets:
+            bucket.factors = rule.factors(self.scopes[bucket.layout.scope].divisor)
 
     def clip_fp32_gradients(self) -> None:
         """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""

@@ -33,12 +33,24 @@ class Communicator(Protocol):
     def group(self) -> ProcessGroup | None: ...
 
 
+@dataclass(frozen=True)
+class _ExpertGroups:
+    """This rank's groups: of those that share one set of experts, and of those that hold the same ones."""
+
+    sharing: ProcessGroup
+    same: ProcessGroup
+    world: ProcessGroup | None
+    """The ranks of which they are a part: they are void when those are destroyed."""
+
+
 @dataclass
 class _Registered:
     engines: Newest[Mesh] = field(default_factory=Newest)
     by_hand: Mesh | None = None
     # Set manually by code that reads tensor-parallel checkpoints without running in parallel.
     tensor_parallel: dict[str, int] = field(default_factory=dict)
+    # Made by ``_create_expert_and_data_parallel`` before there is an engine, by name.
+    experts: dict[str, _ExpertGroups] = field(default_factory=dict)
 
 
 _registered = _Registered()
@@ -61,6 +73,7 @@ def set_mesh(mesh: Mesh | None) -> None:
     _registered.by_hand = mesh
     if mesh is None:
         _registered.engines.clear()
+        _registered.experts.clear()
     _registered.tensor_parallel.clear()
 
 
@@ -247,6 +260,40 @@ def _get_expert_parallel_ranks(
     return sharing, same
 
 
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Creates the groups named ``ep_size_<expert_parallel_size_>``; every rank calls it. ``MoE`` does not need it. With
+    an engine, its order of ranks is followed."""
+    if not _initialized():
+        raise RuntimeError("groups of experts need a process group: call deepspeed.init_distributed() first")
+    name, mesh = f"ep_size_{expert_parallel_size_}", get_mesh()
+    if mesh is not None:
+        for same in (False, True):
+            mesh.among(mesh.sharing_experts(expert_parallel_size_, same=same))
+        return
+    if _made_by_hand(name) is not None:
+        return
+    everyone = torch.distributed.get_world_size()
+    if expert_parallel_size_ < 1 or everyone % expert_parallel_size_:
+        raise ValueError(
+            f"expert_parallel_size_={expert_parallel_size_} does not divide the {everyone} ranks"
+        )
+    sharing, same_experts = _get_expert_parallel_ranks(
+        everyone, 1, expert_parallel_size_, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+    )
+    mine: list[ProcessGroup] = []
+    for parts in (sharing, same_experts):
+        made = [torch.distributed.new_group(ranks) for ranks in parts]  # all ranks make all of them
+        mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
+    _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
+
+
+def _made_by_hand(group_name: str) -> _ExpertGroups | None:
+    found = _registered.experts.get(group_name)
+    return found if found is not None and found.world is torch.distributed.group.WORLD else None
+
+
 def _expert_parallel_size(group_name: str) -> int:
     digits = group_name.rpartition("_")[2]
     if not digits.isdigit():
@@ -258,6 +305,9 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
     size, mesh = _expert_parallel_size(group_name), get_mesh()
     if mesh is not None:
         return list(mesh.sharing_experts(size, same=same))
+    made = _made_by_hand(group_name)
+    if made is not None:
+        return torch.distributed.get_process_group_ranks(made.same if same else made.sharing)
     everyone = _ranks("dp")
     place = everyone.index(_rank("dp"))
     return everyone[place % size :: size] if same else everyone[place - place % size :][:size]
@@ -265,14 +315,27 @@ def _sharing_experts(group_name: str, *, same: bool) -> list[int]:
 
 def _expert_group(group_name: str, *, same: bool) -> ProcessGroup | None:
     mesh = get_mesh()
-    if not _initialized() or mesh is None:
+    if not _initialized():
         return None
+    if mesh is None:
+        made = _made_by_hand(group_name)
+        return None if made is None else made.same if same else made.sharing
     return mesh.among(mesh.sharing_experts(_expert_parallel_size(group_name), same=same)).group
 
 
 def _get_expert_parallel_group(group_name: str) -> ProcessGroup | None:
-    """None for one rank, or without an engine."""
+    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
     return _expert_group(group_name, same=False)
+
+
+def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
+    """By name, what ``_create_expert_and_data_parallel`` has made without an engine."""
+    return {name: made.sharing for name, made in _registered.experts.items() if _made_by_hand(name)}
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
+    """The same for the ranks that hold the same experts."""
+    return {name: made.same for name, made in _registered.experts.items() if _made_by_hand(name)}
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
@@ -284,7 +347,7 @@ def _get_expert_parallel_rank(group_name: str) -> int:
 
 
 def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup | None:
-    """None for one rank, or without an engine."""
+    """None for one rank, or without an engine and ``_create_expert_and_data_parallel``."""
     return _expert_group(group_name, same=True)
 
 

@@ -225,6 +225,23 @@ def test_checkpoint_function_itself() -> None:
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
+@BOTH
+@pytest.mark.parametrize("nested", [False, True])
+def test_results_that_the_region_did_not_compute(run: Any, nested: bool) -> None:
+    scale, bias = torch.full((WIDTH,), 3.0), nn.Parameter(torch.ones(WIDTH))
+
+    def region(t: Tensor) -> tuple[Any, ...]:
+        return (t * 2, [scale, None, (bias, 2.5)]) if nested else (t * 2, scale, bias)
+
+    x = batch().requires_grad_()
+    out, constant, rest = run(region, x) if not nested else (lambda a, b: (a, b[0], b[2][0]))(*run(region, x))
+    assert torch.equal(constant, scale) and torch.equal(rest, bias)
+    assert scale.grad_fn is None and not scale.requires_grad and bias.is_leaf
+    (out * constant + rest).sum().backward()  # once went round and round in the same region
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 6.0))
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full_like(bias, x.numel() / WIDTH))
+
+
 def test_profile_and_synchronize(capsys: pytest.CaptureFixture[str]) -> None:
     ds.configure(None, profile=True, synchronize=True)
     block = Block()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import DeprecatedException
 from tests.pool import distributed
+
+GROUPS_OF_EXPERTS = (groups._get_expert_parallel_group, groups._get_expert_data_parallel_group)
 
 
 def test_without_anything() -> None:
@@ -27,6 +30,51 @@ def test_without_a_mesh_all_ranks_are_data_parallel() -> None:
     assert groups.get_model_parallel_world_size() == 1 and groups.get_model_parallel_group() is None
     assert groups.get_tensor_model_parallel_src_rank() == dist.get_rank()
     assert groups._get_sequence_parallel_group() is None
+
+
+@pytest.mark.parametrize("data_before_experts", [False, True])
+@distributed(world_size=4)
+def test_groups_of_experts_before_there_is_an_engine(data_before_experts: bool) -> None:
+    rank = dist.get_rank()
+    pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    if data_before_experts:
+        pair, across = across, pair
+    assert groups._get_expert_parallel_group("ep_size_2") is None
+    for _ in range(2):  # the second call finds them
+        groups._create_expert_and_data_parallel(2, data_before_experts)
+    sharing, same = (f("ep_size_2") for f in GROUPS_OF_EXPERTS)
+    assert (
+        dist.get_process_group_ranks(sharing) == groups._get_expert_parallel_group_ranks("ep_size_2") == pair
+    )
+    assert (
+        dist.get_process_group_ranks(same)
+        == groups._get_expert_data_parallel_group_ranks("ep_size_2")
+        == across
+    )
+    assert groups._get_expert_parallel_rank("ep_size_2") == pair.index(rank)
+    assert groups._get_expert_data_parallel_world_size("ep_size_2") == 2
+    assert groups._get_expert_parallel_group_dict() == {"ep_size_2": sharing}
+    assert groups._get_expert_data_parallel_group_dict() == {"ep_size_2": same}
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=sharing)
+    assert total.item() == sum(pair)
+    with pytest.raises(ValueError, match="expert_parallel_size_=3"):
+        groups._create_expert_and_data_parallel(3)
+    try:
+        groups.set_mesh(ProcessMesh.build(dp=4))
+        groups._create_expert_and_data_parallel(2)
+        assert [dist.get_process_group_ranks(f("ep_size_2")) for f in GROUPS_OF_EXPERTS] == [
+            [rank // 2 * 2, rank // 2 * 2 + 1],
+            [rank % 2, rank % 2 + 2],
+        ]
+    finally:
+        groups.set_mesh(None)
+    assert groups._get_expert_parallel_group_dict() == {}
+
+
+def test_groups_of_experts_need_processes() -> None:
+    with pytest.raises(RuntimeError, match="init_distributed"):
+        groups._create_expert_and_data_parallel(2)
 
 
 @distributed(world_size=4)

@@ -74,6 +74,26 @@ def test_gradients_may_be_summed_instead_of_averaged(stage: int) -> None:
     assert [2 * norm for norm in results[0][2]] == results[1][2]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_an_engine_can_be_told_to_sum(stage: int) -> None:
+    engine, *_ = deepspeed.initialize(model=make_zoo(), config=config_for(stage, clip=0.0))
+    assert engine.gradient_average is True
+    engine.gradient_average = True
+    if stage == 3:
+        with pytest.raises(ValueError, match="stage 3"):
+            engine.gradient_average = False
+        return
+    norms, lr = [], engine.optimizer.param_groups[0]["lr"]
+    for average in (True, False, True):
+        engine.gradient_average = average
+        engine.optimizer.param_groups[0]["lr"] = 0.0  # the weights of every step are the same
+        engine.backward(engine(batch(0, 0, dist.get_rank())))
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert lr > 0 and norms[0] > 0 and norms[1] == 2 * norms[0] and norms[2] == norms[0]
+
+
 class Mixed(nn.Module):
     """Layers of three dtypes in one model; autograd casts between them."""
 

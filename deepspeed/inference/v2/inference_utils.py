@@ -42,4 +42,6 @@ def elem_size(dtype: torch.dtype) -> int:
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b``, rounded up."""
+    if b == 0:
+        raise ValueError(f"ceil_div({a}, 0): the divisor must be non-zero")
     return -(-a // b)

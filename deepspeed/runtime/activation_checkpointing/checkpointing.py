@@ -327,6 +327,12 @@ class CheckpointFunction(torch.utils.checkpoint.CheckpointFunction):
         outputs = torch.utils.checkpoint.CheckpointFunction.forward(
             ctx, run_function, preserve_rng_state, *args
         )
+        # Autograd makes this node the origin of the very tensors that are returned. One that was not computed here (a
+        # constant of the module, a parameter) would then lead backward into this region again, without an end.
+        if isinstance(outputs, Tensor):
+            outputs = outputs.detach()
+        else:
+            outputs = tuple(each.detach() if isinstance(each, Tensor) else each for each in outputs)
         all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
         return outputs
 
