@@ -35,6 +35,7 @@ STATE = {
     "ops/update.py:ALONE": "a frozen value",
     "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
+    "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
     "accelerator/select.py:_Selected.accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "runtime/activation_checkpointing/checkpointing.py:_running": "whose forward runs, per thread",

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.launcher import shim
+from deepspeed.launcher import cores, shim
 from deepspeed.launcher.constants import (
     IMPI_LAUNCHER,
     MPICH_LAUNCHER,
@@ -21,6 +21,7 @@ from deepspeed.launcher.constants import (
     SLURM_LAUNCHER,
 )
 from deepspeed.launcher.devices import VISIBLE_DEVICES
+from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import decode_world_info
 
 # Where each launcher says the rank, and the rank on its machine.
@@ -60,6 +61,10 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no_python", action="store_true", help="run the script as a program, without Python"
     )
+    parser.add_argument(
+        "--bind_cores_to_rank", action="store_true", help="give the rank CPU cores of its own"
+    )
+    parser.add_argument("--bind_core_list", default=None, help="the cores to bind to, such as 0,2-5")
     parser.add_argument("user_script", help="script, module or program to start")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(args)
@@ -117,10 +122,25 @@ def environment_of(
     return env
 
 
+def bind(env: MutableMapping[str, str], core_list: str | None) -> None:
+    """Binds this process to its share of the machine's cores, one thread for each, as `deepspeed.launcher.launch`
+    does. ``env`` is of `environment_of`.
+    """
+    own = cores.binding(core_list, int(env["LOCAL_SIZE"]))[int(env["LOCAL_RANK"])]
+    os.sched_setaffinity(0, own)
+    env.setdefault("OMP_NUM_THREADS", str(len(own)))
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parsed = parse_args(args)
     shim.die_with_parent(os.getppid(), signal.SIGTERM)
     environment_of(os.environ, parsed, decode_world_info(parsed.world_info))
+    if parsed.bind_cores_to_rank:
+        try:
+            bind(os.environ, parsed.bind_core_list)
+        except LaunchError as error:
+            print(f"[deepspeed] error: {error}", file=sys.stderr)
+            sys.exit(shim.USAGE_ERROR)
     if parsed.no_python:
         shim.run_program(parsed.user_script, parsed.user_args)
     sys.argv = [parsed.user_script, *parsed.user_args]

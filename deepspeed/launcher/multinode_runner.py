@@ -182,8 +182,19 @@ class _StartsRanks(MultiNodeRunner):
         ]
         command += [f"--world_info={self.world_info_base64}"]
         command += [f"--master_addr={self.args.master_addr}", f"--master_port={self.args.master_port}"]
-        command += [f"--{flag}" for flag in ("module", "no_python") if getattr(self.args, flag)]
+        flags = ("module", "no_python", "bind_cores_to_rank")
+        command += [f"--{flag}" for flag in flags if getattr(self.args, flag)]
+        if self.args.bind_cores_to_rank and self.args.bind_core_list:
+            command.append(f"--bind_core_list={self.args.bind_core_list}")
         return [*command, self.user_script, *self.user_arguments]
+
+    def own_binding_off(self, option: str, *values: str) -> list[str]:
+        """``option`` with its values if ranks bind themselves (``--bind_cores_to_rank``) and the launcher's own
+        arguments do not say how it binds: each rank must see all cores of its machine to take its share.
+        """
+        name = option.lstrip("-").partition("=")[0]
+        given = {argument.lstrip("-").partition("=")[0] for argument in self.launcher_arguments()}
+        return [option, *values] if self.args.bind_cores_to_rank and name not in given else []
 
     def exported(self, environment: MutableMapping[str, str]) -> list[str]:
         """Puts the exports into the environment; returns their names."""
@@ -221,6 +232,7 @@ class OpenMPIRunner(_StartsRanks):
         here = {host.rpartition("@")[2] for host in slots} & {THIS_MACHINE, socket.gethostname()}
         if "btl_tcp_if_include" not in given and (not here or Path("/sys/class/net/eth0").exists()):
             command += ["--mca", "btl_tcp_if_include", "eth0"]
+        command += self.own_binding_off("--bind-to", "none")
         for name in self.exported(environment):
             command += ["-x", name]
         return [*command, *given, *self.helper()]
@@ -249,6 +261,11 @@ class MPICHRunner(_Hydra):
 
 class IMPIRunner(_Hydra):
     """``mpirun`` of Intel's MPI."""
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Resources) -> None:
+        super().__init__(args, world_info_base64, resource_pool)
+        if args.bind_cores_to_rank:
+            self.add_export("I_MPI_PIN", "0")
 
     @property
     def name(self) -> str:
@@ -300,6 +317,7 @@ class SlurmRunner(_StartsRanks):
         each = self.slots_each(slots)
         command = [self.program, "-n", str(each * len(slots)), "--nodes", str(len(slots))]
         command += ["--ntasks-per-node", str(each), "--nodelist", ",".join(slots), "--kill-on-bad-exit=1"]
+        command += self.own_binding_off("--cpu-bind=none")
         self.exported(environment)
         return [*command, "--export=ALL", *self.launcher_arguments(), *self.helper()]
 

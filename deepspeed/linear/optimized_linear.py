@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import deepspeed.comm as dist
 from deepspeed.linear.config import LoRAConfig, QuantizationConfig
 from deepspeed.linear.quantization import (
     QuantizedLinear,
@@ -17,6 +18,7 @@ from deepspeed.linear.quantization import (
     quantize_loaded,
     quantized,
 )
+from deepspeed.utils.logging import warning_once
 
 
 class OptimizedLinear(nn.Module):
@@ -153,10 +155,13 @@ class LoRAOptimizedLinear(nn.Module):
 
 def _check(config: LoRAConfig) -> None:
     if config.base_weight_sharding != 1:
-        raise ValueError(
+        text = (
             f"base_weight_sharding={config.base_weight_sharding}: frozen weights are not sharded by the layer itself; "
             "use ZeRO stage 3, which shards them over all ranks, quantized as they are"
         )
+        if config.base_weight_sharding != (dist.get_world_size() if dist.is_initialized() else 1):
+            raise ValueError(f"{text}. It is 1, or the number of ranks")
+        warning_once(f"{text}; at stages 0 to 2 each rank keeps them whole")
     if config.lora_r < 1:
         raise ValueError(f"lora_r={config.lora_r} has to be at least 1")
     if config.offload_ratio not in (0.0, 1.0):

@@ -301,6 +301,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 torch.autograd.graph.increment_version(params)  # a kernel's writes are not seen by autograd
         return loss
 
+    def forget_tables(self) -> None:
+        """Release the tensors of earlier steps that are kept for the next one."""
+        self._tables.clear()
+
     def _own_context(self) -> UpdateContext:
         """What ``step`` itself, to which all tensors are whole, knows about this update."""
         return ALONE

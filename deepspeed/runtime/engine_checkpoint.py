@@ -75,6 +75,14 @@ def optimizer_path(engine: EngineBase, folder: str | os.PathLike[str], tag: str)
     return os.path.join(folder, str(tag), name)
 
 
+def writes_model_file(engine: EngineBase) -> bool:
+    """Whether this rank writes a file with model states: every rank with parts of the weights, else one for all of
+    them (with node-local storage, one of every machine)."""
+    return bool(
+        engine.zero_optimization_partition_weights() or Place.on(engine.mesh, _ranks(engine)).writes_model
+    )
+
+
 # Saving ----------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from collections.abc import Callable, Container
@@ -61,6 +62,16 @@ class EngineState(EngineBase):
         )
         self.events.emit("on_load", load_dir=load_dir, tag=tag)
         return result
+
+    @functools.cached_property
+    def save_non_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with model states."""
+        return engine_checkpoint.writes_model_file(self)
+
+    @functools.cached_property
+    def save_zero_checkpoint(self) -> bool:
+        """Whether this rank writes a file with its part of what the optimizer keeps."""
+        return bool(self.zero_optimization()) and self.state_access is not None
 
     def _get_ckpt_name(
         self, checkpoints_path: str | os.PathLike[str], tag: str, mp_placeholder: str | None = None

@@ -21,7 +21,7 @@ ATTRIBUTES = (
     "client_lr_scheduler mpu device local_rank global_rank world_size dp_world_size mp_world_size seq_dp_world_size "
     "global_steps global_samples micro_steps skipped_steps losses monitor timers tput_timer checkpoint_engine "
     "has_moe_layers param_names warn_unscaled_loss enable_backward_allreduce pipeline_parallelism "
-    "torch_autocast_z0_gradscaler is_compiled communication_data_type"
+    "torch_autocast_z0_gradscaler is_compiled communication_data_type save_non_zero_checkpoint save_zero_checkpoint"
 ).split()
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -119,6 +119,22 @@ ANSWERS: dict[str, Any] = {
     "is_deepcompile_enabled": False,
     "is_deepcompile_active": False,
 }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@distributed(world_size=2)
+def test_who_writes_the_files_of_a_checkpoint(stage: int, tmp_path: Path) -> None:
+    engine = start(stage)
+    writes = [engine.save_non_zero_checkpoint, engine.save_zero_checkpoint]
+    assert writes == [stage == 3 or dist.get_rank() == 0, stage > 0]
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    expected = {Path(engine._get_ckpt_name(str(tmp_path), "one"))} if writes[0] else set()
+    expected |= {Path(engine._get_zero_ckpt_name(str(tmp_path), "one"))} if writes[1] else set()
+    dist.barrier()
+    assert expected <= set((tmp_path / "one").iterdir())
+    engine.save_non_zero_checkpoint = True  # as scripts do that write files themselves
+    assert engine.save_non_zero_checkpoint
+    engine.destroy()
 
 
 @distributed(world_size=1)

@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed.launcher import ds_ssh, multinode_runner, runner
 from deepspeed.launcher.addresses import master_address
+from deepspeed.launcher.cores import usable_cores
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exports import exports, read_environment_file
 from deepspeed.launcher.hostfile import checked_host
@@ -208,6 +209,27 @@ def test_other_launchers_start_the_same_ranks(folder, launcher):
     assert launcher == "pdsh" or SECRET not in calls(folder)
 
 
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="needs two cores")
+def test_ranks_of_other_launchers_are_bound_to_cores_of_their_own(folder):
+    (folder / "hosts").write_text("worker-0 slots=2\nworker-1 slots=2\n")
+    (folder / "bound.py").write_text(
+        "import json, os\n"
+        "names = 'RANK', 'LOCAL_RANK', 'OMP_NUM_THREADS'\n"
+        "shown = {name: os.environ[name] for name in names} | {'cores': sorted(os.sched_getaffinity(0))}\n"
+        "os.write(1, (json.dumps(shown) + '\\n').encode())\n"
+    )
+    core_list = ",".join(map(str, usable_cores()[:2]))
+    options = ["--launcher", "mpich", "--bind_cores_to_rank", "--bind_core_list", core_list]
+    result = run(folder, *options, "bound.py")
+    assert result.returncode == 0, result.stderr
+    ranks = shown(result.stdout)
+    first, second = usable_cores()[:2]
+    assert [rank["cores"] for rank in ranks] == [[first], [second], [first], [second]]
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks} == {"1"}
+    result = run(folder, *options[:-1], "99999", "bound.py")
+    assert result.returncode != 0 and "--bind_core_list: core 99999 is not one" in result.stderr
+
+
 def test_pdsh_ends_what_it_started(folder):
     command = started(folder, "--launcher", "pdsh", "end.py", "wait")
     limit = time.monotonic() + TIMEOUT_S
@@ -259,6 +281,27 @@ def test_command_lines_of_launchers_that_start_ranks(folder, kind, program):
     assert "8" in command[:4] and "two words" in command
     assert env["KEY"] == "value" and "value" not in command
     assert made.name == kind.__name__.removesuffix("Runner").lower()
+
+
+@pytest.mark.parametrize("kind, off", [
+    (multinode_runner.OpenMPIRunner, ["--bind-to", "none"]), (multinode_runner.SlurmRunner, ["--cpu-bind=none"]),
+    (multinode_runner.MPICHRunner, []), (multinode_runner.IMPIRunner, []),
+])  # fmt: skip
+def test_command_lines_that_bind_ranks_to_cores(folder, kind, off):
+    plain, hosts = runner_of(kind)
+    command = plain.get_cmd({}, hosts)
+    assert not [word for word in command if "bind" in word]
+    made, hosts = runner_of(kind, "--bind_cores_to_rank", "--bind_core_list", "0-3")
+    environment: dict[str, str] = {}
+    binding = made.get_cmd(environment, hosts)
+    helper = binding.index("deepspeed.launcher.launcher_helper")
+    assert {"--bind_cores_to_rank", "--bind_core_list=0-3"} <= set(binding[helper:])
+    assert " ".join(off) in " ".join(binding[:helper])
+    assert environment.get("I_MPI_PIN") == ("0" if kind is multinode_runner.IMPIRunner else None)
+    if off:  # the launcher's own binding is kept where it is asked for
+        own = "--cpu-bind=cores" if "=" in off[0] else "-bind-to core"
+        made, hosts = runner_of(kind, "--bind_cores_to_rank", f"--launcher_args={own}")
+        assert "none" not in " ".join(made.get_cmd({}, hosts))
 
 
 def test_command_line_of_pdsh(folder):

@@ -229,6 +229,21 @@ def test_what_cannot_be_is_refused() -> None:
             OptimizedLinear(8, 8, lora_config=wrong)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@distributed(world_size=2)
+def test_layers_that_ask_for_shards_are_whole(bits: int | None) -> None:
+    quantization = None if bits is None else config(bits)
+    layers: list[Any] = []
+    for sharding in (1, 2):
+        torch.manual_seed(3)
+        lora = LoRAConfig(lora_r=4, base_weight_sharding=sharding)
+        layers.append(OptimizedLinear(64, 32, lora_config=lora, quantization_config=quantization))
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    assert torch.equal(layers[0](x), layers[1](x)) and layers[1].full_weight().shape == (32, 64)
+    with pytest.raises(ValueError, match="base_weight_sharding=3"):
+        OptimizedLinear(64, 32, lora_config=LoRAConfig(base_weight_sharding=3))
+
+
 def test_a_quantized_parameter_is_copied_with_its_attributes():
     """As loaders do, which know nothing of the class."""
     param = QuantizedParameter(

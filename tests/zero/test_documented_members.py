@@ -14,7 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.linear import LinearModuleForZeroStage3
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.offload_states import get_state_devices
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, partitioned_param_data_shape
+from deepspeed.runtime.zero.partition_parameters import (
+    MultipleAllGatherHandles,
+    ZeroParamStatus,
+    partitioned_param_data_shape,
+)
 from deepspeed.utils import safe_get_full_grad, safe_get_local_optimizer_state
 from tests.pool import distributed
 
@@ -101,6 +105,39 @@ def test_a_parameter_is_freed_only_if_asked_to() -> None:
     weight.all_gather()
     weight.partition()
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.numel() == 0
+
+
+@distributed(world_size=2)
+def test_parameters_are_gathered_together_and_waited_for() -> None:
+    with deepspeed.zero.Init():
+        layer = nn.Linear(WIDTH, WIDTH)
+    params: list[Any] = list(layer.parameters())
+    handles = [params[0].all_gather_coalesced(params), params[0].all_gather(async_op=True)]
+    MultipleAllGatherHandles(handles).wait()
+    assert [param.numel() for param in params] == [WIDTH * WIDTH, WIDTH]
+    assert params[0].all_gather() is None
+    assert layer(torch.ones(2, WIDTH)).shape == (2, WIDTH)
+    params[0].partition(params)
+    assert [param.numel() for param in params] == [0, 0]
+
+
+def test_handles_are_told_of_dependencies_if_they_ask() -> None:
+    told: list[Any] = []
+
+    class Plain:
+        def wait(self) -> None:
+            told.append(None)
+
+    class Named:
+        def wait(self, *, handle_dependency: bool = True) -> None:
+            told.append(handle_dependency)
+
+    class Any_:
+        def wait(self, **options: Any) -> None:
+            told.append(options)
+
+    MultipleAllGatherHandles([Plain(), Named(), Any_()]).wait(handle_dependency=False)
+    assert told == [None, False, {"handle_dependency": False}]
 
 
 @pytest.mark.parametrize("initialized", [False, True])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from deepspeed.ops import direct_updates
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
 
@@ -55,3 +59,26 @@ class FusedAdam(MultiTensorAdam):
     ) -> Any:
         refuse("FusedAdam.step", grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """The documented function of the op: update number ``step`` (from 1) of the lists gradients, parameters, first and
+    second moments, in place. ``mode``: 0 Adam, 1 AdamW. ``chunk_size`` and ``noop_flag`` change nothing."""
+    grads, params, exp_avgs, exp_avg_sqs = tensor_lists
+    made = FusedAdam(
+        [torch.empty(0)], lr, bool(bias_correction), (beta1, beta2), epsilon, mode == 1, weight_decay
+    )
+    states = {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+    direct_updates.apply(made, step, params, grads, states)

@@ -7,8 +7,9 @@ A partitioned parameter has a *home*: the bucket that holds its slices, or, betw
 from __future__ import annotations
 
 import enum
+import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any, Protocol
 
@@ -77,6 +78,7 @@ _ATTRIBUTES = (
     "ds_tensor",
     "ds_zero_param_process_group",
     "all_gather",
+    "all_gather_coalesced",
     "aligned_size",
     "ds_summary",
     "get_partition_rank",
@@ -112,6 +114,7 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
     attributes.ds_status = ZeroParamStatus.AVAILABLE
     for method in (
         all_gather,
+        all_gather_coalesced,
         aligned_size,
         ds_summary,
         get_partition_rank,
@@ -214,8 +217,39 @@ def get_partition_rank(param: Any) -> int:
     return param.ds_home.communicator.rank
 
 
-def all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> None:
-    """Make this parameter (or those of ``param_list``) whole until ``partition`` is called. Collective."""
+class MultipleAllGatherHandles:
+    """Several gatherings as one: ``wait`` waits for all of them.
+
+    Args:
+        handles: each has a ``wait``, with or without ``handle_dependency``.
+    """
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        for handle in self.handles:
+            parameters = inspect.signature(handle.wait).parameters
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            if takes_any or "handle_dependency" in parameters:
+                handle.wait(handle_dependency=handle_dependency)
+            else:
+                handle.wait()
+
+
+def all_gather_coalesced(
+    param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+) -> MultipleAllGatherHandles:
+    """Make these parameters whole until ``partition`` is called; they are when this returns. Collective."""
+    all_gather(param, params)
+    return MultipleAllGatherHandles([])
+
+
+def all_gather(
+    param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> MultipleAllGatherHandles | None:
+    """Make this parameter (or those of ``param_list``) whole until ``partition`` is called; with ``async_op`` there is
+    something to wait for, though they are whole already. Collective."""
     for each in param_list if param_list is not None else [param]:
         if each.ds_status is ZeroParamStatus.NOT_AVAILABLE:
             follow_dtype(each)
@@ -224,6 +258,7 @@ def all_gather(param: Any, param_list: Any = None, async_op: bool = False, hiera
                 each.ds_home.read_param(each.ds_position, whole)
                 each.data = whole
             each.ds_status = ZeroParamStatus.AVAILABLE
+    return MultipleAllGatherHandles([]) if async_op else None
 
 
 def partition(

@@ -31,13 +31,20 @@ from deepspeed.runtime.zero.parameter_offload import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from deepspeed.runtime.zero.params import CHECKS_WRITES, ZeroParamStatus, ZeroParamType, is_zero_param
+from deepspeed.runtime.zero.params import (
+    CHECKS_WRITES,
+    MultipleAllGatherHandles,
+    ZeroParamStatus,
+    ZeroParamType,
+    is_zero_param,
+)
 
 __all__ = [
     "DeepSpeedTensorOverride",
     "GatheredParameters",
     "Init",
     "InsertPostInitMethodToModuleSubClasses",
+    "MultipleAllGatherHandles",
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",

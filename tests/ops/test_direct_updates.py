@@ -1,0 +1,115 @@
+"""The functions of the optimizers' ops, called without an optimizer object, against torch.optim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed.ops import op_builder
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def trained(optimizer_class: Any, start: Tensor, grads: list[Tensor], **options: Any) -> Tensor:
+    param = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_class([param], **options)
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach()
+
+
+def values(*shape: int) -> tuple[Tensor, list[Tensor]]:
+    return torch.randn(shape), [torch.randn(shape) for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam(decoupled: bool) -> None:
+    op: Any = op_builder.CPUAdamBuilder().load()
+    start, grads = values(33, 5)
+    options = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    expected = trained(torch.optim.AdamW if decoupled else torch.optim.Adam, start, grads, **options)
+    ours = trained(DeepSpeedCPUAdam, start, grads, adamw_mode=decoupled, **options)
+    assert op.create_adam(7, 1.0, 0.5, 0.5, 1.0, 0.0, decoupled, False) == 0
+    flat, exp_avg, exp_avg_sq = start.clone().view(-1), torch.zeros(165), torch.zeros(165)
+    version = flat._version
+    for step, grad in enumerate(grads, 1):
+        rest = (0.01, 0.8, 0.9, 1e-6, 0.1, True, flat, grad.view(-1), exp_avg, exp_avg_sq)
+        assert op.adam_update(7, step, *rest) == 0
+    torch.testing.assert_close(flat.view(33, 5), expected)
+    assert torch.equal(flat.view(33, 5), ours) and flat._version > version
+    assert op.destroy_adam(7) == 0
+    with pytest.raises(ValueError, match="there is no optimizer 7; call create_adam first"):
+        op.adam_update(7, 1, *rest)
+
+
+def test_adam_of_several_tensors_in_16_bits_and_with_strides() -> None:
+    op: Any = op_builder.CPUAdamBuilder().load()
+    params = [torch.randn(6, 4).bfloat16(), torch.randn(4, 6).t()]
+    before = [param.clone() for param in params]
+    grads = [torch.randn_like(param) for param in params]
+    moments = [[torch.zeros_like(param, dtype=torch.float32) for param in params] for _ in range(2)]
+    stale = [torch.empty_like(param) for param in params]
+    op.create_adam(0)
+    op.adam_update_multi(0, 1, 0.1, 0.9, 0.999, 1e-8, 0.0, True, params, grads, *moments, stale)
+    for param, old, grad, copy in zip(params, before, grads, stale, strict=True):
+        torch.testing.assert_close(param, old - 0.1 * grad.sign(), rtol=1e-2, atol=1e-3)
+        assert torch.equal(copy, param)
+    with pytest.raises(ValueError, match="lists of one length"):
+        op.adam_update_multi(0, 1, 0.1, 0.9, 0.999, 1e-8, 0.0, True, params, grads[:1], *moments, [])
+    op.destroy_adam(0)
+
+
+def test_adagrad() -> None:
+    op: Any = op_builder.CPUAdagradBuilder().load()
+    start, grads = values(40)
+    expected = trained(torch.optim.Adagrad, start, grads, lr=0.1, eps=1e-8, weight_decay=0.1)
+    param, sums = start.clone(), torch.zeros(40)
+    op.create_adagrad(1, 0.5, 1e-3, 0.0, False)
+    for step, grad in enumerate(grads, 1):
+        op.adagrad_update(1, step, 0.1, 1e-8, 0.1, param, grad, sums)
+    torch.testing.assert_close(param, expected)
+    op.destroy_adagrad(1)
+
+
+def test_lion() -> None:
+    op: Any = op_builder.CPULionBuilder().load()
+    start, grads = values(40)
+    expected = trained(DeepSpeedCPULion, start, grads, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+    param, exp_avg = start.clone(), torch.zeros(40)
+    op.create_lion(1, 0.5, 0.5, 0.5, 0.0, False)
+    for step, grad in enumerate(grads, 1):
+        op.lion_update(1, step, 0.1, 0.9, 0.99, 0.1, param, grad, exp_avg)
+    assert torch.equal(param, expected)
+    op.destroy_lion(1)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_lists_of_tensors(mode: int) -> None:
+    adam: Any = op_builder.FusedAdamBuilder().load()
+    lion: Any = op_builder.FusedLionBuilder().load()
+    start, grads = values(40)
+    kind = torch.optim.AdamW if mode else torch.optim.Adam
+    expected = trained(kind, start, grads, lr=0.1, weight_decay=0.1)
+    param, first, second = start.clone(), torch.zeros(40), torch.zeros(40)
+    flag = torch.zeros(1, dtype=torch.int32)
+    for step, grad in enumerate(grads, 1):
+        lists = [[grad], [param], [first], [second]]
+        adam.multi_tensor_adam(65536, flag, lists, 0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
+    torch.testing.assert_close(param, expected)
+    param, first = start.clone(), torch.zeros(40)
+    for step, grad in enumerate(grads, 1):
+        lion.multi_tensor_lion(65536, flag, [[grad], [param], [first]], 0.1, 0.9, 0.99, step, 0.1)
+    assert torch.equal(
+        param, trained(DeepSpeedCPULion, start, grads, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
+    )
