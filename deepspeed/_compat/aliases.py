@@ -94,6 +94,10 @@ NAMES: dict[str, dict[str, str]] = {
         "DSPolicy": "deepspeed.module_inject.policy",
         "replace_transformer_layer": "deepspeed.module_inject.replace_module",
     },
+    "deepspeed.module_inject.auto_tp": dict.fromkeys(
+        ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
+        "deepspeed.module_inject.autotp_config",
+    ),
     "deepspeed.module_inject.containers.gpt2": {
         "HFGPT2LayerPolicy": "deepspeed.module_inject.replace_policy",
     },

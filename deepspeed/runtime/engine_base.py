@@ -255,6 +255,11 @@ class EngineBase(EngineAccessors, nn.Module):
     def get_sequence_parallel_group(self) -> Any:
         return self.mesh.group("sp")
 
+    @property
+    def seq_parallel_group(self) -> Any:
+        """The ranks that share each sequence."""
+        return self.mesh.group("sp")
+
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Mean milliseconds of each timer (needs ``wall_clock_breakdown``)."""
         return {name: timer.mean() for name, timer in self.timers.get_timers().items()}

@@ -14,6 +14,7 @@ import torch.distributed
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.placement import ATTRIBUTE, Placement
 from deepspeed.ops.native import sum_of_squares
 from deepspeed.runtime.helpers.backward_counts import (
     check_internal_apis_for_count_used_parameters,
@@ -212,7 +213,9 @@ def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
     """Whether the ranks of a model-parallel group hold pieces of this parameter (and not a copy each)."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+    marked = getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False)
+    placed: Placement | None = getattr(p, ATTRIBUTE, None)
+    return bool(marked or (placed is not None and "tp" in placed.split))
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:

@@ -186,6 +186,32 @@ def single_all_to_all(
     return incoming
 
 
+class _SeqAllToAll(torch.autograd.Function):
+    """``single_all_to_all`` with gradients. Shards of the joined dimension are as equal as they can be."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: Any,
+        input: Tensor,
+        scatter_idx: int,
+        gather_idx: int,
+        batch_dim_idx: int,
+        stream: Any = None,
+        handle: dict[str, Any] | None = None,
+        type: str | None = None,
+        is_fwd: bool = True,
+    ) -> Tensor:
+        ctx.exchanged = group, scatter_idx, gather_idx, batch_dim_idx
+        return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        group, scatter_idx, gather_idx, batch_dim_idx = ctx.exchanged
+        grad = single_all_to_all(grad_outputs[0], gather_idx, scatter_idx, batch_dim_idx, group)
+        return None, grad, *(None for _ in range(7))
+
+
 def uneven_heads_all2all(
     input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: Any
 ) -> Tensor:

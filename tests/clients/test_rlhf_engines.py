@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.runtime.rollout import RolloutConfig, RolloutRequest, SamplingConfig, build_rollout
+from deepspeed.runtime.rollout import (
+    HybridEngineRollout,
+    HybridEngineRolloutConfig,
+    RolloutBatch,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingConfig,
+    build_rollout,
+)
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from tests.clients.kit import assert_same_weights, clean_clients, llama, whole_weights
@@ -80,6 +88,16 @@ def test_what_a_rollout_engine_needs() -> None:
         build_rollout(RolloutConfig(engine="vllm"))
     with pytest.raises(ValueError, match="student_engine"):
         build_rollout(RolloutConfig())
+    captured = HybridEngineRolloutConfig(use_graph_capture=True)
+    assert HybridEngineRollout(None, None, captured).use_graph_capture
+    assert not HybridEngineRollout(None, None).use_graph_capture
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="prompt_ids must be 2-D"):
+        RolloutRequest(tokens[0], tokens[0])
+    with pytest.raises(ValueError, match="prompt_attention_mask of shape .2, 3. does not match"):
+        RolloutRequest(tokens, tokens[:, :3])
+    with pytest.raises(ValueError, match="response_start_idx must be 1-D of length 2"):
+        RolloutBatch(tokens, tokens, torch.tensor([4]))
 
 
 class Valued(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -407,7 +408,7 @@ def test_models_that_compute_attention_themselves_are_refused() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with clean_clients():
         assert registered(llama(), 1) is None
-        with pytest.raises(ValueError, match="loaded with attn_implementation='sdpa'"):
+        with pytest.raises(ValueError, match="does not match model config attn_implementation='sdpa'"):
             registered(llama(), core="flash_attention_2")
         with pytest.raises(ValueError, match="'eager' cannot be the attention of one rank"):
             registered(llama(attn_implementation="eager"), core="eager")
@@ -417,6 +418,7 @@ def test_what_does_not_fit_is_refused() -> None:
             registered(llama(), 3)
         with pytest.raises(ValueError, match="seq_length=5 with"):
             registered(llama(), seq_length=5, seq_length_is_variable=False)
+        assert registered(SimpleNamespace(config=llama().config)).get_sequence_parallel_world_size() == 2
         model = llama()
         model.config.layer_types = ["linear_attention", "full_attention"]
         with pytest.raises(ValueError, match="layers of type linear_attention"):

@@ -147,6 +147,7 @@ def test_documented_attributes_and_getters() -> None:
     assert [path for path in _ACCESSORS.values() if not hasattr(engine._config, path.split(".")[0])] == []
     for name in _ACCESSORS:
         getattr(engine, name)()
+    assert torch.distributed.get_world_size(engine.seq_parallel_group) == 1
     assert [method() for method in engine.get_batch_info()] == [6, 2, 3]
     assert engine.get_type() == [None] and engine.get_mom() == [(0.8, 0.9)]
     assert engine.get_data_types() == (torch.float32, torch.float32)

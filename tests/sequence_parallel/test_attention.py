@@ -25,7 +25,7 @@ from deepspeed.ops.attention_blocks import (
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence import UlyssesSPViTAttention
 from deepspeed.sequence.assignment import shard_lengths
-from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
+from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll, single_all_to_all
 from deepspeed.sequence.visibility import Visibility
 from tests.pool import distributed
 
@@ -377,6 +377,20 @@ def test_patches_of_images(has_cls_token: bool) -> None:
     torch.testing.assert_close(out[:, :kept], expected[:, :kept])
     (found,) = torch.autograd.grad((out[:, kept:] * shard(weights)).sum(), mine)
     torch.testing.assert_close(found, shard(wanted))
+
+
+@distributed(world_size=2)
+def test_all_to_all_with_gradients() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(2, 6, 3, 5, dtype=torch.float64)
+    rank, group = dist.get_rank(), dist.group.WORLD
+    mine = whole.chunk(2, 1)[rank].clone().requires_grad_()
+    heads = _SeqAllToAll.apply(group, mine, 2, 1, 0)
+    torch.testing.assert_close(heads, whole.split((2, 1), 2)[rank])
+    back = _SeqAllToAll.apply(group, heads, 1, 2, 0)
+    torch.testing.assert_close(back, mine)
+    (found,) = torch.autograd.grad(back.pow(3).sum() + heads.square().sum(), mine)
+    torch.testing.assert_close(found, 3 * mine.detach().square() + 2 * mine.detach())
 
 
 @distributed(world_size=3)

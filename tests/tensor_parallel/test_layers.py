@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from deepspeed.checkpoint.placement import placement_of
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from tests.pool import distributed
 from tests.tensor_parallel.blocks import Conv1D, Model, batch, split, tensor_parallel
 
@@ -204,6 +206,48 @@ def test_gathered_outputs_and_split_inputs() -> None:
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
     for wanted, grad, param in zip(expected[1:], found[1:], parts.parameters(), strict=True):
         torch.testing.assert_close(grad, own_part(wanted, param), **CLOSE)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=2)
+def test_parameters_become_whole_and_parts_again(stage: int) -> None:
+    class Planned(nn.Module):
+        config = SimpleNamespace(base_model_tp_plan={"*.up": "colwise", "*.down": "rowwise"})
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)})
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer["down"](self.layer["up"](inputs).tanh())
+
+    def trained(look: bool) -> list[Tensor]:
+        model = Planned()
+        whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        config = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": stage},
+            "tensor_parallel": {"autotp_size": 2},
+        }
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        torch.manual_seed(1)
+        inputs = torch.randn(3, 6)
+        split = {n: p for n, p in model.named_parameters() if is_model_parallel_parameter(p)}
+        assert set(split) == {"layer.up.weight", "layer.up.bias", "layer.down.weight"}
+        for name, param in split.items() if look else ():
+            part = param.detach().clone()
+            param.gather_params([param])
+            torch.testing.assert_close(param.detach(), whole[name], rtol=0, atol=0)
+            param._tp_partition([param])
+            torch.testing.assert_close(param.detach(), part, rtol=0, atol=0)
+        for _ in range(2):
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    torch.testing.assert_close(trained(look=True), trained(look=False), rtol=0, atol=0)
 
 
 @distributed(world_size=2)

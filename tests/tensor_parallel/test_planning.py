@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -311,6 +312,22 @@ def test_the_author_s_plan_serves_a_model_that_cannot_be_followed() -> None:
         "layers.0.d.weight": "row",
         "layers.1.d.weight": "row",
     }
+
+
+def test_a_plan_in_the_config_serves_a_module_of_no_known_class() -> None:
+    class Carrying(Deciding):
+        config = SimpleNamespace(base_model_tp_plan={"*.c": "colwise", "layers.*.d": "rowwise"})
+
+    found = plan(Carrying(), 2)
+    assert {name: each.kind for name, each in found.parameters.items() if name.endswith("weight")} == {
+        "layers.0.c.weight": "column",
+        "layers.0.d.weight": "row",
+        "layers.1.c.weight": "column",
+        "layers.1.d.weight": "row",
+    }
+    Carrying.config.num_attention_heads = 3
+    with pytest.raises(PlanError, match="could not be followed"):
+        plan(Carrying(), 2)
 
 
 def test_a_weight_that_is_also_used_whole_stays_whole() -> None:

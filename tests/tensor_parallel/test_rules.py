@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import deepspeed
@@ -12,6 +14,8 @@ from deepspeed.module_inject import (
     TPLayerSpec,
     merge_autotp_configs,
 )
+from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
@@ -77,3 +81,39 @@ def test_documented_paths() -> None:
     from deepspeed.module_inject.layers import LinearLayer
 
     assert deepspeed.module_inject.LinearLayer is LinearLayer
+    from deepspeed.module_inject import auto_tp
+
+    assert auto_tp.TPLayerSpec is TPLayerSpec and auto_tp.AutoTPConfig is AutoTPConfig
+
+
+def test_a_plan_of_transformers_as_rules() -> None:
+    plan = {
+        "layers.*.o_proj": "rowwise",
+        "layers.*.q_proj.weight": "colwise",
+        "lm_head": "colwise_rep",
+        "layers.*.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.router": "ep_router",
+    }
+    rules = TPPlanConverter.convert(plan)
+    assert rules is not None and [rule.partition_type.value for rule in rules] == [
+        "row",
+        "column",
+        "column",
+        "skip",
+        "skip",
+    ]
+    assert [rule.gather_output for rule in rules] == [False, False, True, False, False]
+    assert [rule.grad_allreduce for rule in rules] == [False, False, False, True, False]
+    assert rules[0].matches("model.layers.12.o_proj.weight") and rules[1].matches("layers.0.q_proj.weight")
+    assert not any(rule.matches("model.layers.0.o_proj.bias") for rule in rules)
+    assert TPPlanConverter.convert({}) == [] and TPPlanConverter.convert({"a": "local"}) is None
+
+
+def test_the_plan_that_a_model_carries() -> None:
+    config = SimpleNamespace(base_model_tp_plan={"layers.*.q_proj": "colwise"})
+    model = SimpleNamespace(
+        config=config, _tp_plan={"model.layers.*.q_proj": "colwise", "lm_head": "colwise_rep"}
+    )
+    assert _get_hf_tp_plan(model) == {"layers.*.q_proj": "colwise", "lm_head": "colwise_rep"}
+    assert _get_hf_tp_plan(SimpleNamespace(_tp_plan={"a": "rowwise"})) == {"a": "rowwise"}
+    assert _get_hf_tp_plan(SimpleNamespace(_tp_plan={}, config=None)) is None

@@ -249,6 +249,11 @@ def test_documented_faces(tmp_path: Any) -> None:
     )[0]
     assert engine.core.executor.zenflow.steps_per_epoch == 4
     engine.destroy()
+    unknown = with_zenflow(config_of(1), select_strategy="epoch", update_interval=1, full_warm_up_rounds=0)
+    engine = start(unknown)
+    for step in range(3):
+        train(engine, step, 1)
+    engine.destroy()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def build_rollout(
     ValueError: another name, or no ``student_engine``.
     """
     if rollout_cfg.engine != HybridEngineRollout.name:
-        raise ValueError(f"rollout engine {rollout_cfg.engine!r}: use {HybridEngineRollout.name!r}")
+        raise ValueError(f"Unknown rollout engine {rollout_cfg.engine!r}: use {HybridEngineRollout.name!r}")
     if student_engine is None:
         raise ValueError("rollouts by the hybrid engine need student_engine=")
     return HybridEngineRollout(

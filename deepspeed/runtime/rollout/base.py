@@ -37,12 +37,25 @@ class SamplingConfig:
     log_probs: bool = False
 
 
+def _check_rows(name: str, tokens: Tensor, mask_name: str, mask: Tensor) -> None:
+    """ValueError: not [rows, length], or a mask of another shape."""
+    if tokens.dim() != 2:
+        raise ValueError(f"{name} must be 2-D [rows, length], not {tuple(tokens.shape)}")
+    if mask.shape != tokens.shape:
+        raise ValueError(
+            f"{mask_name} of shape {tuple(mask.shape)} does not match {name} of shape {tuple(tokens.shape)}"
+        )
+
+
 @dataclass
 class RolloutRequest:
     """``prompt_ids [prompts, width]``, padded on the left, and ``prompt_attention_mask`` of the same shape."""
 
     prompt_ids: Tensor
     prompt_attention_mask: Tensor
+
+    def __post_init__(self) -> None:
+        _check_rows("prompt_ids", self.prompt_ids, "prompt_attention_mask", self.prompt_attention_mask)
 
 
 @dataclass
@@ -60,6 +73,14 @@ class RolloutBatch:
     attention_mask: Tensor
     response_start_idx: Tensor
     log_probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _check_rows("input_ids", self.input_ids, "attention_mask", self.attention_mask)
+        if tuple(self.response_start_idx.shape) != (self.batch_size,):
+            raise ValueError(
+                f"response_start_idx must be 1-D of length {self.batch_size}, one for each row of input_ids, not "
+                f"{tuple(self.response_start_idx.shape)}"
+            )
 
     @property
     def batch_size(self) -> int:

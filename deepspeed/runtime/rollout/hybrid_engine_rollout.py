@@ -33,7 +33,8 @@ class HybridEngineRollout(RolloutEngine):
     def __init__(self, engine: Any, tokenizer: Any, cfg: HybridEngineRolloutConfig | None = None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        if cfg is not None and cfg.use_graph_capture:
+        self.use_graph_capture = cfg is not None and cfg.use_graph_capture
+        if self.use_graph_capture:
             note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:

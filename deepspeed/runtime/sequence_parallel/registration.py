@@ -75,8 +75,8 @@ class Target:
         core = wanted or own or "sdpa"
         if own not in (None, core):
             raise ValueError(
-                f"core_attn_implementation={core!r}, but {self.name} was loaded with attn_implementation={own!r}: use "
-                "the same for both"
+                f"core_attn_implementation={core!r} does not match model config attn_implementation={own!r} of "
+                f"{self.name}: use the same for both"
             )
         if core in (*_HAS_NO_BLOCKS, NAME) or core.startswith("paged|"):
             raise ValueError(
@@ -123,8 +123,9 @@ def register(attention: CountedAttention, core: str, target: Target) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask_function_over(make))
     if target.model is not None:
         target.config._attn_implementation = NAME
-        attention.belong_to(target.model)
-        _check_first_forward(target, attention)
+        if hasattr(target.model, "register_forward_hook"):  # and not only what carries the config of a model
+            attention.belong_to(target.model)
+            _check_first_forward(target, attention)
 
 
 def _check_first_forward(target: Target, attention: CountedAttention) -> None:

@@ -95,3 +95,15 @@ class TPTrainingConfig(DeepSpeedConfigModel):
 
 def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
     return TPTrainingConfig(**ds_config.get("tensor_parallel", {}))
+
+
+def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
+    """The plan that a model carries: ``config.base_model_tp_plan``, and what its own ``_tp_plan`` names besides; None:
+    it carries none. An entry of ``_tp_plan`` that only puts a prefix before one of the config's is that one."""
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    own = getattr(model, "_tp_plan", None)
+    found: dict[str, str] = dict(base) if isinstance(base, Mapping) else {}
+    for name, style in (own if isinstance(own, Mapping) else {}).items():
+        if not any(f".{name}".endswith(f".{known}") for known in found):
+            found[name] = style
+    return found or None

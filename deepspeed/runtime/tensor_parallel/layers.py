@@ -139,6 +139,32 @@ def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
         )
 
 
+_PART = "_ds_tp_part"
+"""Attribute of a parameter that is whole for now: the part that it was."""
+
+
+class OfLayer:
+    """A method of a layer as an attribute of its parameters; it does not keep the layer alive."""
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        self.layer = weakref.ref(layer)
+        self.name = name
+
+    def __call__(self, param_list: Sequence[nn.Parameter]) -> None:
+        layer = self.layer()
+        if layer is None:
+            raise ValueError(f"{self.name}: the layer that this parameter belonged to is gone")
+        getattr(layer, self.name)(param_list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_of_no_layer, (self.name,))
+
+
+def _of_no_layer(name: str) -> OfLayer:
+    """What is left of it in a parameter that was pickled."""
+    return OfLayer(nn.Module(), name)
+
+
 class _ParallelLinear(TensorParallelLayer):
     """What both kinds have in common. ``transposed``: the weight is [inputs, outputs]."""
 
@@ -172,16 +198,26 @@ class _ParallelLinear(TensorParallelLayer):
         else:
             self.in_features, self.out_features = inputs, outputs
 
+    def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
+        super()._keep(module, cuts, own=own)
+        for param in self.parameters(recurse=False):  # as clients call them: on the parameter
+            vars(param).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
+
     def gather_params(self, param_list: Sequence[nn.Parameter]) -> None:
-        """Make these parameters of the layer whole, in place. Collective; not of a layer that an engine trains."""
+        """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
         for param, cut in self._split_of(param_list):
+            part = param.data
             whole = gather_from(param.detach(), self.group, cut)
             param.data = whole.clone(memory_format=torch.contiguous_format)
+            vars(param)[_PART] = part
 
     def _tp_partition(self, param_list: Sequence[nn.Parameter]) -> None:
-        """The opposite: leave this rank's part of whole parameters."""
+        """The opposite: leave this rank's part of whole parameters, in the memory where it was: an engine's, if one
+        trains the layer."""
         for param, cut in self._split_of(param_list):
-            param.data = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
+            taken = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
+            part = vars(param).pop(_PART, None)
+            param.data = taken if part is None else part.copy_(taken)
 
     def _split_of(self, param_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
         """Those of which each rank has a part, with their cuts."""

@@ -20,7 +20,8 @@ from deepspeed.module_inject.autotp_config import (
     TPLayerSpec,
     merge_autotp_configs,
 )
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig, _get_hf_tp_plan
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
 from deepspeed.runtime.tensor_parallel.planning.plan import ParameterPlan, PlanError, TensorParallelPlan
 from deepspeed.runtime.tensor_parallel.probing import transposed_by_trial
@@ -128,12 +129,12 @@ def author_rules(module: nn.Module, ranks: int) -> Rules | None:
     """Of ``base_model_tp_plan``, as Transformers' models have it; None if the model has none, or its heads cannot be
     dealt evenly."""
     config = getattr(module, "config", None)
-    plan = getattr(module, "tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
-        return None
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     if any(isinstance(count, int) and count % ranks for count in heads):
         return None
+    plan = getattr(module, "tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        return _carried_rules(module)
     found: dict[str, Rule] = {}
     for name, _ in module.named_parameters():
         for pattern, kind in plan.items():
@@ -142,6 +143,17 @@ def author_rules(module: nn.Module, ranks: int) -> Rules | None:
                 split = PartitionType.ROW if kind == "rowwise" else PartitionType.COLUMN
                 spec = TPLayerSpec([name], split, gather_output=_AUTHOR[kind])
                 found[name] = Rule(spec, "base_model_tp_plan", False)
+    return Rules(found) if found else None
+
+
+def _carried_rules(module: nn.Module) -> Rules | None:
+    """Of a module that is none of Transformers' classes but carries a plan like theirs."""
+    specs = TPPlanConverter.convert(_get_hf_tp_plan(module) or {}) or []
+    found: dict[str, Rule] = {}
+    for name, _ in module.named_parameters():
+        spec = next((each for each in specs if each.matches(name)), None)
+        if spec is not None:
+            found[name] = Rule(spec, "base_model_tp_plan", False)
     return Rules(found) if found else None
 
 

@@ -45,6 +45,7 @@ from deepspeed.runtime.zero.offload.twins import (
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.runtime.zero.state_store import GroupTensors, OwnedFragment, StateStore
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
+from deepspeed.utils.logging import warning_once
 
 SHORTEST, LONGEST = 4, 16
 """Steps of a round with ``update_interval: auto``: the first, and the most."""
@@ -280,10 +281,11 @@ class ZenFlow:
         if not self.plan.by_epoch:
             return every or ROUNDS_OF_A_CHOICE * self.interval
         if self.steps_per_epoch is None:
-            raise ValueError(
-                "zero_optimization.zenflow.select_strategy 'epoch' needs the length of an epoch: give training_data to "
-                "deepspeed.initialize, or use 'step'"
+            warning_once(
+                "zero_optimization.zenflow.select_strategy 'epoch' has no effect without training_data, which says how "
+                "long an epoch is; columns are chosen as by 'auto'"
             )
+            return ROUNDS_OF_A_CHOICE * self.interval
         return (every or 1) * self.steps_per_epoch
 
     def _choose(self, pieces: Sequence[Piece]) -> None:
