@@ -129,6 +129,22 @@ def test_ranks_of_a_host_share_memory(tmp_path: Path) -> None:
     assert lines == ["((0, 1), (2, 3)) True 4.0"] * 4
 
 
+@needs_hosts
+@pytest.mark.slow
+def test_the_quick_form_of_slow_links() -> None:
+    """Bytes per parameter that a host of two sends in 16 bits: gradients, and signs of momenta both ways."""
+    command = [sys.executable, str(BENCHMARKS / "slow_links.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split("  ") for line in done.stdout.splitlines()]
+    cells = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    sent = {name: float(found[1]) for name, found in cells.items() if "Adam" in name or "ZeRO" in name}
+    assert sent["Adam"] == pytest.approx(2, rel=0.05)
+    assert sent["1-bit Adam"] < 0.14
+    assert sent["0/1 Adam, every 4 steps"] < 0.04
+    assert sent["ZeRO-3 with ZeRO++"] < 0.5 * sent["ZeRO-3"]
+
+
 def test_why_not_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(links, "_search_path", lambda path=None: str(tmp_path))
     said = links.why_not()
