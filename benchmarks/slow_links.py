@@ -103,22 +103,30 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
 def measure(
     rows: Sequence[Row], jobs: dict[str, Job], links: Links, mbits: float, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Seconds and bytes that a host sends, both per step, of each round."""
+    """Seconds, processor seconds of a rank and bytes that a host sends, all per step, of each round."""
     links.limit(mbits)
     usual = max(1, min(MOST_STEPS, int(mbits // 50)))
     steps = {row.name: max(row.period, usual // row.period * row.period) for row in rows}
     sent: dict[str, list[float]] = {row.name: [] for row in rows}
+    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
 
     def seconds_per_step(job: Job) -> float:
         before = links.sent_bytes()
         seconds = max(job.call("run", steps=steps[job.name]))
         sent[job.name].append((links.sent_bytes() - before) / links.count / steps[job.name])
+        cpu[job.name].append(max(job.call("cpu")))
         return seconds
 
     progress(f"{mbits:g} Mbit/s")
     seconds = round_robin(jobs, rounds, seconds_per_step)
     return {
-        name: {"seconds": seconds[name], "sent_bytes": sent[name], "steps": steps[name], **described(job)}
+        name: {
+            "seconds": seconds[name],
+            "cpu_seconds": cpu[name],
+            "sent_bytes": sent[name],
+            "steps": steps[name],
+            **described(job),
+        }
         for name, job in jobs.items()
     }
 
@@ -129,6 +137,7 @@ def cells(row: Row, data: dict[str, dict[str, Any]]) -> list[str]:
     return [
         row.name,
         f"{Spread.of(found['seconds']).median * 1e3:.1f}",
+        f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
         f"{sent / found['parameters']:.3f}",
         ratios(found["seconds"], data[row.plain]["seconds"]).show(),
         row.plain,
@@ -144,7 +153,15 @@ def compare(arguments: argparse.Namespace, size: str, links: Links, report: Repo
             report.table(
                 f"{size} GPT, {arguments.precision}, {HOSTS} hosts x {arguments.ranks} ranks, {mbits:g} Mbit/s, "
                 f"{arguments.rounds} rounds",
-                ["", "ms/step", "bytes/parameter", "time to plain, median [min .. max]", "plain", "loss"],
+                [
+                    "",
+                    "ms/step",
+                    "CPU ms",
+                    "bytes/parameter",
+                    "time to plain, median [min .. max]",
+                    "plain",
+                    "loss",
+                ],
                 [cells(row, data) for row in rows],
             )
             report.data[f"{size}_{mbits:g}"] = data
