@@ -40,6 +40,7 @@ class Job:
         python: the interpreter: this one measures this checkout, any other what is installed there.
         ranks, threads: number of processes, and of threads in each.
         timeout: seconds to wait for any answer (a first call may compile kernels).
+        place: for a rank, what to write before its command, and what to change in its environment (links.py).
     """
 
     def __init__(
@@ -52,24 +53,26 @@ class Job:
         ranks: int = 2,
         threads: int = 1,
         timeout: float = 600.0,
+        place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
     ) -> None:
         self.name = name
         self.timeout = timeout
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self.port = free_port()
         command = [python, str(FOLDER / "worker.py"), target, json.dumps(dict(options))]
+        places = [place(rank) if place else ([], {}) for rank in range(ranks)]
         self.processes = [
             subprocess.Popen(
-                command,
+                [*before, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
                 text=True,
                 bufsize=1,
                 cwd=FOLDER,
-                env=rank_environment(python, rank, ranks, threads, self.port),
+                env={**rank_environment(python, rank, ranks, threads, self.port), **own},
             )
-            for rank in range(ranks)
+            for rank, (before, own) in enumerate(places)
         ]
         try:
             self._collect("start")

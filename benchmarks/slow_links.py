@@ -1,0 +1,185 @@
+"""Step time over slow links: ZeRO++ against plain ZeRO-3, 1-bit and 0/1 Adam against plain Adam.
+
+Two hosts that are network namespaces of this machine (links.py), with gloo between them and shared memory within. Ranks
+start and warm up without a limit, then each rate is set and measured. What crosses between hosts is counted by their
+network interfaces, headers included.
+
+    python benchmarks/slow_links.py --save cpu2
+    python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jobs import Contender, Job, Spread, described, progress, ratios, round_robin, started
+from links import Links, LinksError
+from report import Report, common_arguments
+from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY
+
+HOSTS = 2
+FREEZE = 4  # updates of warm-up of the 1-bit optimizers
+MOST_STEPS = 4  # of a measurement
+
+
+@dataclass(frozen=True)
+class Row(Contender):
+    """``plain``: the row that it is compared with; ``period``: steps after which it repeats what it sends."""
+
+    plain: str = ""
+    period: int = 1
+    links: Links | None = None
+
+    def start(self) -> Job:
+        assert self.links is not None
+        hosts, per_host = self.links, self.ranks // self.links.count
+        return Job(
+            self.name,
+            self.target,
+            self.options,
+            ranks=self.ranks,
+            place=lambda rank: hosts.place(rank, per_host),
+        )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments("Step time over slow links, and bytes that cross them.")
+    parser.add_argument("--mbits", nargs="+", type=float, default=[20, 100, 1000], help="rates of the links")
+    parser.add_argument("--sizes", nargs="+", default=["10M"], choices=["tiny", "10M", "50M"])
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, default=1, help="ranks per host")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all rows, for each rate")
+    parser.add_argument(
+        "--local-steps", type=int, default=8, help="0/1 Adam: steps from exchange to exchange"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.mbits, arguments.sizes, arguments.rounds, arguments.local_steps = [100], ["tiny"], 2, 4
+    return arguments
+
+
+def one_bit(kind: str, **params: Any) -> dict[str, Any]:
+    common = {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY}
+    return {"optimizer": {"type": kind, "params": {**common, **params}}}
+
+
+def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[Row]:
+    local, per_host = arguments.local_steps, arguments.ranks
+    zeropp: dict[str, Any] = {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        **({"zero_hpz_partition_size": per_host} if per_host > 1 else {}),
+    }
+    zero_one = one_bit("ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=1, local_step_clipper=local)
+    rows: list[tuple[str, int, dict[str, Any], str, int]] = [
+        ("Adam", 0, {}, "Adam", 1),
+        ("1-bit Adam", 0, one_bit("OneBitAdam", freeze_step=FREEZE), "Adam", 1),
+        (f"0/1 Adam, every {local} steps", 0, zero_one, "Adam", local),
+        ("ZeRO-3", 3, {}, "ZeRO-3", 1),
+        ("ZeRO-3 with ZeRO++", 3, {"zero_optimization": zeropp}, "ZeRO-3", 1),
+    ]
+    options = {"system": "engine", "model": size, "precision": arguments.precision}
+    # By then the interval of 0/1 Adam is as long as it gets; all rows show their loss after as many steps.
+    options["warmup"] = FREEZE + max(local.bit_length(), 8)
+    return [
+        Row(
+            name,
+            "trainers:Trainer",
+            {**options, "stage": stage, "config": config},
+            ranks=HOSTS * per_host,
+            plain=plain,
+            period=period,
+            links=links,
+        )
+        for name, stage, config, plain, period in rows
+    ]
+
+
+def measure(
+    rows: Sequence[Row], jobs: dict[str, Job], links: Links, mbits: float, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Seconds, processor seconds of a rank and bytes that a host sends, all per step, of each round."""
+    links.limit(mbits)
+    usual = max(1, min(MOST_STEPS, int(mbits // 50)))
+    steps = {row.name: max(row.period, usual // row.period * row.period) for row in rows}
+    sent: dict[str, list[float]] = {row.name: [] for row in rows}
+    cpu: dict[str, list[float]] = {row.name: [] for row in rows}
+
+    def seconds_per_step(job: Job) -> float:
+        before = links.sent_bytes()
+        seconds = max(job.call("run", steps=steps[job.name]))
+        sent[job.name].append((links.sent_bytes() - before) / links.count / steps[job.name])
+        cpu[job.name].append(max(job.call("cpu")))
+        return seconds
+
+    progress(f"{mbits:g} Mbit/s")
+    seconds = round_robin(jobs, rounds, seconds_per_step)
+    return {
+        name: {
+            "seconds": seconds[name],
+            "cpu_seconds": cpu[name],
+            "sent_bytes": sent[name],
+            "steps": steps[name],
+            **described(job),
+        }
+        for name, job in jobs.items()
+    }
+
+
+def cells(row: Row, data: dict[str, dict[str, Any]]) -> list[str]:
+    found = data[row.name]
+    sent = Spread.of(found["sent_bytes"]).median
+    return [
+        row.name,
+        f"{Spread.of(found['seconds']).median * 1e3:.1f}",
+        f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
+        f"{sent / found['parameters']:.3f}",
+        ratios(found["seconds"], data[row.plain]["seconds"]).show(),
+        row.plain,
+        f"{found['losses'][-1]:.4f}",
+    ]
+
+
+def compare(arguments: argparse.Namespace, size: str, links: Links, report: Report) -> None:
+    rows = contenders(arguments, size, links)
+    with started(rows) as jobs:
+        for mbits in arguments.mbits:
+            data = measure(rows, jobs, links, mbits, arguments.rounds)
+            report.table(
+                f"{size} GPT, {arguments.precision}, {HOSTS} hosts x {arguments.ranks} ranks, {mbits:g} Mbit/s, "
+                f"{arguments.rounds} rounds",
+                [
+                    "",
+                    "ms/step",
+                    "CPU ms",
+                    "bytes/parameter",
+                    "time to plain, median [min .. max]",
+                    "plain",
+                    "loss",
+                ],
+                [cells(row, data) for row in rows],
+            )
+            report.data[f"{size}_{mbits:g}"] = data
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("slow_links", arguments)
+    report.line("bytes/parameter: what a host sends per step, headers included; loss: after the warm-up")
+    for size in arguments.sizes:
+        try:
+            links = Links(HOSTS)
+        except LinksError as error:
+            sys.exit(f"No network namespaces here: {error}")
+        with links:
+            compare(arguments, size, links, report)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
