@@ -52,7 +52,8 @@ def one_of(world: int, rank: int) -> Iterator[None]:
         mock.patch.object(sharded_model, "prefers_collectives", lambda device_type: True),
         mock.patch.object(ShardServer, "retire", ShardServer.close),  # nobody else is there to wait for
         mock.patch.object(ShardServer, "fetch", fetch_nothing),
-        mock.patch("deepspeed.comm.waiting._store", lambda: None),
+        mock.patch("deepspeed.comm.waiting.store_of_default_group", lambda: None),
+        mock.patch("deepspeed.comm.hang_watch.store_of_default_group", lambda: None),
     ):
         try:
             yield

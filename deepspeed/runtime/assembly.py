@@ -466,7 +466,7 @@ def _facade(
 def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:
     """The documented class; they differ in nothing but their names, which clients ask for."""
     precision = plan.precision
-    if precision.param is torch.bfloat16 and precision.accumulate is torch.float32:
+    if precision.param is torch.bfloat16 and precision.accumulate is not torch.bfloat16:  # fp32 if not said
         return BF16_Optimizer
     return FP16_Optimizer if isinstance(optimizer, MultiTensorAdam) else UnfusedOptimizer
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.params import is_zero_param
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 VOCABULARY, HIDDEN, EXPERTS, LENGTH, BATCH = 32, 16, 4, 6, 2
+EPS = 1e-4  # not so small that the first updates of Adam are the signs of what is zero but for rounding
 NOTHING = {  # persistence and live parameters: gather everything around its use
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0,
 }  # fmt: skip
@@ -103,7 +104,7 @@ def config(stage: int, *, clip: float = 0.05, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": EPS, "weight_decay": 0.1}},
         "zero_optimization": zero,
         **more,
     }
@@ -143,7 +144,7 @@ def assert_engine_equals_alone(
     """The same of an engine that begins with the weights of ``alone``. ``place``: of this rank, and how many there are,
     with other data."""
     rank, world = place or (dist.get_rank(), dist.get_world_size())
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1)
     clip = engine.gradient_clipping()
 
     def close(found: Any, wanted: Any, what: str) -> None:

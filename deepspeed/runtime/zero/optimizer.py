@@ -339,13 +339,13 @@ class WholeMasters(ZeroOptimizer):
         return [[master for master in group if master is not None] for group in groups]
 
 
-class BF16_Optimizer(WholeMasters):
-    """bf16 weights whose gradients accumulate in fp32 (documented as
-    ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``)."""
-
-
 class FP16_Optimizer(WholeMasters):
     """FusedAdam or a 1-bit Adam (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""
+
+
+class BF16_Optimizer(FP16_Optimizer):
+    """bf16 weights whose gradients accumulate in fp32 (documented as
+    ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``); clients ask for either class."""
 
 
 class UnfusedOptimizer(WholeMasters):
