@@ -292,12 +292,21 @@ def test_state_can_be_read_and_written_where_it_rests(tmp_path: Path) -> None:
 @distributed(world_size=1)
 def test_folder_that_is_not_there(section: str, tmp_path: Path) -> None:
     """It may be where a disk was to be mounted: it is not made, and the system's disk does not fill up."""
-    config = offloaded(plain_config(3), tmp_path / "nvme", **{section: {"device": "nvme"}})
+    config = offloaded(plain_config(3), tmp_path / "disk" / "nvme", **{section: {"device": "nvme"}})
     with pytest.raises(
         FileNotFoundError, match=f"zero_optimization.{section}.nvme_path='.*nvme': there is no such"
     ):
         deepspeed.initialize(model=make_zoo(), config=config)
-    assert not (tmp_path / "nvme").exists()
+    assert not (tmp_path / "disk").exists()
+
+
+@distributed(world_size=2)
+def test_the_last_folder_of_a_path_is_made(tmp_path: Path) -> None:
+    """As scripts written for release 0.19 expect."""
+    config = offloaded(plain_config(3), tmp_path / "nvme", offload_optimizer={"device": "nvme"})
+    engine = deepspeed.initialize(model=make_zoo(), config=config)[0]
+    assert (tmp_path / "nvme").is_dir()
+    engine.destroy()
 
 
 @pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])

@@ -17,6 +17,7 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 import weakref
 from bisect import bisect_left
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.aio.engine import Engine, Failure, Options, make_engine
+from deepspeed.utils.logging import log_dist
 
 PAGE = 4096
 """Every tensor starts at a multiple of this many bytes of the file: transfers of whole tensors need no bounce."""
@@ -78,12 +80,19 @@ class SwapFile:
         self._maps: list[
             tuple[int, int, int]
         ] = []  # address, bytes, offset in the file; sorted by address, disjoint
-        if not root.exists():
+        if not root.parent.exists():
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"{key}={str(root)!r}: there is no such folder; mount the storage there, or make the folder "
-                "(it is not made here: on a path that is not mounted it would be on the system's own disk)",
+                f"{key}={str(root)!r}: there is no such folder, and none to make it in; mount the storage there, or "
+                "make the folder (it is not made here: on a path that is not mounted it would be on the system's own disk)",
                 str(root),
+            )
+        if not root.exists():
+            free = shutil.disk_usage(root.parent).free / 2**30
+            log_dist(
+                f"{key}={str(root)!r}: there was no such folder; it is made, with {free:.0f} GiB free. If a disk was "
+                "to be mounted there, stop now",
+                ranks=[0],
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
