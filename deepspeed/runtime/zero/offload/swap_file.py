@@ -84,7 +84,7 @@ class SwapFile:
             raise FileNotFoundError(
                 errno.ENOENT,
                 f"{key}={str(root)!r}: there is no such folder, and none to make it in; mount the storage there, or "
-                "make the folder (it is not made here: on a path that is not mounted it would be on the system's own disk)",
+                "make the folder (it is not made here: where nothing is mounted it would be on the system's own disk)",
                 str(root),
             )
         if not root.exists():
