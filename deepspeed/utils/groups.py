@@ -284,7 +284,9 @@ def _create_expert_and_data_parallel(
     )
     mine: list[ProcessGroup] = []
     for parts in (sharing, same_experts):
-        made = [torch.distributed.new_group(ranks) for ranks in parts]  # all ranks make all of them
+        made: list[Any] = [
+            torch.distributed.new_group(ranks) for ranks in parts
+        ]  # all ranks make all of them
         mine.append(next(g for g, ranks in zip(made, parts, strict=True) if _global_rank() in ranks))
     _registered.experts[name] = _ExpertGroups(mine[0], mine[1], torch.distributed.group.WORLD)
 
