@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.config.plan import Plan
+from deepspeed.config.plan import GradientPlan, Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
@@ -217,9 +217,13 @@ class EngineBase(EngineAccessors, nn.Module):
             )
         buckets = self._require_core("gradient_average").reducer.buckets
         self._averages = bool(value)
-        rule = replace(self.plan.gradients, mean=self._averages)
         for bucket in buckets:
-            bucket.factors = rule.factors(self.scopes[bucket.layout.scope].divisor)
+            bucket.factors = self.gradient_rule.factors(self.scopes[bucket.layout.scope].divisor)
+
+    @property
+    def gradient_rule(self) -> GradientPlan:
+        """How gradients are summed: as planned, or as ``gradient_average`` has been set."""
+        return replace(self.plan.gradients, mean=self.gradient_average)
 
     def clip_fp32_gradients(self) -> None:
         """Clip what is in ``param.grad`` now (stage 0). ``step`` itself clips at every stage."""

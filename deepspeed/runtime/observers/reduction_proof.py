@@ -111,7 +111,7 @@ class ReductionProof:
             seen = torch.zeros(2, full_numel(param), dtype=torch.float64, device=param.device)
         if everyone.size > 1:
             dist.all_reduce(seen, group=everyone.group)
-        before, after = bucket.factors
+        before, after = self.engine.gradient_rule.factors(self.engine.scopes.of(param).divisor)
         expected, size = seen * (before * after)
         whole = core.access.full_gradient(param)
         if whole is None or not param.numel() and not full_numel(param):
