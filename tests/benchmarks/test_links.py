@@ -100,6 +100,8 @@ def test_nothing_is_left_after_a_signal(how: signal.Signals, tmp_path: Path) -> 
     note = tmp_path / "spaces"
     ask = f"readlink /proc/self/ns/net /proc/self/ns/pid >> {note}; exec sleep 60"
     command = [sys.executable, "-S", str(BENCHMARKS / "links.py"), "--", "sh", "-c", ask]
+    # As in a terminal: what a script starts in its background ignores Ctrl-C, and so do the children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command) as driver:
         while not note.exists() or len(note.read_text().split()) < 4:
             assert driver.poll() is None
