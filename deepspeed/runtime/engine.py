@@ -36,11 +36,7 @@ from deepspeed.runtime.assembly import (
 from deepspeed.runtime.backward import PlainBackward
 from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import (
-    DeepSpeedDataSampler,
-    curriculum_sampler,
-    varies_batches,
-)
+from deepspeed.runtime.data_pipeline.asked_for import has_curriculum, varies_batches
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_compile import EngineCompile
 from deepspeed.runtime.events import Events
@@ -494,12 +490,23 @@ class DeepSpeedEngine(EngineCompile):
             return variable_batch_size_and_lr.engine_loader(
                 self, dataset, collate_fn=collate_fn or self.collate_fn
             )
-        if route == ROUTE_TRAIN and data_sampler is None and isinstance(dataset, Sized):
+        if (
+            route == ROUTE_TRAIN
+            and data_sampler is None
+            and isinstance(dataset, Sized)
+            and has_curriculum(self._config)
+        ):
+            from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import curriculum_sampler
+
+            section, steps = self._config.data_efficiency_config, self.clock.steps
             data_sampler = curriculum_sampler(
-                self._config, len(dataset), micro, self.mesh, self.clock.steps, self.global_rank, drop_last
+                section, len(dataset), micro, self.mesh, steps, self.global_rank, drop_last
             )
-        if num_local_io_workers is None and isinstance(data_sampler, DeepSpeedDataSampler):
-            num_local_io_workers = data_sampler.num_workers
+        if num_local_io_workers is None and data_sampler is not None:
+            from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
+            if isinstance(data_sampler, DeepSpeedDataSampler):
+                num_local_io_workers = data_sampler.num_workers
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=micro,
@@ -524,6 +531,8 @@ class DeepSpeedEngine(EngineCompile):
     ) -> None:
         """The functions, step -> difficulty, of the metrics with ``schedule_type`` custom; before the first batch.
         RuntimeError: the engine's own loader has no curriculum."""
+        from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
         sampler = getattr(self.training_dataloader, "data_sampler", None)
         if not isinstance(sampler, DeepSpeedDataSampler):
             raise RuntimeError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from deepspeed.runtime.data_pipeline.asked_for import varies_batches
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
-from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import varies_batches
 from deepspeed.runtime.data_pipeline.truncation import CurriculumLength, cut
 
 if TYPE_CHECKING:

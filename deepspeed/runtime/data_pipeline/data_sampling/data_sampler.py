@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,47 +21,20 @@ _REMEMBERED = 256
 """Batches ahead of the one that is trained for which the position is known: workers read ahead."""
 
 
-class _Config(Protocol):
-    data_efficiency_enabled: bool
-    data_efficiency_config: dict[str, Any]
-
-
 def curriculum_sampler(
-    config: _Config,
+    section: dict[str, Any],
     samples: int,
     micro_batch: int,
     mesh: ProcessMesh,
     accumulation_steps: int,
     global_rank: int,
     drop_last: bool,
-) -> DeepSpeedDataSampler | None:
-    """The sampler of an engine's own loader, if the config asks for a curriculum."""
-    section = config.data_efficiency_config
-    sampling = section["data_sampling"]
-    if not (
-        config.data_efficiency_enabled and sampling["enabled"] and sampling["curriculum_learning"]["enabled"]
-    ):
-        return None
+) -> DeepSpeedDataSampler:
+    """The sampler of an engine's own loader. ``section``: ``data_efficiency``."""
     rank, size = mesh.rank("dp"), mesh.size("dp")
     return DeepSpeedDataSampler(
         section, samples, micro_batch, rank, size, None, accumulation_steps, global_rank, drop_last
     )
-
-
-def varies_batches(config: _Config) -> bool:
-    """Whether batches are made by tokens. DeepSpeedConfigError: and by a curriculum."""
-    sampling = config.data_efficiency_config["data_sampling"]
-    if not (
-        config.data_efficiency_enabled and sampling["enabled"] and sampling["dynamic_batching"]["enabled"]
-    ):
-        return False
-    if sampling["curriculum_learning"]["enabled"]:
-        raise DeepSpeedConfigError(
-            "data_efficiency.data_sampling: dynamic_batching and curriculum_learning both choose the samples of a "
-            "batch: disable one of them, or give the samples of each difficulty as dataset_filter_ids to "
-            "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed()"
-        )
-    return True
 
 
 class DeepSpeedDataSampler:
