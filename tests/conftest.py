@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,19 @@ def _the_same_numbers_in_any_order() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left_behind() -> Iterator[None]:
+    """In the process of pytest: later tests would take it for theirs. (Ranks of the pool are compared with before.)"""
+
+    def exists() -> bool:
+        dist = sys.modules.get("torch.distributed")
+        return dist is not None and dist.is_initialized()
+
+    before = exists()
+    yield
+    left = exists() and not before
+    if left:
+        sys.modules["torch.distributed"].destroy_process_group()
+    assert not left, "the test left a process group behind"

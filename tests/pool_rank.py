@@ -316,6 +316,9 @@ def _import(job: Job) -> Any:
 
 
 def _tear_down(job: Job) -> None:
+    for fixture in job.kwargs.values():
+        if type(fixture).__name__ == "MonkeyPatch":
+            fixture.undo()  # this rank's copy; pytest undoes its own
     gc.collect()  # engines and groups that only a cycle keeps alive go before their process group does
     if groups := sys.modules.get("deepspeed.utils.groups"):
         groups.set_mesh(None)  # by design it speaks of the engine built last

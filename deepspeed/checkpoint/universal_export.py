@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.archive import LazyTensor, naming, read_archive, write_archive
 from deepspeed.checkpoint.catalog import Catalog, Source
-from deepspeed.checkpoint.constants import CAT_DIM, PARAM
+from deepspeed.checkpoint.constants import CAT_DIM, PARAM, PARAM_N_SUB_PARAMS
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.flush import wait_for_flushes
 from deepspeed.checkpoint.load import Reader
@@ -95,7 +95,7 @@ class _Conversion:
         if stage not in (1, 2, 3):
             raise ValueError(f"zero_stage={stage}: 1, 2 or 3")
         self.stage = stage
-        self.flat = stage == 3  # what that release's stage 3 reads
+        self.flat = stage == 3 and not self._split  # what that release's stage 3 reads
         self.files = UpstreamFiles(self.catalog, stage, int(self.catalog.model_states["dp_world_size"]))
         self.trained = self.files.trained
         self.kinds = self.files.kinds(self.trained)
@@ -114,7 +114,9 @@ class _Conversion:
         with naming(made):
             made.mkdir(parents=True)
         original = self.catalog.aliases.get(name, name)
-        self._put(made, MASTER, self._tensor(name, self.catalog.masters(original), torch.float32))
+        masters = self.catalog.masters(original)
+        layout = _layout(masters)
+        self._put(made, MASTER, self._tensor(name, masters, torch.float32), layout)
         if name not in self.trained:
             return
         states = self.catalog.fragments.get(name, {})
@@ -122,7 +124,7 @@ class _Conversion:
         missing = self.inject and not values and not any(kind != MASTER for kind in states)
         for kind, dtype in self.kinds.items():
             if states.get(kind) or missing:
-                self._put(made, kind, self._tensor(name, states.get(kind, []), dtype))
+                self._put(made, kind, self._tensor(name, states.get(kind, []), dtype), layout)
         if missing and self.kinds:
             values = {STEP: torch.zeros(())}
         for kind, value in values.items():
@@ -140,8 +142,8 @@ class _Conversion:
 
         return LazyTensor((prod(shape),) if self.flat else shape, dtype, parts)
 
-    def _put(self, folder: Path, kind: str, tensor: LazyTensor) -> None:
-        content = tensor if self.flat else {PARAM: tensor, CAT_DIM: 0}
+    def _put(self, folder: Path, kind: str, tensor: LazyTensor, layout: Mapping[str, int]) -> None:
+        content = tensor if self.flat else {PARAM: tensor, **layout}
         self._put_value(folder, kind, content)
 
     @staticmethod
@@ -166,7 +168,8 @@ class _Conversion:
     @property
     def _split(self) -> bool:
         """Whether tensor-parallel ranks saved parts of weights, in a model file each."""
-        return self.catalog.zero_stage < 3 and int(self.catalog.model_states["mp_world_size"]) > 1
+        ranks = int(self.catalog.model_states.get("mp_world_size") or 1)
+        return ranks > 1 and (self.catalog.zero_stage < 3 or not self.own)
 
     def _is_part(self, path: Path) -> bool:
         return self._split and not path.name.startswith("zero_")
@@ -204,6 +207,23 @@ class _Conversion:
         if self.flat:
             common[names.OPTIMIZER_STATE] = {"state": values, "param_groups": groups}
         return common
+
+
+def _layout(sources: Sequence[Source]) -> dict[str, int]:
+    """How that release divides a whole tensor for its tensor-parallel ranks, from the parts that were saved: along
+    which dim, and of how many matrices of equal size side by side each is divided."""
+    parts = [source.index for source in sources if source.index.boxes]
+    if not parts:
+        return {CAT_DIM: 0}
+    shape, boxes = parts[0].global_shape, parts[0].boxes
+    dims = [dim for dim, size in enumerate(shape) if any(box[dim] != (0, size) for box in boxes)]
+    if len(dims) != 1:
+        return {CAT_DIM: 0}
+    starts = [box[dims[0]][0] for box in boxes]
+    apart = shape[dims[0]] // len(boxes)
+    if len(boxes) > 1 and starts == [starts[0] + number * apart for number in range(len(boxes))]:
+        return {CAT_DIM: dims[0], PARAM_N_SUB_PARAMS: len(boxes)}
+    return {CAT_DIM: dims[0]}
 
 
 def _write_parameters(conversion: _Conversion, folder: Path, processes: int) -> None:

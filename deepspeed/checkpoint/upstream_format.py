@@ -9,7 +9,7 @@ Of tensor-parallel ranks each has files like these of its own, with its parts fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from deepspeed.checkpoint.archive import Archive
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from deepspeed.checkpoint.names import (
     DS_CONFIG,
@@ -29,37 +28,22 @@ from deepspeed.checkpoint.names import (
     model_ranks,
     optim_ranks,
 )
-from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.checkpoint.splits import Shape, Wanted, split_placements
+from deepspeed.checkpoint.splits import Shape, Wanted
 from deepspeed.checkpoint.state import MASTER
 from deepspeed.checkpoint.universal_format import add_universal, is_universal, read_common
 from deepspeed.checkpoint.upstream_experts import KEYS, SavedExperts
+from deepspeed.checkpoint.upstream_parts import (
+    Part,
+    Read,
+    check_all_parts,
+    placed_parts,
+    split_parts,
+    tensor_parallel_size,
+)
 
-Read = Callable[[Path], dict[str, Any]]
 Order = Sequence[Sequence[str]]
 """Names of parameters by optimizer group, in the order in which the optimizer holds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The files of one tensor-parallel rank: its model file, and where its tensors lie in whole ones. ``first``: of
-    copies that every rank has, those of this rank are read."""
-
-    path: Path
-    content: Mapping[str, Any]
-    placements: Mapping[str, Placement | None]
-    first: bool = True
-
-    def index(self, name: str, shape: Shape, start: int = 0, stop: int | None = None) -> ShardIndex | None:
-        """Elements ``[start, stop)`` of what this rank saved under ``name``; None: another rank's copy is read."""
-        stop = prod(shape) if stop is None else stop
-        if name not in self.placements:
-            return ShardIndex(name, shape, (), start, stop) if self.first else None
-        placement = self.placements[name]
-        if placement is None or not (placement.boxes or self.first):
-            return None
-        return placement.index(name, start, stop)
 
 
 def open_upstream(
@@ -86,15 +70,17 @@ def open_upstream(
         return catalog
     if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
-        contents = _stage3_models(catalog, models, first, read)
-        _add_stage3(catalog, contents, _complete(folder, optims, int(first["dp_world_size"])), read)
+        for shards in _stage3_shards(catalog, models, first, read, wanted):
+            _add_stage3_weights(catalog, shards)
+            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == shards.rank]
+            _add_stage3(catalog, shards, _complete(folder, own, len(shards.contents)), read)
     else:
-        parts = _parts(catalog, models, first, read, wanted)
+        parts = split_parts(catalog, models, first, read, wanted)
         experts = SavedExperts.find(folder, first, first.get(DS_CONFIG) or {}, read)
         for part in parts:
             _add_module(catalog, part)
         for path, weights in experts.files.items():
-            _add_module(catalog, _Part(path, {"module": weights}, {}))
+            _add_module(catalog, Part(path, {"module": weights}, {}))
         for part in parts:
             if optims:
                 rank = (model_ranks(part.path.name) or (0, 0))[1]
@@ -102,7 +88,7 @@ def open_upstream(
                 _add_partitions(catalog, part, own, read, experts)
             elif experts.files and order is not None:
                 for share, path in enumerate(experts.optimizers):
-                    held = _Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
+                    held = Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
                     _add_whole(catalog, held, experts.order(order, share))
             elif part.content.get("optimizer") is not None:
                 _add_whole(catalog, part, order)
@@ -114,51 +100,7 @@ def open_upstream(
     return catalog
 
 
-def _parts(
-    catalog: Catalog,
-    models: list[Path],
-    first: dict[str, Any],
-    read: Read,
-    wanted: Wanted | None,
-    elsewhere: Container[str] = (),
-) -> list[_Part]:
-    """What each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
-    parallel = first.get("checkpoint_parallel_dimensions") or {}
-    ranks = int(parallel.get("tp_degree") or first.get("mp_world_size") or 1)
-    if int(parallel.get("pp_degree") or 1) > 1:
-        raise CheckpointError(
-            f"{catalog.folder} was written by release {catalog.written_by} with {parallel['pp_degree']} pipeline "
-            "stages; such checkpoints cannot be read yet"
-        )
-    if ranks == 1:
-        return [_Part(models[0], first, {})]
-    by_rank = {
-        (model_ranks(path.name) or (0, 0))[1]: path for path in models if not path.name.startswith("zero_")
-    }
-    missing = [rank for rank in range(ranks) if rank not in by_rank]
-    if missing:
-        raise CheckpointNotFoundError(
-            f"{catalog.folder} lacks the model file of tensor-parallel rank {missing[0]} ({len(missing)} of {ranks} "
-            "are missing)"
-        )
-    contents = [first if by_rank[rank] == models[0] else read(by_rank[rank]) for rank in range(ranks)]
-    names = [name for name, value in first["module"].items() if isinstance(value, Tensor)]
-    info = first.get(UNIVERSAL_CHECKPOINT_INFO)
-    buffers = set(first.get("buffer_names") or ())
-    placed = {
-        name: split_placements(name, [tuple(c["module"][name].shape) for c in contents], info, wanted)
-        for name in names
-        if name not in buffers and name not in elsewhere
-    }
-    same = wanted is not None and wanted.ranks == ranks
-    preferred = wanted.rank if wanted is not None and same else 0
-    return [
-        _Part(by_rank[r], contents[r], {name: of[r] for name, of in placed.items()}, r == preferred)
-        for r in range(ranks)
-    ]
-
-
-def _add_module(catalog: Catalog, part: _Part, whole: Callable[[str], bool] = lambda name: True) -> None:
+def _add_module(catalog: Catalog, part: Part, whole: Callable[[str], bool] = lambda name: True) -> None:
     """Tensors of the module's state dict that are ``whole`` in this file."""
     for name, value in part.content["module"].items():
         if not isinstance(value, Tensor):
@@ -181,10 +123,10 @@ def _add_universal(
     trained = {name for group in groups for name in group}
     if models[0].name.startswith("zero_"):
         catalog.zero_stage = 3
-        contents = _stage3_models(catalog, models, first, read)
-        _add_stage3_weights(catalog, contents)
+        for shards in _stage3_shards(catalog, models, first, read, wanted):
+            _add_stage3_weights(catalog, shards)
     else:
-        for part in _parts(catalog, models, first, read, wanted, trained):
+        for part in split_parts(catalog, models, first, read, wanted, trained):
             _add_module(catalog, part, lambda name: name not in trained)
     for name in trained:
         catalog.module.setdefault(name, [])
@@ -197,7 +139,7 @@ def _add_universal(
 
 
 def _add_partitions(
-    catalog: Catalog, part: _Part, optims: list[Path], read: Read, experts: SavedExperts
+    catalog: Catalog, part: Part, optims: list[Path], read: Read, experts: SavedExperts
 ) -> None:
     states = {path: read(path)[OPTIMIZER_STATE] for path in optims}
     count = max(_as_list(next(iter(states.values()))["partition_count"]))
@@ -220,7 +162,7 @@ def _add_partitions(
 
 def _add_group_part(
     catalog: Catalog,
-    part: _Part,
+    part: Part,
     number: int,
     shapes: Mapping[str, Any],
     start: int,
@@ -295,77 +237,94 @@ def _optimizer_order(catalog: Catalog) -> list[list[str]]:
 # Stage 3 ---------------------------------------------------------------------------------------------------
 
 
-def _stage3_models(
-    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read
-) -> dict[Path, dict[str, Any]]:
-    if int(first.get("mp_world_size") or 1) > 1:
-        raise CheckpointError(
-            f"{catalog.folder} was written by release {catalog.written_by} at stage 3 with model parallelism "
-            f"{first['mp_world_size']}; such checkpoints cannot be read"
-        )
-    return {path: first if path == models[0] else read(path) for path in models}
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """Model files of one tensor-parallel rank, in the order of its data-parallel ranks."""
+
+    rank: int
+    part: Part
+    contents: Mapping[Path, Mapping[str, Any]]
+
+    def even(self, name: str, shape: Shape, number: int) -> ShardIndex | None:
+        """The elements of a parameter that data-parallel rank ``number`` holds; None: another rank's copy is read."""
+        size = prod(shape)
+        length = -(-size // len(self.contents))
+        return self.part.index(name, shape, min(number * length, size), min((number + 1) * length, size))
 
 
-def _add_stage3_weights(catalog: Catalog, contents: Mapping[Path, dict[str, Any]]) -> None:
+def _stage3_shards(
+    catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> list[_Shards]:
+    ranks = tensor_parallel_size(catalog, first)
+    by_rank: dict[int, dict[Path, dict[str, Any]]] = {}
+    for path in models:
+        rank = (model_ranks(path.name) or (0, 0))[1]
+        by_rank.setdefault(rank, {})[path] = first if path == models[0] else read(path)
+    check_all_parts(catalog, by_rank, ranks)
+    heads = dict(next(iter(by_rank[rank].items())) for rank in range(ranks))
+    if ranks == 1:
+        parts = [Part(path, content, {}) for path, content in heads.items()]
+    else:
+        parts = placed_parts(heads, [_stage3_shapes(content) for content in heads.values()], first, wanted)
+    return [_Shards(rank, part, by_rank[rank]) for rank, part in enumerate(parts)]
+
+
+def _stage3_shapes(content: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of the parameters that one tensor-parallel rank's data-parallel ranks partition."""
+    groups = [*content["param_shapes"], content.get("frozen_param_shapes") or {}]
+    return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+
+def _add_stage3_weights(catalog: Catalog, shards: _Shards) -> None:
     """Buffers, and the parts of frozen weights."""
-    world = len(contents)
-    for path, content in contents.items():
-        rank = (model_ranks(path.name) or (0, 0))[0]
-        if rank == 0:
-            _add_module(catalog, _Part(path, content, {}), set(content["buffer_names"]).__contains__)
+    for number, (path, content) in enumerate(shards.contents.items()):
+        if number == 0:
+            _add_module(catalog, shards.part, set(content["buffer_names"]).__contains__)
         shapes = content.get("frozen_param_shapes") or {}
         for name, part in (content.get("frozen_param_fragments") or {}).items():
-            index = _even_part(name, tuple(shapes[name]), rank, world)
-            catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
+            index = shards.even(name, tuple(shapes[name]), number)
+            if index is not None:
+                catalog.add_module(Source(index, part.reshape(-1)[: index.numel], _unhashed(path)))
 
 
-def _add_stage3(
-    catalog: Catalog, contents: Mapping[Path, dict[str, Any]], optims: list[Path], read: Read
-) -> None:
-    world = len(contents)
-    _add_stage3_weights(catalog, contents)
-    groups = [list(group.items()) for group in next(iter(contents.values()))["param_shapes"]]
-    for path in optims:
-        rank = (optim_ranks(path.name) or (0, 0))[0]
+def _add_stage3(catalog: Catalog, shards: _Shards, optims: list[Path], read: Read) -> None:
+    groups = [list(group.items()) for group in shards.part.content["param_shapes"]]
+    for number, path in enumerate(optims):
         state = read(path)[OPTIMIZER_STATE]
         inner = state[OPTIMIZER_STATE]
         params = (item for group in groups for item in group)
-        for number, masters in enumerate(state["fp32_flat_groups"]):
-            flat = {MASTER: masters, **inner["state"].get(number, {})}
-            _walk_stage3(catalog, params, flat, masters.numel(), rank, world, path)
-        if path == optims[0]:
+        for place, masters in enumerate(state["fp32_flat_groups"]):
+            flat = {MASTER: masters, **inner["state"].get(place, {})}
+            _walk_stage3(catalog, shards, params, flat, masters.numel(), number, path)
+        if not catalog.groups:
             _add_groups(catalog, inner["param_groups"], [[name for name, _ in group] for group in groups])
             catalog.scalars = _scalars(state.get("loss_scaler"))
 
 
 def _walk_stage3(
     catalog: Catalog,
+    shards: _Shards,
     params: Iterator[tuple[str, Any]],
     flat: Mapping[str, Any],
     numel: int,
-    rank: int,
-    world: int,
+    number: int,
     path: Path,
 ) -> None:
-    """Take parameters from ``params`` until their parts fill a sub-group of ``numel`` elements."""
+    """Take parameters from ``params`` until their parts, those of data-parallel rank ``number``, fill a sub-group of
+    ``numel`` elements."""
     position = 0
     while position < numel:
         name, shape = next(params)
-        index = _even_part(name, tuple(shape), rank, world)
-        _add_slices(catalog, index, flat, position, path)
-        position += -(-prod(shape) // world)
-
-
-def _even_part(name: str, shape: tuple[int, ...], rank: int, world: int) -> ShardIndex:
-    size = prod(shape)
-    part = -(-size // world)
-    return ShardIndex(name, shape, (), min(rank * part, size), min((rank + 1) * part, size))
+        index = shards.even(name, tuple(shape), number)
+        if index is not None:
+            _add_slices(catalog, index, flat, position, path)
+        position += -(-prod(shape) // len(shards.contents))
 
 
 # Stage 0 ---------------------------------------------------------------------------------------------------
 
 
-def _add_whole(catalog: Catalog, part: _Part, order: Order | None) -> None:
+def _add_whole(catalog: Catalog, part: Part, order: Order | None) -> None:
     """A torch optimizer's state dict by number, with fp32 masters next to it where the weights are 16-bit."""
     optimizer, path, module = part.content["optimizer"], part.path, part.content["module"]
     inner = optimizer.get(OPTIMIZER_STATE, optimizer)

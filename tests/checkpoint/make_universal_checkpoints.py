@@ -29,6 +29,7 @@ SPLIT_CASES = {
     "stage0_bf16": (0, "bf16", 1),
     "stage1_bf16": (1, "bf16", 2),
     "stage2_fp32": (2, "fp32", 2),
+    "stage3_bf16": (3, "bf16", 2),
 }
 """Stage, precision and data-parallel size, each with two tensor-parallel ranks."""
 

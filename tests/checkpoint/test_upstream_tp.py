@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.shards import regions
+from deepspeed.checkpoint.universal_export import convert
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.make_universal_checkpoints import (
     SPLIT,
@@ -45,13 +46,15 @@ def saved(case: str) -> dict[str, torch.Tensor]:
     folder = SPLIT / case / "global_step3"
     held: dict[str, list[torch.Tensor]] = {}
     for rank in range(TP):
-        content = torch.load(folder / f"mp_rank_{rank:02d}_model_states.pt")
+        name = f"mp_rank_{rank:02d}_model_states.pt"
+        content = torch.load(folder / (f"zero_pp_rank_0_{name}" if stage == 3 else name))
         if stage == 0:
             states = stage0(content)
         else:
             prefix = "bf16_" if precision == "bf16" else ""
             files = [f"{prefix}zero_pp_rank_{n}_mp_rank_{rank:02d}_optim_states.pt" for n in range(dp)]
-            states = partitions([folder / file for file in files], content["param_shapes"][0])
+            of_stage = even_parts if stage == 3 else partitions
+            states = of_stage([folder / file for file in files], content["param_shapes"][0])
         for key, value in states.items():
             held.setdefault(key, []).append(value)
     return whole(held)
@@ -85,6 +88,29 @@ def partitions(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Ten
             found[f"{name}/{kind}"] = values[position : position + shape.numel()].view(shape)
         found[f"{name}/step"] = inner[0]["step"]
         position += shape.numel()
+    return found
+
+
+def even_parts(files: list[Path], shapes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Stage 3: each rank has an even part of every parameter, padded, end to end."""
+    from deepspeed.checkpoint.archive import read_archive
+
+    sections = [read_archive(file)["optimizer_state_dict"] for file in files]
+    inner = [section["optimizer_state_dict"]["state"][0] for section in sections]
+    flat = {
+        "fp32": [section["fp32_flat_groups"][0] for section in sections],
+        "exp_avg": [state["exp_avg"] for state in inner],
+        "exp_avg_sq": [state["exp_avg_sq"] for state in inner],
+    }
+    found: dict[str, torch.Tensor] = {}
+    position = 0
+    for name, shape in shapes.items():
+        part = -(-shape.numel() // len(files))
+        for kind, ranks in flat.items():
+            joined = torch.cat([values[position : position + part] for values in ranks])
+            found[f"{name}/{kind}"] = joined[: shape.numel()].view(shape)
+        found[f"{name}/step"] = inner[0]["step"]
+        position += part
     return found
 
 
@@ -160,7 +186,7 @@ def test_parts_of_that_release_resume_over_as_many_ranks_and_over_one(case: str,
     check(loaded, saved(case), precision)
 
 
-@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_fp32"])
+@pytest.mark.parametrize("case", ["stage1_bf16", "stage2_fp32", "stage3_bf16"])
 @pytest.mark.parametrize(("world", "tp"), [(2, 2), (2, 1)])
 def test_their_conversion_resumes_over_as_many_ranks_and_over_one(case: str, world: int, tp: int) -> None:
     """That release drops the padding of the vocabulary, row 11, of which the model that loads has zeros."""
@@ -173,10 +199,32 @@ def test_their_conversion_resumes_over_as_many_ranks_and_over_one(case: str, wor
     check(run(load_into, world, **options, universal=True)[0], reference, precision)
 
 
-def test_weights_join_without_a_model_where_the_file_says_how() -> None:
-    joined = get_fp32_state_dict_from_zero_checkpoint(SPLIT / "stage1_bf16")
-    reference = saved("stage1_bf16")
+@pytest.mark.parametrize("case", ["stage1_bf16", "stage3_bf16"])
+def test_our_conversion_says_the_same_as_theirs(case: str, tmp_path: Path) -> None:
+    """Also along which dim that release's tensor-parallel ranks divide each weight; it divides the rest by shape."""
+    convert(SPLIT / case / "global_step3", tmp_path / "universal")
+    theirs = SPLIT / case / "universal/zero"
+    for file in sorted(theirs.glob("*/*.pt")):
+        reference, made = (
+            torch.load(folder / file.relative_to(theirs)) for folder in (theirs, tmp_path / "universal/zero")
+        )
+        if file.stem == "step":
+            assert made == reference
+            continue
+        padded = made["param"][: reference["param"].shape[0]]  # our vocabulary keeps its padding
+        assert torch.equal(padded.float(), reference["param"].float())
+        split = {key: reference.get(key) for key in ("cat_dim", "param_n_sub_params")}
+        assert split["cat_dim"] is None or split == {key: made.get(key) for key in split}
+
+
+@pytest.mark.parametrize("case", ["stage1_bf16", "stage3_bf16"])
+def test_weights_join_without_a_model_where_the_file_says_how(case: str) -> None:
+    joined = get_fp32_state_dict_from_zero_checkpoint(SPLIT / case)
+    reference = saved(case)
     assert all(torch.equal(value, reference[f"{name}/fp32"]) for name, value in joined.items())
+
+
+def test_parts_that_nothing_describes_are_refused_without_a_model() -> None:
     with pytest.raises(CheckpointError, match="2 parts of words.weight and does not say how they belong"):
         get_fp32_state_dict_from_zero_checkpoint(SPLIT / "stage0_fp32")
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed
+from tests.pool import distributed
 
 PACKAGE = str(Path(deepspeed.__file__).parent)
 WIDTH = 64
@@ -104,6 +105,7 @@ def engine_step(
 
 
 @pytest.mark.parametrize(("stage", "more", "calls", "operations"), CEILINGS)
+@distributed(world_size=1)
 def test_a_step_costs_no_more_calls(
     stage: int, more: dict[str, Any], calls: int, operations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_step_costs_no_more_calls(
     engine.destroy()
 
 
+@distributed(world_size=1)
 def test_watching_a_run_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of progress is due every so often; the steps in between only look at the clock."""
     monkeypatch.setenv("DEEPSPEED_PROGRESS", "0")
