@@ -37,10 +37,11 @@ from deepspeed.checkpoint.upstream_parts import (
     Part,
     Read,
     check_all_parts,
+    parallel_sizes,
     placed_parts,
     split_parts,
-    tensor_parallel_size,
 )
+from deepspeed.checkpoint.upstream_pipeline import layer_files, layer_weights, stage_contents, stage_shapes
 
 Order = Sequence[Sequence[str]]
 """Names of parameters by optimizer group, in the order in which the optimizer holds them."""
@@ -74,6 +75,11 @@ def open_upstream(
             _add_stage3_weights(catalog, shards)
             own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == shards.rank]
             _add_stage3(catalog, shards, _complete(folder, own, len(shards.contents)), read)
+    elif parallel_sizes(first)[0] > 1:
+        if optims or order is not None:
+            _add_pipeline(catalog, optims, first, read, wanted)
+        else:
+            _add_layers(catalog, layer_files(folder, read), {})
     else:
         parts = split_parts(catalog, models, first, read, wanted)
         experts = SavedExperts.find(folder, first, first.get(DS_CONFIG) or {}, read)
@@ -98,6 +104,48 @@ def open_upstream(
         catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
     return catalog
+
+
+def _add_pipeline(
+    catalog: Catalog, optims: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
+) -> None:
+    """All stages; of a tied weight the first stage's copy."""
+    layers = layer_files(catalog.folder, read)
+    known = {
+        name: placement.global_shape for name, placement in (wanted.placements if wanted else {}).items()
+    }
+    for number, content in layers.values():
+        known |= {f"{number}.{key}": tuple(v.shape) for key, v in content.items() if isinstance(v, Tensor)}
+    trained: dict[str, Shape] = {}
+    groups: list[list[str]] = []
+    for stage, (path, content) in enumerate(stage_contents(catalog.folder, first, read).items()):
+        own = [optim for optim in optims if (optim_ranks(optim.name) or (0, 0))[1] == stage]
+        shapes = stage_shapes(path, content, [read(optim)[OPTIMIZER_STATE] for optim in own], known)
+        lost = [name for group in shapes for name in group if name not in known]
+        if lost and wanted is None and content.get("param_shapes") is None:
+            raise CheckpointError(
+                f"no file in {catalog.folder} holds the shape of {lost[0]}: load it into an engine, and save it again"
+            )
+        part = Part(path, {**content, "param_shapes": shapes}, dict.fromkeys(trained))
+        _add_partitions(catalog, part, own, read, SavedExperts())
+        groups = groups or [[] for _ in shapes]
+        for names, group in zip(groups, shapes, strict=True):
+            names += [name for name in group if name not in trained]
+        trained |= {name: shape for group in shapes for name, shape in group.items()}
+    catalog.groups = [
+        Group(group.options, tuple(names)) for group, names in zip(catalog.groups, groups, strict=True)
+    ]
+    _add_layers(catalog, layers, trained)
+    _check_covered(catalog, trained)
+
+
+def _add_layers(
+    catalog: Catalog, layers: Mapping[Path, tuple[str, dict[str, Any]]], trained: Mapping[str, Shape]
+) -> None:
+    for path, (number, content) in layers.items():
+        _add_module(catalog, Part(path, {"module": layer_weights(number, content, trained)}, {}))
+    for name in trained:
+        catalog.module.setdefault(name, [])  # of tied weights only masters may exist
 
 
 def _add_module(catalog: Catalog, part: Part, whole: Callable[[str], bool] = lambda name: True) -> None:
@@ -255,7 +303,7 @@ class _Shards:
 def _stage3_shards(
     catalog: Catalog, models: list[Path], first: dict[str, Any], read: Read, wanted: Wanted | None
 ) -> list[_Shards]:
-    ranks = tensor_parallel_size(catalog, first)
+    _, ranks = parallel_sizes(first)
     by_rank: dict[int, dict[Path, dict[str, Any]]] = {}
     for path in models:
         rank = (model_ranks(path.name) or (0, 0))[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.names import model_ranks
 from deepspeed.checkpoint.placement import Placement
 from deepspeed.checkpoint.shards import ShardIndex
@@ -52,7 +52,7 @@ def split_parts(
     elsewhere: Collection[str] = (),
 ) -> list[Part]:
     """What each tensor-parallel rank saved, without names ``elsewhere``; of one rank alone, all."""
-    ranks = tensor_parallel_size(catalog, first)
+    _, ranks = parallel_sizes(first)
     if ranks == 1:
         return [Part(models[0], first, {})]
     by_rank = {
@@ -74,14 +74,11 @@ def split_parts(
     return placed_parts(contents, shapes, first, wanted)
 
 
-def tensor_parallel_size(catalog: Catalog, first: Mapping[str, Any]) -> int:
+def parallel_sizes(first: Mapping[str, Any]) -> tuple[int, int]:
+    """How many pipeline stages, and how many tensor-parallel ranks each, a model file was one of."""
     parallel = first.get("checkpoint_parallel_dimensions") or {}
-    if int(parallel.get("pp_degree") or 1) > 1:
-        raise CheckpointError(
-            f"{catalog.folder} was written by release {catalog.written_by} with {parallel['pp_degree']} pipeline "
-            "stages; such checkpoints cannot be read yet"
-        )
-    return int(parallel.get("tp_degree") or first.get("mp_world_size") or 1)
+    stages = int(parallel.get("pp_degree") or 1)
+    return stages, int(parallel.get("tp_degree") or int(first.get("mp_world_size") or 1) // stages)
 
 
 def check_all_parts(catalog: Catalog, by_rank: Container[int], ranks: int) -> None:
