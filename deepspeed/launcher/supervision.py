@@ -7,19 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
 from deepspeed.launcher.processes import (
     adopt_orphans,
+    folders_of,
     grace_seconds,
     handled_by,
     kill_descendants,
     own_children,
-    run_dir_prefix,
 )
 from deepspeed.launcher.shim import LINUX, die_with_parent
 
@@ -61,7 +59,7 @@ def supervise(
     def hand_on(signum: int, frame: FrameType | None = None) -> None:
         asked.append(signum)
         process.send_signal(signum if ends_by is None else ends_by)
-        last_resort = threading.Timer(grace_seconds() + LAST_RESORT_S, process.kill)
+        last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
         last_resort.daemon = True
         last_resort.start()
 
@@ -74,7 +72,7 @@ def supervise(
                 logger.error(
                     "%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name
                 )
-            for left_behind in Path(tempfile.gettempdir()).glob(run_dir_prefix(process.pid) + "*"):
+            for left_behind in folders_of(process.pid):
                 shutil.rmtree(left_behind, ignore_errors=True)
         if code != 0:
             kill_descendants(not_ours)

@@ -1,0 +1,160 @@
+"""Elastic jobs: what `deepspeed.launcher.agent` adds where a job goes on after it has lost ranks.
+
+When a rank fails, the others are stopped and all are started again, as many as before or, over several machines, as
+many as are left; when a machine comes, they are started anew after the step that is under way. Between two starts
+the state of the run lies in a folder of shared memory, which belongs to this process
+(`deepspeed.elasticity.replicas` writes it), or in checkpoints on disk.
+
+A job that fails before its first step is not started again: its script is wrong. Nor is one that fails three times
+without a finished step in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+from deepspeed.constants import ELASTIC_PROGRESS, ELASTIC_STATE, TIME_IS_UP
+from deepspeed.launcher import agent
+from deepspeed.launcher.agent import NodeJob, Supervisor
+from deepspeed.launcher.failures import show
+from deepspeed.launcher.processes import kill_descendants, memory_folder, run_dir_prefix
+from deepspeed.launcher.shim import FIRST_FAILURE
+
+logger = logging.getLogger("deepspeed.launcher")
+
+STARTS_IN_VAIN = 3
+RESTARTS = 1000  # in all; what ends a hopeless job is STARTS_IN_VAIN
+OWNER = "owner"
+NO_STEP = 0
+_STEPS = struct.Struct("<q")
+
+
+class Memory:
+    """The folder that outlives ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._progress = folder / ELASTIC_PROGRESS
+        self._progress.write_bytes(_STEPS.pack(NO_STEP))
+
+    @property
+    def step(self) -> int:
+        """Steps that the ranks of this machine have finished."""
+        return _STEPS.unpack(self._progress.read_bytes())[0]
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[Memory]:
+    """This process's folder, as long as the context lasts; folders whose owner has ended are removed."""
+    place = memory_folder()
+    _remove_orphans(place)
+    folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
+    # The lock says that the owner lives: process numbers do not, where containers share the memory.
+    owner = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    os.environ[ELASTIC_STATE] = str(folder)
+    try:
+        yield Memory(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)
+
+
+def _remove_orphans(place: Path) -> None:
+    for folder in place.glob("deepspeed_launch_*"):
+        try:
+            owner = os.open(folder / OWNER, os.O_RDWR)
+        except OSError:  # another user's, or one that is being made
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(owner)
+
+
+class ElasticSupervisor(Supervisor):
+    """Starts the ranks again as long as that gets the job on."""
+
+    def __init__(
+        self, job: NodeJob, run_dir: Path, kept: Memory, rendezvous: RendezvousHandler | None = None
+    ) -> None:
+        super().__init__(job, run_dir, rendezvous, max_restarts=RESTARTS)
+        self.job = job
+        self.kept = kept
+        self.step_at_start = kept.step
+        self.in_vain = 0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            if self._is_worth_a_start(result):
+                self._tell(result)
+            else:
+                self._remaining_restarts = 0
+        return result
+
+    def _is_worth_a_start(self, result: RunResult) -> bool:
+        if not result.failures:  # a rank hangs in the kernel: it could not be ended
+            return False
+        first, step = self.failures(result)[0], self.kept.step
+        if step > self.step_at_start:
+            self.in_vain = 0
+        elif not first.lost_peer:  # else the machine of that peer counts
+            self.in_vain += 1
+        if first.exit_code == TIME_IS_UP:
+            return False
+        return first.lost_peer or (step > NO_STEP and self.in_vain < STARTS_IN_VAIN)
+
+    def _tell(self, result: RunResult) -> None:
+        job = self.job
+        show(job.script, self.failures(result), log_dir=job.log_dir, adds_local_rank=False)
+        logger.warning("the ranks are started again; %d steps were finished", self.kept.step)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY:
+            logger.warning(
+                "machines have come or gone: the ranks are started anew; %d steps were finished",
+                self.kept.step,
+            )
+        self._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        kill_descendants()
+        self._forget_failures()
+        super()._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
+
+    def _forget_failures(self) -> None:
+        """The next start has failures of its own."""
+        self.stopped_at = None
+        self.step_at_start = self.kept.step
+        (self.run_dir / FIRST_FAILURE).unlink(missing_ok=True)
+        for report in self.run_dir.glob("*/*.json"):
+            report.unlink()
+
+
+def supervise(job: NodeJob) -> int:
+    """As `deepspeed.launcher.agent.supervise`, of an elastic job."""
+    with memory() as kept:
+
+        def make(job: NodeJob, run_dir: Path) -> Supervisor:
+            rendezvous: Any = None
+            if job.nodes > 1:
+                from deepspeed.launcher.meeting import meet
+
+                rendezvous = meet(job, kept)
+            return ElasticSupervisor(job, run_dir, kept, rendezvous)
+
+        return agent.supervise(job, make)
