@@ -26,7 +26,7 @@ from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.failures import OF_A_PEER
 from deepspeed.launcher.processes import adopt_orphans
 from deepspeed.launcher.shim import USAGE_ERROR
-from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID
+from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -197,6 +197,8 @@ def run(args: argparse.Namespace) -> int:
     log_dir = make_log_dir(args.enable_each_rank_log)
 
     adopt_orphans()
+    if args.enable_elastic_training:  # by default it would end this process; a handler of its own comes later
+        signal.signal(START_ANEW, lambda *_: None)
     from deepspeed.launcher.agent import NodeJob, supervise  # imports torch
 
     if args.enable_elastic_training:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
@@ -30,6 +31,7 @@ from deepspeed.launcher.agent import NodeJob
 from deepspeed.launcher.elastic import Memory
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.shim import die_with_parent
+from deepspeed.launcher.supervision import START_ANEW
 
 RUN_ID = "deepspeed"
 JOIN_S = 600  # for the fewest machines to come
@@ -46,6 +48,8 @@ class AtSteps(RendezvousHandler):
         self._handler = handler
         self._kept = kept
         self._seen: tuple[int, float] | None = None  # the step at which someone was first seen, and when
+        self._lost = False
+        signal.signal(START_ANEW, self._on_loss)
 
     def get_backend(self) -> str:
         return self._handler.get_backend()
@@ -55,10 +59,12 @@ class AtSteps(RendezvousHandler):
         return False  # it counts starts, which machines that come later have not seen
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._seen = None
+        self._seen, self._lost = None, False
         return self._handler.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
+        if self._lost:
+            return 1
         waiting = self._handler.num_nodes_waiting()
         if waiting == 0:
             self._seen = None
@@ -68,6 +74,9 @@ class AtSteps(RendezvousHandler):
             self._seen = step, time.monotonic()
         first, since = self._seen
         return waiting if step > first or time.monotonic() > since + STEP_S else 0
+
+    def _on_loss(self, signum: int, frame: FrameType | None) -> None:
+        self._lost = True
 
     def is_closed(self) -> bool:
         return self._handler.is_closed()

@@ -26,7 +26,7 @@ from deepspeed.launcher.failures import Failure, in_order, read_report, show
 from deepspeed.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
 from deepspeed.launcher.remote import MARK
 from deepspeed.launcher.shim import LINUX, die_with_parent
-from deepspeed.launcher.supervision import LAST_RESORT_S
+from deepspeed.launcher.supervision import LAST_RESORT_S, START_ANEW
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -133,6 +133,11 @@ class _Connection:
             self.node.stopped = True
             self._send(signal.Signals(signum).name.encode() + b"\n")
 
+    def start_anew(self) -> None:
+        """Of an elastic job: another machine is gone."""
+        if self.node.exit_code is None:
+            self._send(START_ANEW.name.encode() + b"\n")
+
     def kill(self) -> None:
         """Ends the connection; the remote end notices."""
         if self._process.poll() is None:
@@ -219,6 +224,10 @@ class _Machines:
             "%s", _of_silent(node, True) if not node.failures else f"{node.host}: its ranks failed"
         )
         logger.warning("the job goes on with %d machines", left)
+        for (
+            each
+        ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
+            each.start_anew()
         self._away.append(Node(node.host, node.arguments, node.local))
         self.retry_at = time.monotonic() + RETRY_S
         return True

@@ -25,6 +25,7 @@ logger = logging.getLogger("deepspeed.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # names the process with which a launcher must end
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of telling them
+START_ANEW = signal.SIGUSR1  # of an elastic job: a machine is gone, which its ranks may not notice
 LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
 
 
@@ -57,6 +58,9 @@ def supervise(
     asked: list[int] = []
 
     def hand_on(signum: int, frame: FrameType | None = None) -> None:
+        if signum == START_ANEW:  # no request to end
+            process.send_signal(signum)
+            return
         asked.append(signum)
         process.send_signal(signum if ends_by is None else ends_by)
         last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
