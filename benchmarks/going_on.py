@@ -2,8 +2,8 @@
 
     python benchmarks/going_on.py [--ranks 4] [--stages 1 2 3] [--width 1024]
 
-The victim is killed with SIGKILL in the middle of a step. Still: from then to the end of the first step that is made again,
-with the start of new processes in between. The cost of a state is measured on the same model, in steps with and without.
+The victim is killed with SIGKILL in the middle of a step. Still: from then to the end of the first step that is made
+again, with the start of new processes in between. What a state costs is told by steps with and without it.
 """
 
 from __future__ import annotations

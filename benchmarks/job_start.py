@@ -89,7 +89,6 @@ def torchrun(machines: Machines, host: int) -> list[str]:
 def _popen(machines: Machines, host: int, command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*machines.entry(host), *command],
-        cwd=machines.folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -105,14 +104,14 @@ def by_hand(machines: Machines, folder: Path) -> Callable[[], list[subprocess.Po
 def over_ssh(machines: Machines, folder: Path) -> Callable[[], list[subprocess.Popen[str]]]:
     def command(host: int) -> list[str]:
         words = f"cd {shlex.quote(str(folder))}; OMP_NUM_THREADS=1 {shlex.join(torchrun(machines, host))}"
-        return ["ssh", "-F", str(machines.ssh_config), f"host{host}", words]
+        return ["ssh", f"host{host}", words]
 
     return lambda: [_popen(machines, 0, command(host)) for host in range(machines.count)]
 
 
 def ours(machines: Machines, folder: Path) -> Callable[[], list[subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts", "--launcher", "ssh"]
-    command += ["--force_multi", "--no_local_rank", "--launcher_args", f"-F {machines.ssh_config}", "rank.py"]
+    command += ["--force_multi", "--no_local_rank", "rank.py"]
     return lambda: [_popen(machines, 0, command)]
 
 

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.failures import Failure, in_order, show, write_report
+from deepspeed.launcher.output import Prefixed
 from deepspeed.launcher.processes import (
     ERROR_REPORT,
     ExitWatch,
@@ -55,6 +56,7 @@ class NodeJob:
     master_addr: str
     master_port: int
     log_dir: Path | None  # holds one file per rank, instead of this process's output
+    prefix_output: bool = False
     adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
     report: Path | None = None  # where failures are written, for the command that started several machines
@@ -94,8 +96,9 @@ class OneMachine(RendezvousHandler):
 class RankFiles(LogsSpecs):
     """Where each rank writes: its error report always, its output only if a log folder is given."""
 
-    def __init__(self, run_dir: Path, log_dir: Path | None) -> None:
+    def __init__(self, run_dir: Path, log_dir: Path | None, output: Prefixed | None = None) -> None:
         super().__init__()
+        self._output = output
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._started = time.strftime("%Y%m%d%H%M%S")
@@ -106,7 +109,7 @@ class RankFiles(LogsSpecs):
         return str(self._run_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        error_files, stdouts = {}, dict.fromkeys(envs, "")
+        error_files, stdouts, stderrs = {}, dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
         again = f"_start{self._starts}" if self._starts else ""
         self._starts += 1
         for local_rank, env in envs.items():
@@ -115,8 +118,10 @@ class RankFiles(LogsSpecs):
             error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
             if self._log_dir is not None:
                 stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}{again}.log")
-        # Standard error stays inherited here: the shim merges it into standard output, in one file, in order.
-        return LogsDest(stdouts=stdouts, stderrs=dict.fromkeys(envs, ""), error_files=error_files)
+                # Standard error stays inherited: the shim merges it into standard output, in one file, in order.
+            elif self._output is not None:
+                stdouts[local_rank], stderrs[local_rank] = self._output.pipes(local_rank, env["RANK"])
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
 
 
 class Supervisor(LocalElasticAgent):
@@ -140,13 +145,16 @@ class Supervisor(LocalElasticAgent):
             ),  # the agent expands macros
             max_restarts=max_restarts,
         )
-        super().__init__(spec, RankFiles(run_dir, job.log_dir))
+        self.output = Prefixed(run_dir) if job.prefix_output else None
+        super().__init__(spec, RankFiles(run_dir, job.log_dir, self.output))
         self.watch = ExitWatch({})
         self.run_dir = run_dir
         self.stopped_at: float | None = None  # when the agent began to stop ranks
 
     def failures(self, result: RunResult) -> list[Failure]:
-        """How ranks failed, the cause first."""
+        """How ranks failed, the cause first; what they printed has been printed."""
+        if self.output is not None:
+            self.output.drain()
         return in_order(
             Failure.of(rank, process, self.watch.ended_at.get(process.local_rank), self.stopped_at)
             for rank, process in result.failures.items()
@@ -205,6 +213,8 @@ def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Superv
             signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be interrupted
         if exit_code:
             kill_descendants()
+        if supervisor.output is not None:
+            supervisor.output.drain()
         shutil.rmtree(run_dir, ignore_errors=True)
     return exit_code
 

@@ -53,6 +53,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="write what each rank prints to a file of its own in DIR instead of here",
     )
     parser.add_argument(
+        "--prefix_output", action="store_true", help="begin each line that a rank prints with its number"
+    )
+    parser.add_argument(
         "--bind_cores_to_rank", action="store_true", help="give each rank CPU cores of its own"
     )
     parser.add_argument(
@@ -71,7 +74,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def node_options(args: argparse.Namespace) -> list[str]:
     """The options of `deepspeed` for its launcher on any machine, as this module takes them."""
-    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
+    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "prefix_output", "quiet")
     options = [f"--{flag}" for flag in flags if getattr(args, flag)]
     values = ("enable_each_rank_log", "bind_core_list", "log_level")
     return options + [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
@@ -216,6 +219,7 @@ def run(args: argparse.Namespace) -> int:
             master_addr=args.master_addr,
             master_port=args.master_port,
             log_dir=log_dir,
+            prefix_output=args.prefix_output,
             adds_local_rank=not args.no_local_rank,
             script=args.training_script,
             report=Path(report) if report else None,

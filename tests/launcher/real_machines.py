@@ -1,15 +1,17 @@
-"""Machines with a real sshd and pdsh: namespaces of this one (`benchmarks/links.py`), programs from Debian's packages.
+"""Machines with real programs: namespaces of this one (`benchmarks/links.py`), with sshd, pdsh, Open MPI and Slurm from
+Debian's packages.
 
     python -m tests.launcher.real_machines install
 
-downloads and unpacks the packages into `.machines`, without installing them: nothing else on this machine changes.
-Tests that need them are skipped, with the reason, where that has not been done or cannot be.
+downloads the packages and unpacks them into `.machines`. They are not installed: on these machines, and only there, the
+folder lies over `/usr` and `/etc`. Tests that need them are skipped, with the reason, where there are none.
 """
 
 from __future__ import annotations
 
 import os
-import shlex
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,8 +22,12 @@ from typing import Any
 from benchmarks.links import Links
 
 ROOT = Path(__file__).resolve().parents[2] / ".machines"
-PACKAGES = ("openssh-server", "libwrap0", "pdsh", "libgenders0")
-READY_S = 20.0
+PACKAGES = ("openssh-server", "pdsh", "openmpi-bin", "slurmd", "slurmctld", "slurm-client", "munge")
+LINKS = {
+    "bin/mpirun": "mpirun.openmpi",
+    **{f"sbin/{name}": f"{name}-wlm" for name in ("slurmctld", "slurmd", "slurmstepd")},
+}
+READY_S = 30.0
 SSHD_CONFIG = """\
 HostKey {keys}/host
 AuthorizedKeysFile {keys}/user.pub
@@ -30,7 +36,6 @@ UsePAM no
 StrictModes no
 PermitRootLogin yes
 PidFile none
-AcceptEnv none
 """
 SSH_CONFIG = """\
 Host *
@@ -39,24 +44,52 @@ Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
 """
-# What sshd looks for at fixed places, seen on that host only.
+SLURM_CONFIG = """\
+ClusterName=test
+SlurmctldHost=host0
+SlurmUser=root
+AuthType=auth/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+ReturnToService=2
+KillWait=2
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmdSpoolDir=/run/slurmd
+StateSaveLocation=/run/slurmctld
+NodeName=host[0-{last}] CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\n"
+# What programs look for at fixed places, seen on that host only.
 START = """
 set -e
-mount -t tmpfs none /run
-mkdir /run/sshd
-cp /etc/passwd {keys}/passwd.{host}
-echo 'sshd:x:64999:65534::/run/sshd:/bin/false' >> {keys}/passwd.{host}
-mount --bind {keys}/passwd.{host} /etc/passwd
-LD_LIBRARY_PATH={root}/usr/lib/x86_64-linux-gnu exec {root}/usr/sbin/sshd -D -e -f {keys}/sshd_config
+mount -t tmpfs -o mode=755 none /run
+mkdir -p /run/sshd /run/munge /run/slurmd /run/slurmctld
+mount -t overlay overlay -o lowerdir={root}/usr:/usr /usr
+mount -t overlay overlay -o lowerdir={etc}:{root}/etc:/etc /etc
+munge="/run/munge"
+munged --force --log-file=$munge/log --pid-file=$munge/pid --seed-file=$munge/seed || true
+{slurm}
+exec /usr/sbin/sshd -D -e -f {keys}/sshd_config
 """
+SLURM_FIRST, SLURM = "slurmctld -c; slurmd", "slurmd"
 
 
 def install() -> None:
     """Raises CalledProcessError where there are no such packages, FileNotFoundError where there is no apt."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["apt-get", "download", *PACKAGES], cwd=folder, check=True)
+        os.chmod(folder, 0o755)
+        Path(folder, "partial").mkdir()
+        command = ["apt-get", "install", "--yes", "--no-install-recommends", "--download-only"]
+        subprocess.run([*command, "-o", f"Dir::Cache::archives={folder}", *PACKAGES], check=True)
         for package in Path(folder).glob("*.deb"):
             subprocess.run(["dpkg", "-x", str(package), str(ROOT)], check=True)
+    for name, target in LINKS.items():  # that an installation would have made
+        (ROOT / "usr" / name).symlink_to(target)
+    shutil.copytree(ROOT / "lib", ROOT / "usr/lib", symlinks=True, dirs_exist_ok=True)
 
 
 def why_not() -> str:
@@ -64,44 +97,74 @@ def why_not() -> str:
     if not (ROOT / "usr/sbin/sshd").exists():
         return "no sshd: python -m tests.launcher.real_machines install"
     if os.geteuid() != 0:
-        return "sshd for several users' names needs root"
+        return "sshd at its own place, with users of its own, needs root"
     return ""
 
 
 class Machines(Links):
-    """``hosts`` machines, host0 and so on, each with an sshd; `on` runs a command on one of them."""
+    """``hosts`` machines, host0 and so on, each with an sshd; `on` runs a command on one of them, in ``folder``."""
 
-    def __init__(self, hosts: int, folder: Path) -> None:
+    def __init__(self, hosts: int, folder: Path, *, slurm: bool = False) -> None:
         super().__init__(hosts)
         self.folder = folder
-        keys = folder / "keys"
-        keys.mkdir()
+        self._keys = folder / "keys"
+        self._keys.mkdir()
         for name in ("host", "user"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True
-            )
-        (keys / "sshd_config").write_text(SSHD_CONFIG.format(keys=keys))
-        self.ssh_config = keys / "ssh_config"
-        self.ssh_config.write_text(SSH_CONFIG.format(keys=keys))
-        self._servers = [self._serve(host, keys) for host in range(hosts)]
-        limit = time.monotonic() + READY_S
+            key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._keys / name)]
+            subprocess.run(key, check=True)
+        (self._keys / "sshd_config").write_text(SSHD_CONFIG.format(keys=self._keys))
+        self._etc = self._settings(hosts)
+        self._servers = [self._serve(host, slurm) for host in range(hosts)]
         for host in range(hosts):
-            while self.on(0, ["ssh", "-F", str(self.ssh_config), f"host{host}", "true"]).returncode:
-                if time.monotonic() > limit:
-                    said = (folder / f"sshd.{host}").read_text()
-                    self.close()
-                    raise RuntimeError(f"the sshd of host{host} does not answer: {said}")
-                time.sleep(0.1)
+            self._until(host, ["ssh", f"host{host}", "true"])
+        if slurm:
+            self._until(0, ["srun", f"-N{hosts}", "true"])
 
-    def _serve(self, host: int, keys: Path) -> subprocess.Popen[bytes]:
-        with open(self.folder / f"sshd.{host}", "w") as log:
+    def _settings(self, hosts: int) -> Path:
+        """A folder over /etc."""
+        etc = self._keys / "etc"
+        for name in ("ssh/ssh_config.d", "slurm", "munge"):
+            (etc / name).mkdir(parents=True)
+        passwd = Path("/etc/passwd").read_text()
+        (etc / "passwd").write_text(f"{passwd}sshd:x:64999:65534::/run/sshd:/bin/false\n")
+        names = ["127.0.0.1 localhost", *(f"{self.address(i)} host{i}" for i in range(hosts))]
+        (etc / "hosts").write_text("\n".join(names) + "\n")
+        (etc / "ssh/ssh_config.d/machines.conf").write_text(SSH_CONFIG.format(keys=self._keys))
+        (etc / "slurm/slurm.conf").write_text(SLURM_CONFIG.format(last=hosts - 1))
+        (etc / "slurm/cgroup.conf").write_text(CGROUP_CONFIG)
+        (etc / "munge/munge.key").write_bytes(secrets.token_bytes(1024))
+        (etc / "munge/munge.key").chmod(0o600)
+        return etc
+
+    def _serve(self, host: int, slurm: bool) -> subprocess.Popen[bytes]:
+        start = START.format(
+            keys=self._keys,
+            root=ROOT,
+            etc=self._etc,
+            slurm=(SLURM if host else SLURM_FIRST) if slurm else "",
+        )
+        with open(self.folder / f"servers.{host}", "w") as log:
             return subprocess.Popen(
-                [*self.entry(host), "sh", "-c", START.format(keys=keys, host=host, root=ROOT)],
+                [*self.entry(host), "sh", "-c", start],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def _until(self, host: int, command: list[str]) -> None:
+        limit = time.monotonic() + READY_S
+        while (done := self.on(host, command)).returncode:
+            if time.monotonic() > limit:
+                logs = "\n".join(path.read_text() for path in sorted(self.folder.glob("servers.*")))
+                self.close()
+                raise RuntimeError(f"{command} on host{host}: {done.stderr}\n{logs}")
+            time.sleep(0.1)
+
+    def entry(self, host: int) -> list[str]:
+        """As of Links; the command runs in `folder`."""
+        first, *others = super().entry(host)
+        return [first, f"--wd={getattr(self, 'folder', '/')}", *others]
 
     def on(self, host: int, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -121,5 +184,6 @@ class Machines(Links):
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["install"]:
-        raise SystemExit(f"usage: {shlex.join(sys.argv[:1])} install")
+        raise SystemExit("usage: python -m tests.launcher.real_machines install")
+    shutil.rmtree(ROOT, ignore_errors=True)
     install()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -44,24 +44,20 @@ dist.barrier()
 HOSTILE = "a b'c\"d;$(touch pwned)`touch pwned`%n%h\\ *&|"
 
 
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[real_machines.Machines]:
-    (tmp_path / "meet.py").write_text(MEET)
-    (tmp_path / "hosts").write_text("host0 slots=1\nhost1 slots=1\n")
-    with real_machines.Machines(2, tmp_path) as made:
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[real_machines.Machines]:
+    folder = tmp_path_factory.mktemp("machines")
+    (folder / "meet.py").write_text(MEET)
+    (folder / "hosts").write_text("host0 slots=1\nhost1 slots=1\n")
+    with real_machines.Machines(2, folder, slurm=True) as made:
         yield made
 
 
 def started(
-    machines: real_machines.Machines, *arguments: str, launcher: str = "ssh", **variables: str
+    machines: real_machines.Machines, *arguments: str, first: Sequence[str] = (), **variables: str
 ) -> Any:
-    given = [
-        *("--hostfile", "hosts", "--launcher", launcher, "--no_local_rank"),
-        *("--launcher_args", f"-F {machines.ssh_config}"),
-    ]
     return subprocess.Popen(
-        [*machines.entry(0), *COMMAND, *given, *arguments],
-        cwd=machines.folder,
+        [*machines.entry(0), *first, *COMMAND, "--hostfile", "hosts", "--no_local_rank", *arguments],
         env=environment(DEEPSPEED_ELASTIC_MEMORY=str(machines.folder), **variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -70,38 +66,66 @@ def started(
     )
 
 
-def test_ranks_meet_over_the_network(machines: real_machines.Machines) -> None:
-    job = started(machines, "meet.py", HOSTILE)
+WAYS: dict[str, dict[str, Any]] = {
+    "ssh": {},
+    "pdsh": {},
+    "openmpi": {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    | {"OMPI_MCA_oob_tcp_if_include": "eth0", "OMPI_MCA_btl_tcp_if_include": "eth0"},
+    "slurm": {"first": ("salloc", "-Q", "-N2", "-n2")},
+}
+
+
+@pytest.mark.parametrize("launcher", WAYS)
+def test_ranks_meet_over_the_network(machines: real_machines.Machines, launcher: str) -> None:
+    job = started(machines, "--launcher", launcher, "meet.py", HOSTILE, **WAYS[launcher])
     said, errors = job.communicate(timeout=TIMEOUT_S)
     assert job.returncode == 0, errors
-    assert sorted(said.splitlines()) == [f"host{i}: host{i} 2 {[HOSTILE]}" for i in range(2)]
+    lines = sorted(re.sub(r"^host\d: ", "", line) for line in said.splitlines())
+    assert lines == [f"host{i} 2 {[HOSTILE]}" for i in range(2)]
     assert not (machines.folder / "pwned").exists()
 
 
-def test_the_cause_is_told_once(machines: real_machines.Machines) -> None:
-    job = started(machines, "meet.py", "raise")
+@pytest.mark.parametrize("launcher", WAYS)
+def test_a_failure_ends_the_job(machines: real_machines.Machines, launcher: str) -> None:
+    value = f"{os.getpid()}-{launcher}"
+    given = WAYS[launcher] | {MARK: value}
+    job = started(machines, "--launcher", launcher, "meet.py", "raise", **given)
     errors = job.communicate(timeout=TIMEOUT_S)[1]
-    assert job.returncode == 1
-    assert errors.count("Traceback") == 1 and "ValueError: boom" in errors
-    assert "rank 1 (host1) of meet.py failed first: ValueError: boom" in errors
+    assert job.returncode == 1 and "ValueError: boom" in errors
+    if launcher == "ssh":
+        assert errors.count("Traceback") == 1
+        assert "rank 1 (host1) of meet.py failed first: ValueError: boom" in errors
+    over(value, time.monotonic())
 
 
-@pytest.mark.parametrize("victim", ["ssh", "command"])
-def test_nothing_is_left_on_the_other_machine(machines: real_machines.Machines, victim: str) -> None:
-    value = f"{os.getpid()}-{victim}"
-    job = started(machines, "meet.py", "wait", **{MARK: value})
-    until(lambda: all((machines.folder / f"here{rank}").exists() for rank in range(2)), job)
-    clients = [p for p in psutil.Process(job.pid).children(recursive=True) if p.name() == "ssh"]
-    (clients[0] if victim == "ssh" else psutil.Process(job.pid)).kill()
-    began = time.monotonic()
-    job.communicate(timeout=TIMEOUT_S)
+def over(value: str, began: float) -> None:
     while marked(value) and time.monotonic() < began + LIMIT_S:
         time.sleep(0.02)
     assert marked(value) == []
     assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.parametrize(
+    "launcher, victim", [("ssh", "ssh"), ("ssh", ""), ("pdsh", "pdsh"), ("slurm", "srun")]
+)
+def test_nothing_is_left_on_any_machine(machines: real_machines.Machines, launcher: str, victim: str) -> None:
+    """SIGKILL of the connection, or of the command."""
+    for path in machines.folder.glob("here*"):
+        path.unlink()
+    value = f"{os.getpid()}-{launcher}-{victim}"
+    job = started(machines, "--launcher", launcher, "meet.py", "wait", **(WAYS[launcher] | {MARK: value}))
+    until(lambda: all((machines.folder / f"here{rank}").exists() for rank in range(2)), job)
+    below = psutil.Process(job.pid).children(recursive=True)
+    killed = next((p for p in below if p.name() == victim), None) if victim else psutil.Process(job.pid)
+    assert killed is not None, [p.name() for p in below]
+    killed.kill()
+    began = time.monotonic()
+    job.communicate(timeout=TIMEOUT_S)
+    over(value, began)
+
+
 def test_a_machine_that_vanishes_is_done_without(machines: real_machines.Machines) -> None:
+    """The last test: the machine does not come back."""
     settings = config(3)
     job = started(
         machines, "--elastic_training", SCRIPT, str(machines.folder), json.dumps(settings), "100000"
