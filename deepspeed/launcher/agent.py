@@ -173,7 +173,9 @@ class Supervisor(LocalElasticAgent):
 
     def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
         self.stopped_at = self.stopped_at or time.time()
-        close(death_sig, min(timeout, grace_seconds(os.getpid())))
+        # Without a signal, a rank has failed: the others can save nothing together any more.
+        grace = grace_seconds(os.getpid() if death_sig is not None else None)
+        close(death_sig, min(timeout, grace))
         _list_stopped(context)
 
 

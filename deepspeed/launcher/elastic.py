@@ -25,7 +25,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from deepspeed.constants import ELASTIC_PROGRESS, ELASTIC_STATE, TIME_IS_UP
+from deepspeed.constants import ELASTIC_PROGRESS, ELASTIC_STATE, STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.launcher import agent
 from deepspeed.launcher.agent import NodeJob, Supervisor
 from deepspeed.launcher.failures import show
@@ -131,6 +131,7 @@ class ElasticSupervisor(Supervisor):
                 "machines have come or gone: the ranks are started anew; %d steps were finished",
                 self.kept.step,
             )
+        (self.run_dir / STOP_GRACE_FILE).unlink(missing_ok=True)  # their state is kept already
         self._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
         kill_descendants()
         self._forget_failures()
