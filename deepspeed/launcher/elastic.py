@@ -11,80 +11,25 @@ without a finished step in between.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
-import shutil
-import struct
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from deepspeed.constants import ELASTIC_PROGRESS, ELASTIC_STATE, STOP_GRACE_FILE, TIME_IS_UP
+from deepspeed.constants import STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.launcher import agent
 from deepspeed.launcher.agent import NodeJob, Supervisor
 from deepspeed.launcher.failures import show
-from deepspeed.launcher.processes import kill_descendants, memory_folder, run_dir_prefix
+from deepspeed.launcher.memory import NO_STEP, Memory, memory
+from deepspeed.launcher.processes import kill_descendants
 from deepspeed.launcher.shim import FIRST_FAILURE
 
 logger = logging.getLogger("deepspeed.launcher")
 
 STARTS_IN_VAIN = 3
 RESTARTS = 1000  # in all; what ends a hopeless job is STARTS_IN_VAIN
-OWNER = "owner"
-NO_STEP = 0
-_STEPS = struct.Struct("<q")
-
-
-class Memory:
-    """The folder that outlives ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._progress = folder / ELASTIC_PROGRESS
-        self._progress.write_bytes(_STEPS.pack(NO_STEP))
-
-    @property
-    def step(self) -> int:
-        """Steps that the ranks of this machine have finished."""
-        return _STEPS.unpack(self._progress.read_bytes())[0]
-
-
-@contextlib.contextmanager
-def memory() -> Iterator[Memory]:
-    """This process's folder, as long as the context lasts; folders whose owner has ended are removed."""
-    place = memory_folder()
-    _remove_orphans(place)
-    folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
-    # The lock says that the owner lives: process numbers do not, where containers share the memory.
-    owner = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
-    os.environ[ELASTIC_STATE] = str(folder)
-    try:
-        yield Memory(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
-
-
-def _remove_orphans(place: Path) -> None:
-    for folder in place.glob("deepspeed_launch_*"):
-        try:
-            owner = os.open(folder / OWNER, os.O_RDWR)
-        except OSError:  # another user's, or one that is being made
-            continue
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(owner)
 
 
 class ElasticSupervisor(Supervisor):

@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from deepspeed.launcher import ports
 from deepspeed.launcher.agent import NodeJob
-from deepspeed.launcher.elastic import Memory
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.memory import Memory
 from deepspeed.launcher.shim import die_with_parent
 from deepspeed.launcher.supervision import START_ANEW
 
