@@ -45,7 +45,7 @@ class ElasticSupervisor(Supervisor):
         self.in_vain = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             if self._is_worth_a_start(result):
                 self._tell(result)

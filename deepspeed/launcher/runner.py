@@ -105,8 +105,7 @@ def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) ->
     while left:
         word = left.pop(0)
         action = known.get(word)
-        takes_value = action is not None and action.nargs is None
-        if not takes_value or not left:
+        if action is None or action.nargs is not None or not left:  # no option, or one that takes no value
             joined.append(word)
         elif action.dest == LAUNCHER_ARGS and left[0].startswith("-"):
             joined.append(f"{word}={left.pop(0)}")

@@ -25,7 +25,7 @@ def begin_run(engine: DeepSpeedEngine) -> None:
     if replicas is not None and (tag := replicas.newest()) is not None:
         engine.load_checkpoint(str(replicas.folder), tag)
         log_dist(f"going on after step {engine.global_steps}, from the state in memory", ranks=[0])
-    elif settings.resume:
+    elif settings.resume and settings.folder is not None:
         _resume(engine, Path(settings.folder))
     if memory is not None:
         from deepspeed.runtime.observers.elastic import ElasticRun  # rarely asked for

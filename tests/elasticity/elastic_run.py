@@ -72,7 +72,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[int, dict[int, list[A
     """The starts, by time; and by step and rank the micro-batches, of each step the last time that it was made."""
     starts, made, sizes = [], {}, {}
     for path in folder.glob("rank*"):
-        rank, current = int(path.name[4:]), {}
+        rank, size, current = int(path.name[4:]), 0, {}
         for line in path.read_text().splitlines():
             record = json.loads(line)
             if "began" in record:

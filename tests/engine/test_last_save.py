@@ -40,7 +40,7 @@ def trained(engine: Any, steps: int) -> int:
         while engine.global_steps < steps:
             step(engine)
     except SystemExit as end:
-        return end.code
+        return int(end.code or 0)
     return 0
 
 

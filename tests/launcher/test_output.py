@@ -17,9 +17,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named p
 
 
 def test_lines_are_whole_and_have_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = (io.TextIOWrapper(io.BytesIO()) for _ in range(2))
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
+    out, err = io.BytesIO(), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err))
     streams = Prefixed(tmp_path)
     for local_rank in range(2):
         (tmp_path / str(local_rank)).mkdir()
@@ -39,12 +39,12 @@ def test_lines_are_whole_and_have_their_rank(tmp_path: Path, monkeypatch: pytest
     for writer in writers:
         writer.join()
     streams.drain()
-    lines = out.buffer.getvalue().decode().splitlines()
+    lines = out.getvalue().decode().splitlines()
     for rank in range(2):
         own = [line for line in lines if line.startswith(f"[rank {rank + 4}] ")]
         assert own == [f"[rank {rank + 4}] {number} of {rank}" for number in range(50)]
     assert len(lines) == 100
-    printed = err.buffer.getvalue().decode()
+    printed = err.getvalue().decode()
     parts = ("10 %\r", "20 %\r", "done\n")
     assert all(f"[rank {rank}] {part}" in printed for rank in (4, 5) for part in parts)
 

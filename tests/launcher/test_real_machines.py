@@ -117,7 +117,9 @@ def test_nothing_is_left_on_any_machine(machines: real_machines.Machines, launch
     job = started(machines, "--launcher", launcher, "meet.py", "wait", **(WAYS[launcher] | {MARK: value}))
     until(lambda: all((machines.folder / f"here{rank}").exists() for rank in range(2)), job)
     below = psutil.Process(job.pid).children(recursive=True)
-    killed = next((p for p in below if p.name().startswith(victim)), None) if victim else psutil.Process(job.pid)
+    killed = (
+        next((p for p in below if p.name().startswith(victim)), None) if victim else psutil.Process(job.pid)
+    )
     assert killed is not None, [p.name() for p in below]
     killed.kill()
     began = time.monotonic()

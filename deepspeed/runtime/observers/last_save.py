@@ -41,7 +41,8 @@ class LastSave:
     def __init__(self, engine: EngineBase) -> None:
         settings = engine._config.checkpoint_config
         self.engine = engine
-        self.folder: str = settings.folder
+        assert settings.folder is not None  # a rule of the config
+        self.folder = settings.folder
         self.ends_at = _deadline(settings.save_before)
         self.step = engine.global_steps
         self._last = time.monotonic()
