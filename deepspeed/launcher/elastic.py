@@ -28,7 +28,7 @@ from deepspeed.launcher.shim import FIRST_FAILURE
 
 logger = logging.getLogger("deepspeed.launcher")
 
-STARTS_IN_VAIN = 3
+STARTS_IN_VAIN, STARTS_IN_VAIN_OF_OTHERS = 3, 12
 RESTARTS = 1000  # in all; what ends a hopeless job is STARTS_IN_VAIN
 
 
@@ -57,13 +57,12 @@ class ElasticSupervisor(Supervisor):
         if not result.failures:  # a rank hangs in the kernel: it could not be ended
             return False
         first, step = self.failures(result)[0], self.kept.step
-        if step > self.step_at_start:
-            self.in_vain = 0
-        elif not first.lost_peer:  # else the machine of that peer counts
-            self.in_vain += 1
+        self.in_vain = 0 if step > self.step_at_start else self.in_vain + 1
         if first.exit_code == TIME_IS_UP:
             return False
-        return first.lost_peer or (step > NO_STEP and self.in_vain < STARTS_IN_VAIN)
+        if first.lost_peer and self.job.nodes > 1:  # the machine of that peer decides
+            return self.in_vain < STARTS_IN_VAIN_OF_OTHERS
+        return step > NO_STEP and self.in_vain < STARTS_IN_VAIN
 
     def _tell(self, result: RunResult) -> None:
         job = self.job

@@ -56,7 +56,7 @@ def in_shared_memory() -> set[str]:
 @pytest.mark.parametrize("number", range(KILLS))
 def test_nothing_is_lost_or_left(tmp_path: Path, number: int) -> None:
     choice = random.Random(SEED * 1000 + number)
-    elastic, after_s = choice.random() < 0.5, choice.uniform(0.3, 8.0)
+    elastic, after_s = choice.random() < 0.5, choice.uniform(0.3, 7.0)
     victim = choice.choice(VICTIMS)
     (tmp_path / "memory").mkdir()
     settings: dict[str, Any] = config(choice.choice([1, 2, 3]))
