@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.links import Links
+from benchmarks.links import Links  # pyright: ignore[reportMissingImports]
 
 ROOT = Path(__file__).resolve().parents[2] / ".machines"
 PACKAGES = ("openssh-server", "pdsh", "openmpi-bin", "slurmd", "slurmctld", "slurm-client", "munge")
