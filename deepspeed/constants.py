@@ -19,6 +19,20 @@ RANK_ENDED = "Either a rank ended"
 # Name of the abstract Unix socket at which each rank answers `ds stacks`, which imports as little.
 RANK_SOCKET = "deepspeed.rank.{user}.{process}"
 
+# Elastic training: the folder in memory in which ranks keep their state, which belongs to their launcher and outlives
+# them; and the file in it with the number of finished steps (8 bytes).
+ELASTIC_STATE = "DEEPSPEED_ELASTIC_STATE"
+ELASTIC_PROGRESS = "progress"
+
+# Seconds since the epoch at which a job began; its launcher sets it.
+JOB_STARTED = "DEEPSPEED_JOB_STARTED"
+
+# A rank that saves at SIGTERM says so, in the folder of its launcher: how many seconds that may take.
+STOP_GRACE_FILE = "stop_grace"
+
+# Exit code of ranks that have saved their state because the time limit of the job is near, as of timeout(1).
+TIME_IS_UP = 124
+
 INFERENCE_GENERIC_MODE = "generic"
 INFERENCE_SPECIALIZED_MODE = "specialized"
 

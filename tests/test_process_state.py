@@ -57,6 +57,7 @@ STATE = {
     "launcher/agent.py:logger": "the launcher's logger",
     "launcher/devices.py:logger": "the launcher's logger",
     "launcher/arguments.py:logger": "the launcher's logger",
+    "launcher/elastic.py:logger": "the launcher's logger",
     "launcher/failures.py:logger": "the launcher's logger",
     "launcher/launch.py:logger": "the launcher's logger",
     "launcher/several.py:logger": "the launcher's logger",

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import math
+import re
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
-from deepspeed.config.sections import Int, LenientConfigModel
+from deepspeed.config.sections import Int, LenientConfigModel, Says
+
+OF_SLURM = "slurm"
 
 
 def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
+
+
+def _time_limit(value: Any) -> float | str | None:
+    """Seconds; `OF_SLURM` and None stay."""
+    if value is None or (isinstance(value, str) and value.lower() == OF_SLURM):
+        return value and OF_SLURM
+    if isinstance(value, str):
+        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", value)
+        if found is None:
+            raise ValueError("expected seconds, 'HH:MM:SS', 'D-HH:MM:SS' or 'slurm'")
+        days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
+        value = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("expected seconds, 'HH:MM:SS', 'D-HH:MM:SS' or 'slurm'")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError("must be above 0 and finite")
+    return float(value)
+
+
+TimeLimit = Annotated[
+    Any, PlainValidator(_time_limit), Says("seconds, 'HH:MM:SS', 'D-HH:MM:SS', 'slurm' or null")
+]
 
 
 class ValidationMode(str, Enum):
@@ -83,4 +109,22 @@ class CheckpointConfig(LenientConfigModel):
         default=None,
         ge=1,
         description="Checkpoints that stay in a folder; older ones are removed after a save.",
+    )
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of this run's checkpoints, for `resume` and for saves that the engine makes by itself.",
+    )
+    resume: bool = Field(
+        default=False,
+        description="`deepspeed.initialize` loads the newest checkpoint in `folder`; without one the run begins.",
+    )
+    save_at_sigterm: bool = Field(
+        default=False,
+        description="SIGTERM to any rank: all save to `folder` after the step and end with exit code 143.",
+    )
+    save_before: TimeLimit = Field(
+        default=None,
+        description="Time limit of the job: all ranks save to `folder` before it and end with exit code 124. Counted "
+        "from the start of the command; `slurm` is the limit of the allocation.",
     )

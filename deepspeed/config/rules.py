@@ -380,6 +380,14 @@ def elastic_batch(config: TrainingConfig) -> Iterator[Finding]:
                 )
 
 
+def saves_by_itself(config: TrainingConfig) -> Iterator[Finding]:
+    section = config.checkpoint
+    for name in ("resume", "save_at_sigterm", "save_before"):
+        if getattr(section, name) and section.folder is None:
+            keys = (f"checkpoint.{name}", "checkpoint.folder")
+            yield Finding(keys, "needs checkpoint.folder, the folder of this run's checkpoints")
+
+
 def expert_and_tensor_parallel(config: TrainingConfig) -> Iterator[Finding]:
     if config.expert_parallel.enabled and config.tensor_parallel.autotp_size > 1:
         keys = ("expert_parallel.enabled", "tensor_parallel.autotp_size")
@@ -415,6 +423,7 @@ RULES: tuple[Rule, ...] = (
     arguments_make_sense,
     contiguous_checkpoints,
     elastic_batch,
+    saves_by_itself,
     expert_and_tensor_parallel,
     even_vocabulary,
 )

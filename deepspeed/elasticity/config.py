@@ -57,6 +57,11 @@ class ElasticityConfig(LenientConfigModel):
     model_parallel_size: Int = Field(
         default=1, ge=1, description="Ranks that share one copy of the model (version 0.2)."
     )
+    replicate_state: bool = Field(
+        default=False,
+        description="After each step every rank's state is kept in memory that outlives it, and in that of another "
+        "machine, for `deepspeed --elastic_training`.",
+    )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(key of the section, what is wrong with it) for an enabled section."""

@@ -15,6 +15,7 @@ import signal
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.failures import Failure, in_order, show, write_report
+from deepspeed.launcher.output import Prefixed
 from deepspeed.launcher.processes import (
     ERROR_REPORT,
     ExitWatch,
@@ -54,9 +56,12 @@ class NodeJob:
     master_addr: str
     master_port: int
     log_dir: Path | None  # holds one file per rank, instead of this process's output
+    prefix_output: bool = False
     adds_local_rank: bool = False  # the shim gives each rank a --local_rank=N
     script: str  # for messages
     report: Path | None = None  # where failures are written, for the command that started several machines
+    min_nodes: int = 0  # of an elastic job, which goes on with as many machines
+    max_nodes: int = 0
 
 
 class OneMachine(RendezvousHandler):
@@ -91,35 +96,43 @@ class OneMachine(RendezvousHandler):
 class RankFiles(LogsSpecs):
     """Where each rank writes: its error report always, its output only if a log folder is given."""
 
-    def __init__(self, run_dir: Path, log_dir: Path | None) -> None:
+    def __init__(self, run_dir: Path, log_dir: Path | None, output: Prefixed | None = None) -> None:
         super().__init__()
+        self._output = output
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._started = time.strftime("%Y%m%d%H%M%S")
+        self._starts = 0
 
     @property
     def root_log_dir(self) -> str:
         return str(self._run_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        error_files, stdouts = {}, dict.fromkeys(envs, "")
+        error_files, stdouts, stderrs = {}, dict.fromkeys(envs, ""), dict.fromkeys(envs, "")
+        again = f"_start{self._starts}" if self._starts else ""
+        self._starts += 1
         for local_rank, env in envs.items():
             folder = self._run_dir / str(local_rank)
             folder.mkdir(exist_ok=True)
             error_files[local_rank] = env[ERROR_FILE] = str(folder / ERROR_REPORT)
             if self._log_dir is not None:
-                stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}.log")
-        # Standard error stays inherited here: the shim merges it into standard output, in one file, in order.
-        return LogsDest(stdouts=stdouts, stderrs=dict.fromkeys(envs, ""), error_files=error_files)
+                stdouts[local_rank] = str(self._log_dir / f"{self._started}_rank{env['RANK']}{again}.log")
+                # Standard error stays inherited: the shim merges it into standard output, in one file, in order.
+            elif self._output is not None:
+                stdouts[local_rank], stderrs[local_rank] = self._output.pipes(local_rank, env["RANK"])
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
 
 
 class Supervisor(LocalElasticAgent):
     """torch's agent with a bound on how long stopping takes and a record of when each rank ended."""
 
-    def __init__(self, job: NodeJob, run_dir: Path) -> None:
-        if job.nodes == 1:
-            rendezvous: RendezvousHandler = OneMachine(job.master_addr, job.master_port)
-        else:
+    def __init__(
+        self, job: NodeJob, run_dir: Path, rendezvous: RendezvousHandler | None = None, max_restarts: int = 0
+    ) -> None:
+        if rendezvous is None and job.nodes == 1:
+            rendezvous = OneMachine(job.master_addr, job.master_port)
+        elif rendezvous is None:
             where = (job.master_addr, job.master_port, job.node_rank, job.nodes)
             rendezvous = StaticTCPRendezvous(*where, run_id="deepspeed", timeout=600)
         spec = WorkerSpec(
@@ -130,12 +143,22 @@ class Supervisor(LocalElasticAgent):
             args=tuple(
                 argument.replace("$", "$$") for argument in job.command[1:]
             ),  # the agent expands macros
-            max_restarts=0,
+            max_restarts=max_restarts,
         )
-        super().__init__(spec, RankFiles(run_dir, job.log_dir))
+        self.output = Prefixed(run_dir) if job.prefix_output else None
+        super().__init__(spec, RankFiles(run_dir, job.log_dir, self.output))
         self.watch = ExitWatch({})
         self.run_dir = run_dir
         self.stopped_at: float | None = None  # when the agent began to stop ranks
+
+    def failures(self, result: RunResult) -> list[Failure]:
+        """How ranks failed, the cause first; what they printed has been printed."""
+        if self.output is not None:
+            self.output.drain()
+        return in_order(
+            Failure.of(rank, process, self.watch.ended_at.get(process.local_rank), self.stopped_at)
+            for rank, process in result.failures.items()
+        )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         workers: dict[int, Any] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
@@ -150,7 +173,9 @@ class Supervisor(LocalElasticAgent):
 
     def _close(self, context: Any, close: Any, death_sig: Any = None, timeout: float = 30) -> None:
         self.stopped_at = self.stopped_at or time.time()
-        close(death_sig, min(timeout, grace_seconds()))
+        # Without a signal, a rank has failed: the others can save nothing together any more.
+        grace = grace_seconds(os.getpid() if death_sig is not None else None)
+        close(death_sig, min(timeout, grace))
         _list_stopped(context)
 
 
@@ -168,13 +193,13 @@ def _list_stopped(context: Any) -> None:
             )
 
 
-def supervise(job: NodeJob) -> int:
+def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Supervisor) -> int:
     """Runs the ranks until they end; returns the exit code of the first that failed, 128 + signal, or 0."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     run_dir = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid())))
-    supervisor = Supervisor(job, run_dir)
+    supervisor = make(job, run_dir)
     exit_code = 1
     try:
         result: Any = supervisor.run()
@@ -190,6 +215,8 @@ def supervise(job: NodeJob) -> int:
             signal.signal(signum, signal.SIG_IGN)  # the rest takes no time and must not be interrupted
         if exit_code:
             kill_descendants()
+        if supervisor.output is not None:
+            supervisor.output.drain()
         shutil.rmtree(run_dir, ignore_errors=True)
     return exit_code
 
@@ -199,11 +226,7 @@ def _report(job: NodeJob, result: RunResult, supervisor: Supervisor) -> int:
 
     Ranks of several machines are reported together by the command that started them, if it asks for it.
     """
-    ended_at = supervisor.watch.ended_at
-    failures = in_order(
-        Failure.of(rank, process, ended_at.get(process.local_rank), supervisor.stopped_at)
-        for rank, process in result.failures.items()
-    )
+    failures = supervisor.failures(result)
     if job.report is not None:
         write_report(job.report, failures)
         return failures[0].command_exit_code

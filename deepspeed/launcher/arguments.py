@@ -53,6 +53,10 @@ def launch_arguments(
         *([f"--node_rank={node_rank}"] if node_rank else []),
         *node_options(args),
     ]
+    if args.elastic_training:
+        options.append("--enable_elastic_training")
+        limits = ("min_elastic_nodes", "max_elastic_nodes")
+        options += [f"--{name}={getattr(args, name)}" for name in limits if getattr(args, name) > 0]
     if args.save_pid:
         options.append(f"--save_pid={os.getpid()}")
     return [*options, args.user_script, *args.user_args]

@@ -16,16 +16,17 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.launcher import cores, ports, shim
 from deepspeed.launcher.devices import VISIBLE_DEVICES
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.failures import OF_A_PEER
 from deepspeed.launcher.processes import adopt_orphans
 from deepspeed.launcher.shim import USAGE_ERROR
-from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID
+from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -52,6 +53,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="write what each rank prints to a file of its own in DIR instead of here",
     )
     parser.add_argument(
+        "--prefix_output", action="store_true", help="begin each line that a rank prints with its number"
+    )
+    parser.add_argument(
         "--bind_cores_to_rank", action="store_true", help="give each rank CPU cores of its own"
     )
     parser.add_argument(
@@ -70,7 +74,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def node_options(args: argparse.Namespace) -> list[str]:
     """The options of `deepspeed` for its launcher on any machine, as this module takes them."""
-    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "quiet")
+    flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "prefix_output", "quiet")
     options = [f"--{flag}" for flag in flags if getattr(args, flag)]
     values = ("enable_each_rank_log", "bind_core_list", "log_level")
     return options + [f"--{name}={getattr(args, name)}" for name in values if getattr(args, name) is not None]
@@ -89,9 +93,15 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--world_info", default="None", help="base64 of the JSON dictionary host -> list of slots"
     )
-    parser.add_argument("--enable_elastic_training", action="store_true", help="not in this release")
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1, help="not in this release")
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="not in this release")
+    parser.add_argument(
+        "--enable_elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+    )
+    parser.add_argument(
+        "--min_elastic_nodes", type=int, default=-1, help="with as many machines (default: 1)"
+    )
+    parser.add_argument(
+        "--max_elastic_nodes", type=int, default=-1, help="at most as many (default: those of --world_info)"
+    )
     parser.add_argument(
         "--save_pid", type=int, default=0, metavar="PID", help="write this pid to /tmp/PID.ds"
     )
@@ -153,6 +163,7 @@ def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: 
     from deepspeed.accelerator import get_accelerator
 
     environment = dict(os.environ)
+    environment.setdefault(JOB_STARTED, str(time.time()))
     environment |= {
         "LOCAL_SIZE": str(len(local_slots)),
         "CROSS_RANK": str(args.node_rank),
@@ -169,10 +180,6 @@ def export_environment(local_slots: list[int], args: argparse.Namespace, nodes: 
 
 def run(args: argparse.Namespace) -> int:
     """Starts the ranks and returns the command's exit code."""
-    if args.enable_elastic_training or max(args.min_elastic_nodes, args.max_elastic_nodes) > 0:
-        raise LaunchError(
-            "--enable_elastic_training is not in this release; leave it and its node limits out"
-        )
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
     world = decode_world_info(args.world_info)
@@ -183,7 +190,9 @@ def run(args: argparse.Namespace) -> int:
     host, slots = list(world.items())[args.node_rank]
     if not slots:
         raise LaunchError(f"--world_info: host {host!r} has no slots")
-    if args.node_rank == 0 and not ports.is_free(args.master_addr, args.master_port):
+    elastic_nodes = elastic_limits(args, len(world)) if args.enable_elastic_training else (0, 0)
+    meets_elsewhere = args.enable_elastic_training and len(world) > 1  # the command may keep the port
+    if args.node_rank == 0 and not meets_elsewhere and not ports.is_free(args.master_addr, args.master_port):
         raise LaunchError(port_in_use(args.master_addr, args.master_port))
     report = os.environ.pop(NODE_REPORT, None)
     bound = cores.binding(args.bind_core_list, len(slots)) if args.bind_cores_to_rank else None
@@ -191,7 +200,12 @@ def run(args: argparse.Namespace) -> int:
     log_dir = make_log_dir(args.enable_each_rank_log)
 
     adopt_orphans()
+    if args.enable_elastic_training:  # by default it would end this process; a handler of its own comes later
+        signal.signal(START_ANEW, lambda *_: None)
     from deepspeed.launcher.agent import NodeJob, supervise  # imports torch
+
+    if args.enable_elastic_training:
+        from deepspeed.launcher.elastic import supervise
 
     export_environment(slots, args, len(world), threads)
     where, per_rank = f"{args.master_addr}:{args.master_port}", os.environ["OMP_NUM_THREADS"]
@@ -205,11 +219,26 @@ def run(args: argparse.Namespace) -> int:
             master_addr=args.master_addr,
             master_port=args.master_port,
             log_dir=log_dir,
+            prefix_output=args.prefix_output,
             adds_local_rank=not args.no_local_rank,
             script=args.training_script,
             report=Path(report) if report else None,
+            min_nodes=elastic_nodes[0],
+            max_nodes=elastic_nodes[1],
         )
     )
+
+
+def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
+    """Fewest and most machines of an elastic job."""
+    fewest = args.min_elastic_nodes if args.min_elastic_nodes > 0 else 1
+    most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else nodes
+    if not fewest <= nodes <= most:
+        raise LaunchError(
+            f"--min_elastic_nodes={fewest} and --max_elastic_nodes={most}: the job begins with {nodes} machines, "
+            "which must be within these limits"
+        )
+    return fewest, most
 
 
 def make_log_dir(folder: str | None) -> Path | None:

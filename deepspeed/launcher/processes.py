@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from deepspeed.constants import STOP_GRACE_FILE
 from deepspeed.launcher.shim import FIRST_FAILURE, LINUX, SIGKILL
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -22,17 +24,38 @@ LOOK_EVERY_S = 0.25
 ERROR_REPORT = "error.json"  # of a rank, in its folder
 
 
-def grace_seconds() -> float:
-    """Time that ranks have between the request to stop and SIGKILL.
+def grace_seconds(launcher_pid: int | None = None) -> float:
+    """Time that ranks (of this launcher) have between the request to stop and SIGKILL.
 
-    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it: raise it for scripts that save a checkpoint on SIGTERM.
+    ``DEEPSPEED_STOP_GRACE`` (seconds) sets it, for scripts that save by themselves at SIGTERM; ranks whose config says
+    that they do so have told their launcher.
     """
-    return float(os.environ.get("DEEPSPEED_STOP_GRACE", DEFAULT_GRACE_S))
+    given = os.environ.get("DEEPSPEED_STOP_GRACE")
+    if given is not None or launcher_pid is None:
+        return float(given or DEFAULT_GRACE_S)
+    asked = [DEFAULT_GRACE_S]
+    for folder in folders_of(launcher_pid):
+        with contextlib.suppress(OSError, ValueError):
+            asked.append(float((folder / STOP_GRACE_FILE).read_text()))
+    return max(asked)
 
 
 def run_dir_prefix(launcher_pid: int) -> str:
     """Prefix of the temporary folder for the error reports of a launcher's ranks."""
     return f"deepspeed_launch_{launcher_pid}_"
+
+
+def memory_folder() -> Path:
+    """Where ranks of an elastic job keep their state: shared memory, or what DEEPSPEED_ELASTIC_MEMORY names."""
+    own = os.environ.get("DEEPSPEED_ELASTIC_MEMORY")
+    shared = Path("/dev/shm")
+    return Path(own) if own else shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def folders_of(launcher_pid: int) -> list[Path]:
+    """All folders that a launcher makes."""
+    places = {Path(tempfile.gettempdir()), memory_folder()}
+    return [path for place in places for path in place.glob(run_dir_prefix(launcher_pid) + "*")]
 
 
 def adopt_orphans() -> None:

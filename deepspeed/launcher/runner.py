@@ -63,6 +63,9 @@ of the first rank that failed (128 + N if signal N ended it).
 """
 
 
+LAUNCHER_ARGS = "launcher_args"
+
+
 class _MarkGiven(argparse.Action):
     """Stores the value and records that the user chose it: ``NAME_given``."""
 
@@ -88,11 +91,29 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.ds"
     )
-    _add_several_machine_arguments(parser.add_argument_group("several machines, and tools of later releases"))
+    _add_several_machine_arguments(parser.add_argument_group("several machines, and autotuning"))
     parser.add_argument("user_script", help="script to run in every rank")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(master_port_given=False, num_gpus_given=False, launcher_given=False)
-    return parser.parse_args(args)
+    return parser.parse_args(_with_joined_values(parser, sys.argv[1:] if args is None else args))
+
+
+def _with_joined_values(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
+    """``--launcher_args --x=y``, as the documents have it, becomes one word: argparse takes the second for an option of
+    its own. What follows the script is left alone."""
+    known, left, joined = parser._option_string_actions, list(args), []
+    while left:
+        word = left.pop(0)
+        action = known.get(word)
+        if action is None or action.nargs is not None or not left:  # no option, or one that takes no value
+            joined.append(word)
+        elif action.dest == LAUNCHER_ARGS and left[0].startswith("-"):
+            joined.append(f"{word}={left.pop(0)}")
+        else:
+            joined += [word, left.pop(0)]
+        if not word.startswith("-"):
+            return joined + left
+    return joined
 
 
 def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
@@ -116,7 +137,6 @@ def _add_rendezvous_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    later = "not in this release"
     names = (
         "pdsh, ssh, openmpi, mvapich, slurm, mpich or impi (default: pdsh; ssh alone where pdsh is missing)"
     )
@@ -145,9 +165,15 @@ def _add_several_machine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--force_multi", action="store_true", help="start even one machine, or this one, as a remote one"
     )
-    group.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help=later)
-    group.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help=later)
-    group.add_argument("--elastic_training", action="store_true", help=later)
+    group.add_argument(
+        "--elastic_training", action="store_true", help="go on after the loss of ranks or machines"
+    )
+    group.add_argument(
+        "--min_elastic_nodes", type=int, default=-1, metavar="N", help="with as many machines (default: 1)"
+    )
+    group.add_argument(
+        "--max_elastic_nodes", type=int, default=-1, metavar="N", help="at most as many (default: all hosts)"
+    )
     group.add_argument(
         "--autotuning",
         choices=["tune", "run"],
@@ -172,16 +198,20 @@ def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, in
     return numbers
 
 
-def refuse_what_is_not_there(args: argparse.Namespace) -> None:
-    """Raises LaunchError naming the first given option that this release parses but does not implement."""
-    wanted = {
-        "--elastic_training": args.elastic_training,
-        "--min_elastic_nodes": args.min_elastic_nodes > 0,
-        "--max_elastic_nodes": args.max_elastic_nodes > 0,
-    }
-    option = next((name for name, is_wanted in wanted.items() if is_wanted), None)
-    if option is not None:
-        raise LaunchError(f"{option} is not in this release; leave it out")
+def check_elastic(args: argparse.Namespace) -> None:
+    """``--num_nodes MIN:MAX`` is another way to write the limits of ``--elastic_training``. Raises LaunchError for
+    limits that cannot be meant."""
+    low, high = parse_num_nodes(str(args.num_nodes), args.elastic_training)
+    args.num_nodes = low
+    if high > 0:
+        args.min_elastic_nodes, args.max_elastic_nodes, args.num_nodes = low, high, -1
+    for name in ("min_elastic_nodes", "max_elastic_nodes"):
+        if getattr(args, name) > 0 and not args.elastic_training:
+            raise LaunchError(f"--{name} is for --elastic_training: add that, or leave it out")
+    if 0 < args.max_elastic_nodes < args.min_elastic_nodes:
+        raise LaunchError(
+            f"--min_elastic_nodes={args.min_elastic_nodes} is above --max_elastic_nodes={args.max_elastic_nodes}"
+        )
 
 
 def run_autotuning(args: argparse.Namespace, active_resources: Mapping[str, Sequence[int]]) -> int:
@@ -224,7 +254,7 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
     """Checks everything that can be checked before a process is started; returns what runs the job and gives its exit
     code, and the port to hold until it ends.
     """
-    refuse_what_is_not_there(args)
+    check_elastic(args)
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
     if args.no_python and shutil.which(args.user_script) is None:
@@ -235,7 +265,6 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
         )
     if args.bind_core_list and not args.bind_cores_to_rank:
         logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
-    args.num_nodes = parse_num_nodes(str(args.num_nodes), args.elastic_training)[0]
     active = choose_devices(args)
     if args.no_ssh:
         return _this_machine_of_several(args, active)

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -41,7 +42,11 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
     args.master_port = reservation.port
     try:
         if name == SSH_LAUNCHER:
-            return functools.partial(ssh.run, *_over_ssh(args, active)), reservation
+            start = functools.partial(ssh.run, *_over_ssh(args, active))
+            here = is_this_machine(hosts[0].rpartition("@")[2])
+            return functools.partial(_beside_store, start, args.master_port) if (
+                args.elastic_training and here
+            ) else start, reservation
         if name == PDSH_LAUNCHER and not args.no_ssh_check:
             check_connection(hosts[0], connect)
         return _by_program(args, active, name), reservation
@@ -53,6 +58,13 @@ def prepare(args: argparse.Namespace, active: Mapping[str, Sequence[int]]) -> St
 def _launcher_of(args: argparse.Namespace) -> str:
     """The launcher that was asked for; if none was, pdsh, or ssh alone where pdsh is missing."""
     name = args.launcher.lower()
+    if args.elastic_training:
+        if args.launcher_given and name != SSH_LAUNCHER:
+            raise LaunchError(
+                f"--launcher={args.launcher} with --elastic_training: it ends the job when a machine is lost; use "
+                f"--launcher {SSH_LAUNCHER}"
+            )
+        return SSH_LAUNCHER
     if name == PDSH_LAUNCHER and not args.launcher_given and shutil.which("pdsh") is None:
         return SSH_LAUNCHER
     if name != SSH_LAUNCHER and name not in RUNNERS:
@@ -87,9 +99,25 @@ def _over_ssh(
         venv_script=args.venv_script,
         adds_local_rank=not args.no_local_rank,
         log_dir=args.enable_each_rank_log,
+        min_nodes=max(1, args.min_elastic_nodes) if args.elastic_training else 0,
     )
     logger.info("machines: %d, by ssh; rendezvous: %s:%d", len(nodes), args.master_addr, args.master_port)
     return job, nodes
+
+
+def _beside_store(start: Callable[[], int], port: int) -> int:
+    """``start``, beside a process that keeps what the machines of an elastic job tell each other: it is left when any
+    of them is lost."""
+    command = [sys.executable, "-m", "deepspeed.launcher.meeting", str(port), str(os.getpid())]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as store:
+        try:
+            assert store.stdout is not None
+            store.stdout.readline()  # it is ready
+            return start()
+        finally:
+            store.kill()
 
 
 def _by_program(

@@ -16,20 +16,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
+from deepspeed.constants import TIME_IS_UP
 from deepspeed.launcher.failures import Failure, in_order, read_report, show
 from deepspeed.launcher.processes import grace_seconds, handled_by, kill_descendants, own_children
 from deepspeed.launcher.remote import MARK
 from deepspeed.launcher.shim import LINUX, die_with_parent
-from deepspeed.launcher.supervision import LAST_RESORT_S
+from deepspeed.launcher.supervision import LAST_RESORT_S, START_ANEW
 
 logger = logging.getLogger("deepspeed.launcher")
 
 CONNECTION_FAILED = 255  # ssh's own exit code
+RETRY_S = 10.0  # until a machine that an elastic job has lost is tried again
 SETTLE_S = 0.5  # for machines to notice by themselves that a rank elsewhere has failed
 OPTIONS = (
     "-o",
@@ -54,6 +56,7 @@ class Node:
     exit_code: int | None = None
     ended_at: float = 0.0
     stopped: bool = False  # it was asked to end
+    given_up: bool = False  # an elastic job went on without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class Job:
     adds_local_rank: bool = True
     log_dir: str | None = None
     folder: str = field(default_factory=os.getcwd)
+    min_nodes: int = 0  # an elastic job goes on with as many machines
 
     def command(self, node: Node) -> list[str]:
         """How the remote end is started: without ssh on this machine."""
@@ -129,6 +133,11 @@ class _Connection:
             self.node.stopped = True
             self._send(signal.Signals(signum).name.encode() + b"\n")
 
+    def start_anew(self) -> None:
+        """Of an elastic job: another machine is gone."""
+        if self.node.exit_code is None:
+            self._send(START_ANEW.name.encode() + b"\n")
+
     def kill(self) -> None:
         """Ends the connection; the remote end notices."""
         if self._process.poll() is None:
@@ -173,31 +182,77 @@ def run(job: Job, nodes: Sequence[Node]) -> int:
 
     with handled_by(on_signal):
         width = max(len(node.host) for node in nodes)
-        prefixes = [f"{node.host:>{width}}: " if len(nodes) > 1 else "" for node in nodes]
-        running = [
-            _Connection(job, node, prefix, ended) for node, prefix in zip(nodes, prefixes, strict=True)
-        ]
-        _watch(running, ended, asked)
+
+        def connect(node: Node) -> _Connection:
+            return _Connection(job, node, f"{node.host:>{width}}: " if len(nodes) > 1 else "", ended)
+
+        running = [connect(node) for node in nodes]
+        machines = _Machines(job, running, connect)
+        _watch(machines, ended, asked)
     kill_descendants(not_ours)
     if asked:
         logger.warning("stopped by %s", signal.Signals(asked[0]).name)
         return 128 + asked[0]
-    return _report(job, nodes)
+    return _report(job, [each.node for each in running if not each.node.given_up] or nodes)
 
 
-def _watch(
-    running: Sequence[_Connection], ended: queue.SimpleQueue[_Connection | None], asked: Sequence[int]
-) -> None:
+class _Machines:
+    """The connections of a job, and which of them an elastic job goes on without, until they come back."""
+
+    def __init__(self, job: Job, running: list[_Connection], connect: Callable[[Node], _Connection]) -> None:
+        self.running = running
+        self.retry_at = float("inf")
+        self._job = job
+        self._connect = connect
+        self._away: list[Node] = []
+
+    def left(self) -> int:
+        return sum(each.node.exit_code is None for each in self.running)
+
+    def goes_on_without(self, node: Node) -> bool:
+        """Whether the job does so, of a machine that has failed."""
+        left = self.left()
+        if (
+            not self._job.min_nodes
+            or node.stopped
+            or left < self._job.min_nodes
+            or node.exit_code == TIME_IS_UP
+        ):
+            return False
+        node.given_up = True
+        logger.warning(
+            "%s", _of_silent(node, True) if not node.failures else f"{node.host}: its ranks failed"
+        )
+        logger.warning("the job goes on with %d machines", left)
+        for (
+            each
+        ) in self.running:  # without a word from the machine that is gone, their ranks would wait for it
+            each.start_anew()
+        self._away.append(Node(node.host, node.arguments, node.local))
+        self.retry_at = time.monotonic() + RETRY_S
+        return True
+
+    def call_back(self) -> None:
+        """Try the machines that have gone."""
+        self.retry_at = float("inf")
+        if self.left():
+            away, self._away = self._away, []
+            self.running += [self._connect(node) for node in away]
+
+
+def _watch(machines: _Machines, ended: queue.SimpleQueue[_Connection | None], asked: Sequence[int]) -> None:
     """Waits until all have ended. When one fails, or a signal comes, the others are asked to end, and in the end made
     to."""
-    left = len(running)
+    running = machines.running
     ask_at = kill_at = float("inf")
-    while left:
+    while machines.left():
         now = time.monotonic()
         try:
-            event = ended.get(timeout=max(0.0, min(ask_at, kill_at, now + 3600) - now))
+            event = ended.get(timeout=max(0.0, min(ask_at, kill_at, machines.retry_at, now + 3600) - now))
         except queue.Empty:
-            if time.monotonic() >= kill_at:
+            if time.monotonic() >= machines.retry_at and ask_at == kill_at:
+                machines.call_back()
+            elif time.monotonic() >= kill_at:
                 for connection in running:
                     connection.kill()
                 kill_at = float("inf")
@@ -206,8 +261,7 @@ def _watch(
                     connection.ask(asked[0] if asked else signal.SIGTERM)
                 ask_at, kill_at = float("inf"), time.monotonic() + grace_seconds() + LAST_RESORT_S
             continue
-        left -= event is not None
-        failed = event is None or event.node.exit_code != 0
+        failed = event is None or (event.node.exit_code != 0 and not machines.goes_on_without(event.node))
         if failed and kill_at == float("inf"):
             ask_at = min(ask_at, time.monotonic() + (SETTLE_S if event is not None else 0.0))
 

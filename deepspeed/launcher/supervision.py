@@ -7,19 +7,17 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
 from deepspeed.launcher.processes import (
     adopt_orphans,
+    folders_of,
     grace_seconds,
     handled_by,
     kill_descendants,
     own_children,
-    run_dir_prefix,
 )
 from deepspeed.launcher.shim import LINUX, die_with_parent
 
@@ -27,6 +25,7 @@ logger = logging.getLogger("deepspeed.launcher")
 
 RUNNER_PID = "DEEPSPEED_RUNNER_PID"  # names the process with which a launcher must end
 NODE_REPORT = "DEEPSPEED_NODE_REPORT"  # file to which a launcher writes its failures instead of telling them
+START_ANEW = signal.SIGUSR1  # of an elastic job: a machine is gone, which its ranks may not notice
 LAST_RESORT_S = 1.75  # for the launcher to exit after it has killed its ranks
 
 
@@ -59,9 +58,12 @@ def supervise(
     asked: list[int] = []
 
     def hand_on(signum: int, frame: FrameType | None = None) -> None:
+        if signum == START_ANEW:  # no request to end
+            process.send_signal(signum)
+            return
         asked.append(signum)
         process.send_signal(signum if ends_by is None else ends_by)
-        last_resort = threading.Timer(grace_seconds() + LAST_RESORT_S, process.kill)
+        last_resort = threading.Timer(grace_seconds(process.pid) + LAST_RESORT_S, process.kill)
         last_resort.daemon = True
         last_resort.start()
 
@@ -74,7 +76,7 @@ def supervise(
                 logger.error(
                     "%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name
                 )
-            for left_behind in Path(tempfile.gettempdir()).glob(run_dir_prefix(process.pid) + "*"):
+            for left_behind in folders_of(process.pid):
                 shutil.rmtree(left_behind, ignore_errors=True)
         if code != 0:
             kill_descendants(not_ours)

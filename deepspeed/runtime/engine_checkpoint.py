@@ -115,7 +115,7 @@ def save_checkpoint(
     began = time.perf_counter()
     with all_ranks_come("save_checkpoint", f"tag={tag!r}"):
         save(
-            _training(engine, client_state, exclude_frozen=exclude_frozen_parameters),
+            training_of(engine, client_state, exclude_frozen=exclude_frozen_parameters),
             Path(save_dir),
             tag,
             Place.on(engine.mesh, ranks),
@@ -131,7 +131,8 @@ def save_checkpoint(
     return engine.checkpoint_engine.commit(info)
 
 
-def _training(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
+def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
+    """What a checkpoint of the engine holds."""
     originals = engine.module_transforms.originals
     return Training(
         module=engine.module,

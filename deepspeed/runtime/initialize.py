@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine_run import begin_run
 from deepspeed.runtime.optim.registry import check_optimizer
 from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.init_utils import with_recorded_size
@@ -92,6 +93,7 @@ def initialize(
             config=given,
             config_class=parsed,
         )
+        begin_run(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

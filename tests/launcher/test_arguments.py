@@ -48,6 +48,16 @@ def test_all_after_the_script_is_the_scripts():
     assert not parsed.quiet and not parsed.module
 
 
+def test_options_for_the_launcher_below_may_be_a_word_of_their_own():
+    given = ["--launcher", "ssh", "--launcher_args", "--x=y", "train.py", "--launcher_args", "-z"]
+    parsed = runner.parse_args(given)
+    assert parsed.launcher_args == "--x=y"
+    assert (parsed.user_script, parsed.user_args) == ("train.py", ["--launcher_args", "-z"])
+    assert runner.parse_args(["--launcher_arg", "-F file", "train.py"]).launcher_args == "-F file"
+    assert runner.parse_args(["--launcher_args=-p 2", "train.py", "-q"]).user_args == ["-q"]
+    assert runner.parse_args(["-q", "--num_gpus", "2", "train.py", "--launcher_args", "-z"]).user_args
+
+
 @pytest.mark.parametrize(
     "arguments, named",
     [
@@ -66,7 +76,11 @@ def test_all_after_the_script_is_the_scripts():
         ("--num_nodes 2 train.py", "--num_nodes=2: which machines"),
         ("--no_ssh --node_rank 1 train.py", "--no_ssh needs --node_rank"),
         ("--autotuning run train.py", "--autotuning"),
-        ("--elastic_training train.py", "--elastic_training"),
+        ("--min_elastic_nodes 2 train.py", "--min_elastic_nodes is for --elastic_training"),
+        (
+            "--elastic_training --min_elastic_nodes 3 --max_elastic_nodes 2 train.py",
+            "--min_elastic_nodes=3 is above",
+        ),
         ("--master_port 99999 train.py", "--master_port=99999"),
         ("--master_port 0 train.py", "--master_port=0"),
         ("--num_gpus -2 train.py", "--num_gpus=-2"),
