@@ -50,16 +50,12 @@ def alone(weights: dict[str, torch.Tensor], request: RolloutRequest, count: int)
 @distributed(world_size=2)
 def test_answers_are_those_of_the_model(stage: int) -> None:
     with clean_clients(deepspeed_state=False):
-        settings = config(stage, hybrid=stage == 2)
-        settings["zero_optimization"]["stage3_max_live_parameters"] = 0
-        engine = ending(deepspeed.initialize(model=llama(), config=settings)[0])
+        engine = ending(engine_of(llama(), stage, hybrid=stage == 2))
         rollout, request = build_rollout(RolloutConfig("serving"), engine), RolloutRequest(*padded_prompts())
         for _ in range(2):
             made = rollout.generate(request, GREEDY)
             assert torch.equal(made.input_ids, alone(whole_weights(engine), request, 6))
             assert engine.training and made.log_probs is None and made.response_start_idx.tolist() == [6, 6]
-            if stage == 3:  # nothing of the gathered weights is left
-                assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in engine.module.parameters())
             actor_step(engine, made.input_ids, made.attention_mask)
         sampling = SamplingConfig(8, temperature=0.7, n_samples_per_prompt=3, log_probs=True)
         made = rollout.generate(request, sampling)
@@ -88,6 +84,30 @@ def test_a_row_depends_on_its_seed_only() -> None:
             length = int(part.attention_mask[row].sum())
             assert torch.equal(part.input_ids[row, :length], every.input_ids[number, :length])
         assert every.input_ids[:, 6].unique().numel() > 1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@distributed(world_size=2)
+def test_no_second_copy_of_the_weights(stage: int) -> None:
+    """The forwards of a rollout find the storage that is trained, or at stage 3 what was gathered, once, for all."""
+    with clean_clients(deepspeed_state=False):
+        settings = config(stage)
+        settings["zero_optimization"]["stage3_max_live_parameters"] = 0
+        engine: Any = deepspeed.initialize(model=llama(), config=settings)[0]
+        params, seen = list(engine.module.parameters()), []
+        before = [param.data_ptr() for param in params]
+        rollout, request = build_rollout(RolloutConfig("serving"), engine), RolloutRequest(*padded_prompts())
+        rollout.generate(request, GREEDY)  # the first tries the model
+        engine.module.register_forward_pre_hook(
+            lambda *_: seen.append((sum(param.nbytes for param in params), [p.data_ptr() for p in params]))
+        )
+        rollout.generate(request, GREEDY)
+        whole = sum(each.nbytes for each in whole_weights(engine).values())
+        assert seen and all(each == (whole, seen[0][1]) for each in seen)
+        if stage == 3:
+            assert all(param.ds_status == ZeroParamStatus.NOT_AVAILABLE for param in params)
+        else:
+            assert seen[0][1] == before
 
 
 @pytest.mark.parametrize("stage", [2, 3])
