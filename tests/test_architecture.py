@@ -66,6 +66,7 @@ LAYER_OF = {
     "deepspeed.runtime.compiler": "utils",
     "deepspeed.runtime.engine*": "assemblies",
     "deepspeed.runtime.hybrid_engine": "assemblies",
+    "deepspeed.runtime.rollout*": "assemblies",
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.initialize": "assemblies",
     "deepspeed.runtime.pipe.engine": "assemblies",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ class FusedAdapters:
             weight.copy_(before)
         self._kept.clear()
         self.fused = False
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """A block in which they are fused, for weights that are whole; as before behind it."""
+        before = self.fused
+        self.fuse()
+        try:
+            yield
+        finally:
+            if not before:
+                self.unfuse()
 
 
 def _methods(layer: nn.Module) -> tuple[Callable[[], Any], Callable[[], Any]] | None:

@@ -32,7 +32,8 @@ class Generator:
     without talking to each other.
 
     Args:
-        module: the model, in evaluation mode; tensor-parallel ones are split already.
+        module: the model, in evaluation mode; tensor-parallel ones are split already. Or a runner of it, which another
+            generator had: the model is not tried again, and the runner's cache is a new one.
         token_budget: tokens of one forward.
         max_sequences: requests that are served at the same time.
         max_length: tokens of the longest request with its result; None: what the model was made for, at most 2,048.
@@ -51,7 +52,7 @@ class Generator:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | ModelRunner,
         *,
         token_budget: int = 512,
         max_sequences: int = 64,
@@ -63,7 +64,8 @@ class Generator:
         seed: int = 0,
         group: Communicator | None = None,
     ) -> None:
-        self.runner = ModelRunner(module, block_size)
+        self.runner = module if isinstance(module, ModelRunner) else ModelRunner(module, block_size)
+        block_size = self.runner.block_size
         made_for = self.runner.facts.max_length
         length = max_length or min(made_for or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
         if made_for is not None and length > made_for:

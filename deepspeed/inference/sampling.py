@@ -32,11 +32,17 @@ class Sampler:
         """
         if all(request.params.is_plain for request in requests):
             chosen = logits.argmax(-1).tolist()
+        elif all(request.params.draws_from_all for request in requests):
+            temperatures = torch.tensor([[request.params.temperature] for request in requests])
+            chosen = self._drawn(logits.float() / temperatures.to(logits.device), requests)
         else:
             chosen = [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
-        for row, token, request in zip(logits, chosen, requests, strict=True):
-            if request.params.logprobs:
-                request.logprobs.append(float(log_probabilities(row)[token]))
+        told = [row for row, request in enumerate(requests) if request.params.logprobs]
+        if told:
+            tokens = torch.tensor([[chosen[row]] for row in told], device=logits.device)
+            found = log_probabilities(logits if len(told) == len(requests) else logits[told])
+            for row, value in zip(told, found.gather(1, tokens)[:, 0].tolist(), strict=True):
+                requests[row].logprobs.append(value)
         return {request.id: token for request, token in zip(requests, chosen, strict=True)}
 
     def forget(self, request: Request) -> None:
@@ -48,18 +54,27 @@ class Sampler:
         scores = processed(logits, params, request.tokens, len(request.tokens) - len(request.prompt))
         if params.temperature == 0:
             return int(scores.argmax())
+        return self._drawn(scores[None], [request])[0]
+
+    def _drawn(self, scores: Tensor, requests: Sequence[Request]) -> list[int]:
+        """A token of each row of ``scores`` [requests, vocabulary], whose softmax are the probabilities."""
+        probabilities = scores.softmax(-1).cpu()
+        if not bool(probabilities.isfinite().all()):
+            wrong = probabilities.isfinite().all(-1).tolist().index(False)
+            raise ValueError(f"the logits of request {requests[wrong].id} are not finite")
+        # the exponential race: the first of clocks with these rates, a draw with these probabilities
+        clocks = torch.empty_like(probabilities)
+        for row, request in zip(clocks, requests, strict=True):
+            row.exponential_(generator=self._random_of(request))
+        return (probabilities / clocks).argmax(-1).tolist()
+
+    def _random_of(self, request: Request) -> torch.Generator:
         random = self._random.get(request.id)
         if random is None:
             random = self._random[request.id] = torch.Generator()
-            random.manual_seed(
-                params.seed if params.seed is not None else (self.seed * 1_000_003 + request.id) % 2**63
-            )
-        probabilities = scores.softmax(-1).cpu()
-        if not bool(probabilities.isfinite().all()):
-            raise ValueError(f"the logits of request {request.id} are not finite")
-        # the exponential race: the first of clocks with these rates, a draw with these probabilities
-        clocks = torch.empty_like(probabilities).exponential_(generator=random)
-        return int((probabilities / clocks).argmax())
+            seed = request.params.seed
+            random.manual_seed(seed if seed is not None else (self.seed * 1_000_003 + request.id) % 2**63)
+        return random
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,7 +91,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             unwrap_model_for_generation(self) as module,
             torch.no_grad(),
             same_random_numbers(group),
-            self._fused(),
+            self.adapters.during(),
         ):
             return type(module).generate(module, *inputs, synced_gpus=False, **kwargs)  # type: ignore[attr-defined]
 
@@ -130,7 +128,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         if self._split_copy is not None and not len(self.adapters):
             self._split_copy.fill(whole=self.sharded is None)
             return self._split_copy
-        with unwrap_model_for_generation(self) as module, self._fused():
+        with unwrap_model_for_generation(self) as module, self.adapters.during():
             if self._split_copy is None:
                 self._split_copy = SplitCopy(
                     module,
@@ -140,17 +138,6 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 )
             self._split_copy.fill(whole=True)
         return self._split_copy
-
-    @contextlib.contextmanager
-    def _fused(self) -> Iterator[None]:
-        """A block in which the weights, which are whole, have the adapters in them."""
-        before = self.adapters.fused
-        self.adapters.fuse()
-        try:
-            yield
-        finally:
-            if not before:
-                self.adapters.unfuse()
 
     def fuse_lora_weight(self) -> None:
         """Put adapters into the weights that they adapt until ``unfuse_lora_weight``; ``generate`` does both itself.

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
+from deepspeed.config.sections import note
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -80,7 +81,8 @@ def initialize(
         suspended_init_context()
     ):  # what the engine builds must not be partitioned by a surrounding zero.Init
         dist.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        engine = _kind(model, parsed)(
+        trains = optimizer is not None or parsed.optimizer_name is not None
+        engine = _kind(model, parsed, trains)(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -97,15 +99,18 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _kind(model: nn.Module, config: DeepSpeedConfig) -> type[DeepSpeedEngine]:
+def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepSpeedEngine]:
     if config.hybrid_engine.enabled:
         if isinstance(model, Staged):
             raise DeepSpeedConfigError(
                 "hybrid_engine.enabled=true with a PipelineModule: stages do not generate"
             )
-        from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
+        if trains or callable(getattr(type(model), "generate", None)):
+            from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine  # imports of generation
 
-        return DeepSpeedHybridEngine
+            return DeepSpeedHybridEngine
+        # clients such as TRL have one config for all their models: this one only scores
+        note(f"hybrid_engine.enabled has no effect on {type(model).__name__}, which has no generate()")
     if not isinstance(model, Staged):
         return DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine  # imports of pipelines

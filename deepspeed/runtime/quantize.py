@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class Quantizer:
         self.quantize_real_ratio = 1.0
         """Share of the value itself in the mixture."""
         self._seen: dict[int, Any] = {}
+        self.whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        """Of a parameter: a block in which all of it is there, and after which what it was set to stays."""
 
     def any_precision_switch(self) -> bool:
         """Whether a parameter may lose a bit in the next call, so that eigenvalues are of use."""
@@ -91,13 +94,14 @@ class Quantizer:
         self.update_fp16_ratio()
         for group in parameter_group:
             for param in group:
-                if param.dim() < 2 or not getattr(param, "start_bits", 0):
+                if not getattr(param, "start_bits", 0):
                     continue
-                self._seen[id(param)] = param
                 eigenvalue, block = block_eigenvalue.get(id(param), (None, 0))
                 factor = 1 if eigenvalue is None else 1 + int(eigenvalue * 4)
-                with torch.no_grad():
-                    param.data.copy_(self.compute_quantization(param, block, factor))
+                with torch.no_grad(), self.whole(param):
+                    if param.dim() > 1:
+                        self._seen[id(param)] = param
+                        param.data.copy_(self.compute_quantization(param, block, factor))
 
     def step(self) -> None:
         self.qsteps += 1

@@ -57,11 +57,17 @@ def advantages_and_returns(
     return found, (found + values) * mask
 
 
-def clipped_policy_loss(now: Tensor, then: Tensor, advantages: Tensor, mask: Tensor, clip: float) -> Tensor:
-    """The pessimistic one of the plain and the clipped ratio (PPO; J. Schulman et al., 2017)."""
+def clipped_policy_loss(
+    now: Tensor, then: Tensor, advantages: Tensor, mask: Tensor, clip: float, weights: Tensor | float = 1.0
+) -> Tensor:
+    """The pessimistic one of the plain and the clipped ratio (PPO; J. Schulman et al., 2017).
+
+    Args:
+        weights: of tokens that another model drew than the one that had ``then`` (J. Hilton et al., 2022).
+    """
     ratio = ((now - then) * mask).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
-    return row_mean(losses, mask)
+    return row_mean(losses * weights, mask)
 
 
 def clipped_value_loss(now: Tensor, then: Tensor, returns: Tensor, mask: Tensor, clip: float) -> Tensor:

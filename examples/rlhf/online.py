@@ -16,6 +16,15 @@ from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from deepspeed.runtime.rollout import (
+    RolloutBatch,
+    RolloutConfig,
+    RolloutRequest,
+    SamplingConfig,
+    build_rollout,
+    importance_weights,
+)
+
 Batch = dict[str, Tensor]
 
 
@@ -79,6 +88,11 @@ class Online:
             reward,
             average,
         )
+        self.rollouts: Any = None
+        if options.rollout_engine != "hybrid_engine":
+            self.rollouts = build_rollout(RolloutConfig(options.rollout_engine), actor, tokenizer)
+        self.is_ahead = options.rollout_engine == "serving_ahead"
+        self.ready: RolloutBatch | None = None  # answers of a checkpoint that were ahead
         self.iteration = 0
         self.update = 0
         self.experience: Batch | None = None
@@ -88,16 +102,12 @@ class Online:
 
     def collect(self) -> Batch:
         """Answers of the actor, and what all models say of them."""
-        options, began = self.options, time.perf_counter()
-        size = 1 if self.kind == "ppo" else options.num_answers
-        prompts = options.per_device_generation_batch_size // size
-        chosen = [
-            row["prompt"]
-            for row in batch_of(self.rows, self.iteration, prompts, options.seed)
-            for _ in range(size)
-        ]
-        first = torch.distributed.get_rank() * len(chosen)
-        found, rolled = self._answers(chosen, [first + at for at in range(len(chosen))])
+        began = time.perf_counter()
+        chosen = self._questions(self.iteration)
+        if self.rollouts is None:
+            found, rolled = self._answers(chosen, self._numbers(chosen))
+        else:
+            found, rolled = self._served()
         seconds = time.perf_counter() - began
         mask = found["answers"][:, 1:]
         texts = [
@@ -111,6 +121,10 @@ class Online:
                 if engine is not None:
                     engine.eval()
             found["then"] = log_probs(self.actor, found) * mask
+            if self.is_ahead:
+                found["weights"] = importance_weights(
+                    found["then"], rolled, mask, cap=self.options.importance_cap
+                )
             found["reference"] = log_probs(self.reference, found) * mask
             if self.kind == "ppo":
                 ended = ((found["tokens"] == self.tokenizer.eos_token_id) * found["answers"]).any(1)
@@ -120,17 +134,64 @@ class Online:
         self._report(found, rolled, seconds, texts[0])
         return found
 
-    def _answers(self, questions: list[str], numbers: list[int]) -> tuple[Batch, Tensor | None]:
-        """Tokens with masks, and the log-probabilities that generation had, if it tells them."""
-        options, tokenizer = self.options, self.tokenizer
-        given = tokenizer(
+    def _questions(self, iteration: int) -> list[str]:
+        """Of this rank; one that gets several answers is there as often, in a row."""
+        options, size = self.options, self._answers_to_each
+        prompts = options.per_device_generation_batch_size // size
+        rows = batch_of(self.rows, iteration, prompts, options.seed)
+        return [row["prompt"] for row in rows for _ in range(size)]
+
+    def _numbers(self, questions: list[str]) -> list[int]:
+        """Of the rows, among those of all ranks."""
+        first = torch.distributed.get_rank() * len(questions)
+        return list(range(first, first + len(questions)))
+
+    @property
+    def _answers_to_each(self) -> int:
+        return 1 if self.kind == "ppo" else self.options.num_answers
+
+    def _encoded(self, questions: list[str]) -> Any:
+        return self.tokenizer(
             questions,
             return_tensors="pt",
             padding=True,
             truncation=True,
-            max_length=options.max_prompt_seq_len,
+            max_length=self.options.max_prompt_seq_len,
             add_special_tokens=False,
         ).to(self.actor.device)
+
+    def _served(self) -> tuple[Batch, Tensor]:
+        """As ``_answers``, by continuous batching; ahead: those that were begun before the last batch was learned from,
+        while the next ones are begun with the weights of now."""
+        rollouts: Any = self.rollouts
+        if not self.is_ahead:
+            made = rollouts.generate(*self._request(self.iteration))
+        else:
+            if self.ready is None and not rollouts.in_progress:
+                rollouts.begin(*self._request(self.iteration))
+            made = self.ready if self.ready is not None else rollouts.finish()
+            self.ready = None
+            rollouts.sync_weights(self.iteration)
+            rollouts.begin(*self._request(self.iteration + 1))
+        width = int(made.response_start_idx[0])
+        before = torch.zeros_like(made.attention_mask[:, :width])
+        answers = torch.cat([before, made.attention_mask[:, width:]], 1)
+        rolled = torch.cat([before[:, 1:].float(), made.log_probs], 1)
+        return {"tokens": made.input_ids, "mask": made.attention_mask, "answers": answers}, rolled
+
+    def _request(self, iteration: int) -> tuple[RolloutRequest, SamplingConfig]:
+        options, questions = self.options, self._questions(iteration)
+        given = self._encoded(questions)
+        seeds = [(options.seed * 31 + iteration) * 9973 + row for row in self._numbers(questions)]
+        request = RolloutRequest(given.input_ids, given.attention_mask, seeds)
+        return request, SamplingConfig(
+            options.max_answer_seq_len, temperature=options.temperature, log_probs=True
+        )
+
+    def _answers(self, questions: list[str], numbers: list[int]) -> tuple[Batch, Tensor | None]:
+        """Tokens with masks, and the log-probabilities that generation had, if it tells them."""
+        options, tokenizer = self.options, self.tokenizer
+        given = self._encoded(questions)
         width = given.input_ids.shape[1]
         alone = options.inference_tp_size == 1
         noise = SeededNoise(numbers, options.seed * 31 + self.iteration, width, options.temperature)
@@ -237,7 +298,9 @@ class Online:
         options, mask = self.options, part["answers"][:, 1:]
         self.actor.train()
         now = log_probs(self.actor, part)
-        loss = losses.clipped_policy_loss(now, part["then"], part["advantages"], mask, options.clip_range)
+        loss = losses.clipped_policy_loss(
+            now, part["then"], part["advantages"], mask, options.clip_range, part.get("weights", 1.0)
+        )
         if self.kind == "grpo":
             loss = loss + options.kl_coef * losses.reference_penalty(now, part["reference"], mask)
         self.actor.backward(loss)
@@ -268,6 +331,9 @@ class Online:
     def save(self, folder: Path) -> None:
         """Everything to go on with the very next update, also between two of one batch of answers. Collective."""
         state = {name: getattr(self, name) for name in ("iteration", "update", "experience", "curve")}
+        if self.is_ahead and self.rollouts.in_progress:
+            self.ready = self.rollouts.finish()
+        state["ready"] = None if self.ready is None else vars(self.ready)
         for name, engine in self._engines().items():
             engine.save_checkpoint(str(folder / name))
         torch.save(state, folder / f"rollouts_{torch.distributed.get_rank()}.pt")
@@ -278,5 +344,12 @@ class Online:
         for name, engine in self._engines().items():
             engine.load_checkpoint(str(folder / name))
         state = torch.load(folder / f"rollouts_{torch.distributed.get_rank()}.pt", weights_only=True)
+        ready = state.pop("ready")
+        self.ready = None if ready is None else RolloutBatch(**ready)
         for name, value in state.items():
             setattr(self, name, value)
+
+    def close(self) -> None:
+        """No further step."""
+        if self.rollouts is not None:
+            self.rollouts.shutdown()

@@ -119,6 +119,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--tp_gather_partition_size", type=int, default=8)
     add("--unpin_actor_parameters", action="store_true")
     add("--release_inference_cache", action="store_true")
+    add(
+        "--rollout_engine",
+        choices=("hybrid_engine", "serving", "serving_ahead"),
+        default="hybrid_engine",
+        help="generate() of the model, continuous batching, or the latter one batch of answers ahead of training",
+    )
+    add("--importance_cap", type=float, default=2.0, help="of the weights of answers that are behind")
     add("--save_interval", type=int, default=0, help="updates between checkpoints of the third step; 0: none")
     add("--resume", action="store_true", help="of the third step, from its last checkpoint")
     return parser.parse_args(given)
@@ -237,6 +244,7 @@ class Steps:
             engines.follow(made["average"], made["actor"], 0.0)
         learning = Online(kind, options, self.tokenizer, self.rows, self.score, **made)
         self._learn(learning, options.output_dir / f"{kind}_checkpoint")
+        learning.close()
         folder = options.output_dir / kind
         save_policy(made["actor"], self.tokenizer, folder)
         if options.enable_ema:

@@ -123,11 +123,30 @@ def test_weights_are_quantized_after_each_update(stage: int, tmp_path: Path) -> 
     assert steps(engine, 4, 7) == steps(resumed, 4, 7)
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize("threshold", [0, 100])
+def test_partitioned_weights_are_quantized_after_each_update(threshold: int, tmp_path: Path) -> None:
+    """At stage 3, one at a time; to the bit what stage 2 does, with large weights and small ones that stay whole."""
+    section = config(3)
+    section["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    engine, other = start(section), start(config(2))
+    assert steps(engine, 0, 4) == steps(other, 0, 4)
+    engine.save_checkpoint(str(tmp_path))
+    resumed = start(section)
+    resumed.load_checkpoint(str(tmp_path))
+    for each in (engine, resumed):
+        with deepspeed.zero.GatheredParameters(list(each.module.parameters())):
+            for one, whole in zip(each.module.parameters(), other.module.parameters(), strict=True):
+                assert torch.equal(one, whole)
+                assert getattr(one, "start_bits", None) == getattr(whole, "start_bits", None)
+    assert steps(engine, 4, 6) == steps(resumed, 4, 6) == steps(other, 4, 6)
+
+
 @distributed(world_size=1)
 def test_what_cannot_be_quantized_is_refused() -> None:
     for section, message in (
         ({**config(0), "bf16": {"enabled": False}}, "training in fp32"),
-        (config(3), "stage=3"),
+        (config(3, eigenvalue={"enabled": True, "layer_name": "layer", "layer_num": 2}), "stage=3"),
         (config(0, quantize_groups=7), "quantize_groups=7"),
     ):
         with pytest.raises(ValueError, match=message):

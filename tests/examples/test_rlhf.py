@@ -173,14 +173,17 @@ def run(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, float]]]:
         return part("train").main([*SHORT, "--output", str(tmp_path), *flags])
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("kind", "rollout"), [("ppo", "hybrid_engine"), ("grpo", "hybrid_engine"), ("grpo", "serving_ahead")]
+)
 @distributed(world_size=2)
-def test_resumes_between_two_updates_of_a_rollout(tmp_path: Path, kind: str) -> None:
+def test_resumes_between_two_updates_of_a_rollout(tmp_path: Path, kind: str, rollout: str) -> None:
     """The checkpoint is written after the fifth update of eight, the first of four from the second rollout."""
     pytest.importorskip("transformers", reason="the clients extra is not installed")
     from safetensors.torch import load_file
 
     flags = ["--run", kind, "--enable_ema", "--actor_zero_stage", "3", "--save_interval", "5"]
+    flags += ["--rollout_engine", rollout]
     straight = run(tmp_path, *flags)
     names = [tmp_path / folder / "model.safetensors" for folder in (kind, f"{kind}_ema")]
     wanted = [load_file(name) for name in names]

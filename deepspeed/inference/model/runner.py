@@ -57,6 +57,10 @@ class ModelRunner:
         self._cache = None
         self._cache = PagedCache(self.shapes, num_blocks, self.block_size)
 
+    def release(self) -> None:
+        """The cache is gone until ``allocate``."""
+        self._cache = None
+
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
         then."""

@@ -59,6 +59,12 @@ class SamplingParams:
         """The most probable token, unchanged."""
         return self.temperature == 0 and self.repetition_penalty == 1 and not self.min_new_tokens
 
+    @property
+    def draws_from_all(self) -> bool:
+        """A draw from the model's distribution at a temperature: no token is excluded or changed."""
+        whole = self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+        return whole and self.temperature > 0 and self.repetition_penalty == 1 and not self.min_new_tokens
+
 
 class State(Enum):
     """WAITING: has no blocks, as it is new or had to give them up. RUNNING: has blocks. FINISHED: has none and will

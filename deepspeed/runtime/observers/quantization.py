@@ -4,7 +4,7 @@ curvature of each block may stretch."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.monitor.monitor import Event
 from deepspeed.runtime.eigenvalue import Eigenvalue
 from deepspeed.runtime.quantize import Quantizer
+from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import is_rank_zero
 
 if TYPE_CHECKING:
@@ -116,12 +117,10 @@ class QuantizedUpdates:
     def __init__(
         self, engine: EngineBase, section: QuantizeTrainingConfig, curvature: Curvature | None
     ) -> None:
-        plan = engine.plan
-        if plan.precision.master is None or plan.zero.shard_params:
-            what = "training in fp32" if plan.precision.master is None else "zero_optimization.stage=3"
+        if engine.plan.precision.master is None:
             raise DeepSpeedConfigError(
-                f"quantize_training.enabled=true with {what}: it quantizes whole 16-bit weights beside which the fp32 "
-                "weights stay exact; use fp16 or bf16 at stages 0 to 2, or compression_training.weight_quantization"
+                "quantize_training.enabled=true with training in fp32: it quantizes 16-bit weights beside which the "
+                "fp32 weights stay exact; use fp16 or bf16, or compression_training.weight_quantization"
             )
         assert engine.core is not None
         self.engine, self.curvature = engine, curvature
@@ -139,17 +138,19 @@ class QuantizedUpdates:
             use_quantizer_kernel=section.quantizer_kernel,
             layer_num=curvature.measure.layer_num if curvature is not None else 0,
         )
+        if engine.plan.zero.shard_params:
+            self.quantizer.whole = _whole
         names = engine.core.access.names
         self.params: dict[str, Any] = {
             name: param
             for name, param in zip(names, engine.core.store.params, strict=True)
-            if param.dim() > 1
+            if len(_shape(param)) > 1
         }
         for name, param in self.params.items():
-            if param.numel() % section.quantize_groups:
+            if _shape(param).numel() % section.quantize_groups:
                 raise DeepSpeedConfigError(
                     f"quantize_training.quantize_groups={section.quantize_groups} does not divide {name}, which has "
-                    f"{param.numel()} values"
+                    f"{_shape(param).numel()} values"
                 )
             param.start_bits = section.quantize_bits.start_bits
             param.target_bits = section.quantize_bits.target_bits
@@ -187,4 +188,20 @@ class QuantizedUpdates:
                 self.params[name].start_bits, self.params[name].q_period = bits, period
         if quantizer.qsteps:
             for param in self.params.values():
-                param.data.copy_(quantizer.quantized(param))
+                with torch.no_grad(), quantizer.whole(param):
+                    param.data.copy_(quantizer.quantized(param))
+
+
+def _shape(param: Any) -> torch.Size:
+    """Also of a parameter of which a rank has a slice."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
+
+
+@contextlib.contextmanager
+def _whole(param: Any) -> Iterator[None]:
+    """A partitioned parameter as a whole; what it is set to goes to the 16-bit slices, and not to the fp32 ones. One
+    at a time, so that no rank holds the model. Collective."""
+    with GatheredParameters([param]):
+        yield
+        param.ds_home.write_param(param.ds_position, param.data)
+    param.ds_home.changed()

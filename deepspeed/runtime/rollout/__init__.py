@@ -12,6 +12,9 @@ from deepspeed.runtime.rollout.base import (
     SamplingConfig,
 )
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
+from deepspeed.runtime.rollout.importance import importance_weights
+
+_NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
 
 __all__ = [
     "HybridEngineRollout",
@@ -22,20 +25,28 @@ __all__ = [
     "RolloutRequest",
     "SamplingConfig",
     "build_rollout",
+    "importance_weights",
 ]
 
 
 def build_rollout(
     rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
 ) -> RolloutEngine:
-    """The rollout engine that ``rollout_cfg.engine`` names. ``kwargs`` are not used by the one there is.
+    """The rollout engine that ``rollout_cfg.engine`` names. ``kwargs``: fields of ``ServingRolloutConfig``, for those
+    by the serving engine; the other one has no use for any.
 
     ValueError: another name, or no ``student_engine``.
     """
-    if rollout_cfg.engine != HybridEngineRollout.name:
-        raise ValueError(f"Unknown rollout engine {rollout_cfg.engine!r}: use {HybridEngineRollout.name!r}")
+    name = rollout_cfg.engine
+    if name not in _NAMES:
+        raise ValueError(f"Unknown rollout engine {name!r}: use {', '.join(map(repr, _NAMES))}")
     if student_engine is None:
-        raise ValueError("rollouts by the hybrid engine need student_engine=")
-    return HybridEngineRollout(
-        student_engine, tokenizer, HybridEngineRolloutConfig(rollout_cfg.use_graph_capture)
-    )
+        raise ValueError(f"rollouts by {name!r} need student_engine=")
+    if name == HybridEngineRollout.name:
+        return HybridEngineRollout(
+            student_engine, tokenizer, HybridEngineRolloutConfig(rollout_cfg.use_graph_capture)
+        )
+    from deepspeed.runtime.rollout import serving_rollout as serving  # imports of serving
+
+    kind = serving.ServingRollout if name == serving.ServingRollout.name else serving.ServingRolloutAhead
+    return kind(student_engine, tokenizer, serving.ServingRolloutConfig(**kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 
 @dataclass
 class RolloutConfig:
-    """Which engine generates. ``use_graph_capture`` has no effect."""
+    """Which engine generates: ``hybrid_engine`` (the model's own ``generate``), ``serving`` (continuous batching) or
+    ``serving_ahead`` (the same while training goes on). ``use_graph_capture`` has no effect."""
 
     engine: str = "hybrid_engine"
     use_graph_capture: bool = False
@@ -49,10 +51,15 @@ def _check_rows(name: str, tokens: Tensor, mask_name: str, mask: Tensor) -> None
 
 @dataclass
 class RolloutRequest:
-    """``prompt_ids [prompts, width]``, padded on the left, and ``prompt_attention_mask`` of the same shape."""
+    """``prompt_ids [prompts, width]``, padded on the left, and ``prompt_attention_mask`` of the same shape.
+
+    ``seeds``: of the draws of each answer, which then depend on nothing else, such as the number of ranks; None: they
+    come from torch's default generator. Not for the hybrid engine.
+    """
 
     prompt_ids: Tensor
     prompt_attention_mask: Tensor
+    seeds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _check_rows("prompt_ids", self.prompt_ids, "prompt_attention_mask", self.prompt_attention_mask)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.config.sections import note
+from deepspeed.runtime.rollout.answers import special_tokens, until_the_end
 from deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 
 
@@ -40,9 +41,14 @@ class HybridEngineRollout(RolloutEngine):
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Collective where the engine's ``generate`` is.
 
-        ValueError: ``log_probs`` with ranks that share layers in generation only.
+        ValueError: ``log_probs`` with ranks that share layers in generation only; ``seeds``.
         """
-        ends, padding = self._special_tokens()
+        if request.seeds is not None:
+            raise ValueError(
+                "seeds of a RolloutRequest: generate() of a model has one stream of random numbers for all rows; use "
+                "RolloutConfig(engine='serving')"
+            )
+        ends, padding = special_tokens(self.tokenizer, self.engine.module)
         trained = self.engine.training
         self.engine.eval()
         try:
@@ -57,7 +63,7 @@ class HybridEngineRollout(RolloutEngine):
             self.engine.train(trained)
         tokens = made.sequences if sampling.log_probs else made
         width = request.prompt_ids.shape[1]
-        answers = _until_the_end(tokens[:, width:], ends)
+        answers = until_the_end(tokens[:, width:], ends)
         prompts = request.prompt_attention_mask.repeat_interleave(sampling.n_samples_per_prompt, 0)
         return RolloutBatch(
             tokens,
@@ -68,14 +74,6 @@ class HybridEngineRollout(RolloutEngine):
 
     def sync_weights(self, step: int) -> None:
         """Nothing: the weights are those that are trained."""
-
-    def _special_tokens(self) -> tuple[list[int], int]:
-        """Those that end an answer, and the one behind the end."""
-        source = self.tokenizer if self.tokenizer is not None else self.engine.module.generation_config
-        found = source.eos_token_id
-        ends = [] if found is None else [found] if isinstance(found, int) else list(found)
-        padding = source.pad_token_id
-        return ends, padding if padding is not None else ends[0] if ends else 0
 
 
 def _settings(sampling: SamplingConfig) -> dict[str, Any]:
@@ -94,12 +92,6 @@ def _settings(sampling: SamplingConfig) -> dict[str, Any]:
     if sampling.log_probs:
         settings |= {"return_dict_in_generate": True, "output_logits": True}
     return settings
-
-
-def _until_the_end(answers: Tensor, ends: list[int]) -> Tensor:
-    """[rows, length]: 1 up to and with the first of ``ends``, 0 behind."""
-    ended = torch.isin(answers, torch.tensor(ends, dtype=answers.dtype, device=answers.device)).int()
-    return (ended.cumsum(1) - ended == 0).int()
 
 
 def _log_probs(logits: tuple[Tensor, ...], answers: Tensor) -> Tensor:

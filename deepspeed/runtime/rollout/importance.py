@@ -1,0 +1,37 @@
+"""Learning from answers that other weights, or other arithmetic, gave."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def importance_weights(
+    training: Tensor, rollout: Tensor, mask: Tensor, *, cap: float = 2.0, level: str = "token"
+) -> Tensor:
+    """How much more probable an answer is for the model that learns than for the one that gave it, at most ``cap``
+    (truncated importance sampling, E. L. Ionides, 2008): what the loss of a rollout that is behind is multiplied by.
+    The cap keeps a rare token from deciding the step; the bias that it leaves is small where the two are near.
+
+    Args:
+        training: [rows, length] log-probabilities of the answers' tokens by the weights at the beginning of the update.
+        rollout: those that generation had (``RolloutBatch.log_probs``).
+        mask: 1 where a token counts.
+        cap: above 0.
+        level: ``token``: of each token alone; ``sequence``: of the whole answer, the same for its tokens.
+
+    Returns:
+        [rows, length] float32 without gradient, 0 where ``mask`` is.
+
+    Raises:
+        ValueError: another ``level``, or a ``cap`` that is not above 0.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level={level!r}: use 'token' or 'sequence'")
+    if not cap > 0:
+        raise ValueError(f"cap={cap}: has to be above 0")
+    apart = (training.detach().float() - rollout.detach().float()) * mask
+    if level == "sequence":
+        apart = apart.sum(1, keepdim=True)
+    limit = torch.tensor(cap, device=apart.device).log()
+    return apart.clamp(max=limit).exp() * mask
