@@ -14,6 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.moe.config import AutoEPConfig
+from deepspeed.moe.stacked import ExpertParallelism
 from deepspeed.runtime.tensor_parallel.applying import Became, apply_plan
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
@@ -58,6 +60,41 @@ def split_over(
             f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"
         ) from error
     log_dist(f"inference: {plan.describe()}", ranks=[0])
+
+
+class _OnlyExperts:
+    """What spreading experts asks of an engine that trains; here there is none."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self.mesh = mesh
+
+    def whole(self, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+        """Nobody remembers parameters."""
+
+    def say(self, text: str) -> None:
+        log_dist(f"inference: {text}", ranks=[0])
+
+
+def spread_experts(module: nn.Module, size: int, group: Any = None) -> Communicator:
+    """``size`` neighbouring ranks, which it returns, keep a part of the experts of each layer. Collective.
+
+    DeepSpeedConfigError: the model has no experts, or ``size`` does not divide them or the ranks, or is not that of
+    ``group``.
+    """
+    dist.init_distributed()
+    if group is not None and communicator(group).size != size:
+        raise DeepSpeedConfigError(
+            f"moe.ep_size={size}, but the group that is given has {communicator(group).size} ranks"
+        )
+    mesh = ProcessMesh.build()
+    try:
+        ExpertParallelism(AutoEPConfig(enabled=True, autoep_size=size)).apply(module, _OnlyExperts(mesh))
+    except DeepSpeedConfigError as error:
+        raise DeepSpeedConfigError(f"init_inference: moe.ep_size={size}: {error}") from error
+    return mesh.among(mesh.sharing_experts(size))
 
 
 @contextlib.contextmanager
