@@ -1,6 +1,6 @@
 """What integer weights cost: perplexity of a model trained here, on text that it has not seen.
 
-    python benchmarks/quantized_perplexity.py [--steps 600]
+    python benchmarks/quantized_perplexity.py --save WHAT
 
 A byte-level Llama learns the source of Python's standard library; other files of it are the held-out text, and 64 runs
 of the training text calibrate. "GPTQ as published" is a plain version of the paper's algorithm with the same groups
@@ -9,7 +9,6 @@ of the training text calibrate. "GPTQ as published" is a plain version of the pa
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import sysconfig
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from deepspeed.inference.calibration import input_moments, linears_of, quantize_calibrated
+from deepspeed.inference.calibration import METHODS, input_moments, linears_of, quantize_calibrated
 from deepspeed.inference.kernels import quantize_linears
 from deepspeed.runtime.zero.units import blocks_of
+from report import Report, common_arguments
 
 LENGTH, GROUP = 128, 128
 
@@ -38,6 +37,8 @@ def batch(data: torch.Tensor, rows: int, source: torch.Generator) -> torch.Tenso
 
 
 def train(data: torch.Tensor, steps: int) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -94,37 +95,45 @@ def as_published(model: Any, calibration: list[torch.Tensor], bits: int) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common_arguments(__doc__ or "")
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args()
+    steps = 4 if args.quick else args.steps
+    report = Report("quantized_perplexity", args)
     began = time.perf_counter()
     data, unseen = text("[a-p]*.py"), text("[q-z]*.py")
-    model = train(data, args.steps)
+    model = train(data, steps)
+    took = time.perf_counter() - began
     size = sum(param.numel() for param in model.parameters())
-    held_out = batch(unseen, 192, torch.Generator().manual_seed(2))
+    rows = 32 if args.quick else 192
+    held_out = batch(unseen, rows, torch.Generator().manual_seed(2))
     calibration = list(batch(data, 64, torch.Generator().manual_seed(3)).split(16))
     plain = perplexity(model, held_out)
-    took = time.perf_counter() - began
-    print(f"Llama of {size / 1e6:.1f}M parameters, {args.steps} steps, {took:.0f} s; byte perplexity on")
-    print(f"{held_out.numel()} held-out bytes; linear layers of the blocks quantized in groups of {GROUP}\n")
-    print(f"{'weights':32} {'perplexity':>10} {'change':>8}")
-    print(f"{'fp32':32} {plain:10.4f}")
+    found: dict[str, float] = {}
 
     def show(name: str, changed: Any) -> None:
-        found = perplexity(changed, held_out)
-        print(f"{name:32} {found:10.4f} {found / plain - 1:+8.3%}", flush=True)
+        found[name] = perplexity(changed, held_out)
 
     whole = copy.deepcopy(model)
     quantize_linears(whole, 8, 1, torch.float32)
-    show("int8, init_inference(dtype=int8)", whole)
+    show("int8, init_inference", whole)
     for bits in (8, 4):
-        for method in ("nearest", "awq", "gptq"):
+        for method in METHODS:
             changed = copy.deepcopy(model)
-            quantize_calibrated(changed, calibration, bits=bits, group_size=GROUP, method=method)  # type: ignore[arg-type]
-            show(f"int{bits} {method}", changed)
+            quantize_calibrated(changed, calibration, bits=bits, group_size=GROUP, method=method)
+            show(f"int{bits}, {method}", changed)
         changed = copy.deepcopy(model)
         as_published(changed, calibration, bits)
-        show(f"int{bits} GPTQ as published", changed)
+        show(f"int{bits}, GPTQ as published", changed)
+    report.data.update(fp32=plain, perplexity=found)
+    lines = [[name, f"{each:.4f}", f"{each / plain - 1:+.3%}"] for name, each in found.items()]
+    report.table(
+        f"byte perplexity on {held_out.numel():,} held-out bytes; Llama of {size / 1e6:.1f}M parameters, {steps} steps "
+        f"in {took:.0f} s, linear layers of blocks in groups of {GROUP}",
+        ["weights", "perplexity", "change"],
+        [["fp32", f"{plain:.4f}", ""], *lines],
+    )
+    report.save()
 
 
 if __name__ == "__main__":

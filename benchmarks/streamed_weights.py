@@ -1,6 +1,6 @@
 """ZeRO-Inference: tokens from a model whose weights rest in a file, against what the storage gives.
 
-    python benchmarks/streamed_weights.py --folder /some/disk [--layers 16]
+    python benchmarks/streamed_weights.py --folder /some/disk --save WHAT
 
 A Llama is saved, built without weights and given to `init_inference` with ``zero.offload_param.device=nvme``. "of the
 storage": the bytes of weights read per second while tokens are generated, divided by what reading the same file in the
@@ -10,7 +10,6 @@ loads and generates), beyond what it had before.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import tempfile
@@ -22,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import deepspeed
 from deepspeed.inference.streaming import StreamedWeights
 from deepspeed.utils.logging import logger
+from report import Report, common_arguments
 
 
 def own_memory() -> int:
@@ -51,7 +50,9 @@ def watched(found: list[int]) -> Iterator[None]:
     found.append(most[0] - before)
 
 
-def config(layers: int) -> LlamaConfig:
+def config(layers: int) -> Any:
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=256,
         hidden_size=1024,
@@ -78,14 +79,17 @@ def storage_speed(streamed: StreamedWeights, passes: int) -> float:
     return passes * streamed.bytes_streamed / (time.perf_counter() - began)
 
 
-def run(folder: Path, layers: int, dtype: str, tokens: int) -> None:
+def run(folder: Path, layers: int, dtype: str, tokens: int) -> dict[str, float]:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
     memory: list[int] = []
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
     quant = {"weight": {"num_bits": 4, "q_groups": 8}}
+    more: dict[str, Any] = {"quant": quant, "dtype": "int8"} if dtype == "int4" else {"dtype": dtype}
     with watched(memory):
         with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
             model = AutoModelForCausalLM.from_config(config(layers))
-        more: dict[str, Any] = {"quant": quant, "dtype": "int8"} if dtype == "int4" else {"dtype": dtype}
+        whole = 2 * sum(param.numel() for param in model.parameters())
         engine = deepspeed.init_inference(
             model, checkpoint=str(folder / "model"), zero=zero, replace_with_kernel_inject=True, **more
         )
@@ -95,32 +99,41 @@ def run(folder: Path, layers: int, dtype: str, tokens: int) -> None:
         settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         prompt = torch.arange(8)[None]
         engine.generate(prompt, generation_config=settings)
-        limit = storage_speed(streamed, 2)
+        limits = [storage_speed(streamed, 2)]
         before, began = streamed.store.bytes_read, time.perf_counter()
         engine.generate(prompt, generation_config=settings)
         took = time.perf_counter() - began
         read = (streamed.store.bytes_read - before) / took
-        limit = (limit + storage_speed(streamed, 2)) / 2
-    whole = (
-        2 * sum(param.numel() for param in AutoModelForCausalLM.from_config(config(1)).parameters()) * layers
-    )
-    print(
-        f"{dtype:5} {streamed.bytes_streamed / 1e6:9.0f} {streamed.bytes_held / 1e6:9.1f} {memory[0] / 1e6:9.0f} "
-        f"{whole / max(1, memory[0]):8.1f}x {tokens / took:9.2f} {read / 1e9:7.2f} {limit / 1e9:9.2f} "
-        f"{read / limit:8.0%}",
-        flush=True,
-    )
+        limits.append(storage_speed(streamed, 2))
+    limit = sum(limits) / 2
+    found = {
+        "streamed": streamed.bytes_streamed / 1e6,
+        "buffers": streamed.bytes_held / 1e6,
+        "own memory": memory[0] / 1e6,
+        "model / own": whole / max(1, memory[0]),
+        "tokens/s": tokens / took,
+        "GB/s": read / 1e9,
+        "storage": limit / 1e9,
+        "of it": read / limit,
+    }
     engine.destroy()
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=None)
+    parser = common_arguments(__doc__ or "")
+    parser.add_argument("--folder", default=None, help="on the storage")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=24)
     args = parser.parse_args()
+    from transformers import AutoModelForCausalLM
+
+    if args.quick:
+        args.layers, args.tokens = 2, 4
+    report = Report("streamed_weights", args)
     logger.setLevel("WARNING")
     torch.set_num_threads(2)
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
         folder = Path(made)
         torch.manual_seed(0)
@@ -128,11 +141,21 @@ def main() -> None:
         numel = sum(param.numel() for param in model.parameters())
         model.save_pretrained(folder / "model", max_shard_size="100MB")
         del model
-        print(f"Llama of {numel / 1e6:.0f}M parameters, {args.layers} layers, batch 1, {args.tokens} tokens;")
-        print("MB and GB are 10^6 and 10^9 bytes\n")
-        print("dtype  streamed   buffers  own peak  bf16/own  tokens/s    GB/s   storage     of it")
         for dtype in ("bf16", "int4"):
-            run(folder, args.layers, dtype, args.tokens)
+            found[dtype] = run(folder, args.layers, dtype, args.tokens)
+    report.data["results"] = found
+    forms = ["{:.0f}", "{:.1f}", "{:.0f}", "{:.1f} x", "{:.2f}", "{:.2f}", "{:.2f}", "{:.0%}"]
+    rows = [
+        [name, *(form.format(each) for form, each in zip(forms, values.values(), strict=True))]
+        for name, values in found.items()
+    ]
+    report.table(
+        f"Llama of {numel / 1e6:.0f}M parameters in {args.layers} layers, batch 1, {args.tokens} tokens, 2 threads; MB "
+        "and GB/s of 10^6 and 10^9 bytes; the model in bf16 against own memory",
+        ["weights", *found["bf16"]],
+        rows,
+    )
+    report.save()
 
 
 if __name__ == "__main__":

@@ -102,9 +102,11 @@ class InferenceEngine(nn.Module):
 
         Raises:
             AttributeError: the module has no ``generate``.
-            RuntimeError: the prompt is longer than ``max_out_tokens``.
+            RuntimeError: the prompt is longer than ``max_out_tokens``, or leaves no room for ``min_out_tokens``.
         """
-        check_length(inputs, kwargs, self._config.max_out_tokens)
+        config = self._config
+        kept = config.min_out_tokens if "min_out_tokens" in config.model_fields_set else 0
+        check_length(inputs, kwargs, config.max_out_tokens, kept)
         module: Any = self.module
         with same_random_numbers(self.mp_group or self._together):
             return module.generate(*inputs, **kwargs)

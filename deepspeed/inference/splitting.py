@@ -113,10 +113,12 @@ def same_random_numbers(group: Communicator | None) -> Iterator[None]:
         yield
 
 
-def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> None:
-    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens."""
+def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int, kept: int = 0) -> None:
+    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens, of which ``kept`` are for
+    the answer."""
     given = kwargs.get("input_ids", inputs[0] if inputs else None)
-    if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest:
+    if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest - kept:
+        less = f" less min_out_tokens={kept}" if kept else ""
         raise RuntimeError(
-            f"a prompt of {given.shape[1]} tokens is longer than max_out_tokens={longest}: raise it in the config"
+            f"a prompt of {given.shape[1]} tokens is longer than max_out_tokens={longest}{less}: raise it in the config"
         )

@@ -54,6 +54,8 @@ def test_all_ways_of_generating() -> None:
     assert generated(engine) == wanted
     with pytest.raises(RuntimeError, match="9 tokens is longer than max_out_tokens=4"):
         generated(deepspeed.init_inference(make("llama"), dtype="fp32", max_out_tokens=4))
+    with pytest.raises(RuntimeError, match="max_out_tokens=10 less min_out_tokens=2"):
+        generated(deepspeed.init_inference(make("llama"), dtype="fp32", max_out_tokens=10, min_out_tokens=2))
 
 
 def test_assisted_generation_and_streamers() -> None:
@@ -185,6 +187,18 @@ def test_streamed_weights_generate_the_same(tmp_path: Path) -> None:
     assert [each.generated for each in batched.generate(prompts, some)] == [
         each.generated for each in plain.generate(prompts, some)
     ]
+
+
+@distributed(world_size=2)
+def test_parts_of_layers_are_streamed(tmp_path: Path) -> None:
+    with clean_clients(deepspeed_state=False):
+        way = {"greedy": WAYS["greedy"]}
+        wanted = generated(make("llama").eval(), way)
+        offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+        zero = {"stage": 3, "offload_param": offload, "stage3_param_persistence_threshold": 1000}
+        engine = deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, zero=zero)
+        assert engine.streamed is not None and len(engine.streamed.units) >= 2
+        assert generated(engine, way) == wanted
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed.inference.v2.allocator import empty_from
+from deepspeed.inference.v2.inference_parameter import InferenceParameter
 from deepspeed.inference.v2.ragged import (
     AllocationMode,
     BlockedKVCache,
@@ -134,3 +135,18 @@ def test_memory_is_used_again() -> None:
     assert whole.tolist() == [1.0] * 6 + [0.0] * 4
     with pytest.raises(ValueError, match="does not fit"):
         empty_from(whole, (11,))
+
+
+def test_a_parameter_takes_what_belongs_to_it_along() -> None:
+    param = InferenceParameter.initialize(
+        torch.ones(2, 3), scales=torch.zeros(2), words=torch.zeros(2, dtype=torch.uint8)
+    )
+    assert isinstance(param, torch.Tensor) and (param + 1).tolist() == [[2.0] * 3] * 2
+    moved = param.to(torch.bfloat16)
+    assert isinstance(moved, InferenceParameter) and list(moved.aux_attrs) == ["scales", "words"]
+    assert (moved.dtype, moved.scales.dtype, moved.words.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.uint8,
+    )
+    assert InferenceParameter.initialize_raw(only=torch.ones(1)).only.tolist() == [1.0]
