@@ -193,7 +193,8 @@ class InferenceEngine(nn.Module):
         if tp.tp_size == 1 or not tp.enabled:
             return None
         group = tensor_parallel_group(tp.tp_size, tp.tp_group, tp.mpu)
-        split_over(self.module, group, tp.tp_grain_size if "tp_grain_size" in tp.model_fields_set else 1)
+        grain = tp.tp_grain_size if "tp_grain_size" in tp.model_fields_set else 1
+        split_over(self.module, group, grain, summed=_summed_layers(self._config))
         return group
 
     def _spread_experts(self) -> Communicator | None:
@@ -232,6 +233,15 @@ class InferenceEngine(nn.Module):
             log_dist(f"inference: {told}", ranks=[0] if part is self.module else [])
 
 
+def _summed_layers(config: DeepSpeedInferenceConfig) -> tuple[str, ...]:
+    """Those that ``injection_policy`` names, or ``injection_policy_tuple``; policy classes name none."""
+    named: list[str] = []
+    for value in (*(config.injection_policy or {}).values(), config.injection_policy_tuple):
+        listed = (value,) if isinstance(value, str) else value if isinstance(value, (tuple, list)) else ()
+        named += [each for each in listed if isinstance(each, str)]
+    return tuple(named)
+
+
 def _compute_dtype() -> torch.dtype:
     """Of activations between quantized weights."""
     return torch.bfloat16 if get_accelerator().is_bf16_supported() else torch.float16
@@ -257,8 +267,6 @@ _WITHOUT_EFFECT = {
     "use_triton": "kernels are chosen by the device",
     "triton_autotune": "kernels are chosen by the device",
     "transposed_mode": "weights keep the model's layout",
-    "injection_policy": "layers are split by the model's graph",
-    "injection_policy_tuple": "layers are split by the model's graph",
 }
 
 

@@ -17,8 +17,10 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.moe.config import AutoEPConfig
 from deepspeed.moe.stacked import ExpertParallelism
 from deepspeed.runtime.tensor_parallel.applying import Became, apply_plan
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
 from deepspeed.utils.logging import log_dist
 
 
@@ -45,15 +47,30 @@ def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Comm
 
 
 def split_over(
-    module: nn.Module, group: Communicator, grain: int = 1, *, became: Became = lambda *_: None
+    module: nn.Module,
+    group: Communicator,
+    grain: int = 1,
+    *,
+    summed: tuple[str, ...] = (),
+    became: Became = lambda *_: None,
 ) -> None:
     """Each rank of ``group`` keeps its part of the layers, by the model's graph. ``became`` is told which parameter
     took whose place. Collective.
 
-    DeepSpeedConfigError: the model cannot be followed.
+    Args:
+        summed: layers whose outputs are sums over the ranks, for a model whose graph cannot be followed; the other
+            linear layers of their blocks are split by their outputs.
+
+    DeepSpeedConfigError: the model cannot be followed, and nothing says what to split.
     """
     try:
-        plan = plan_module(module, group.size, grain=grain)
+        try:
+            plan = plan_module(module, group.size, grain=grain)
+        except PlanError:
+            if not summed:
+                raise
+            rules = rules_of(module, TPTrainingConfig(injection_policy_tuple=summed))
+            plan = plan_module(module, group.size, rules=rules, grain=grain)
         apply_plan(module, plan, group, became)
     except PlanError as error:
         raise DeepSpeedConfigError(

@@ -79,6 +79,39 @@ def test_parts_become_integers(bits: int, allowed: float) -> None:
     assert "in_features=16, out_features=16, bias=True, ranks=2" in repr(module.up)
 
 
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halves() for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](inputs))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"injection_policy": {Halves: ("down",)}},
+        {"injection_policy": {Halves: "down"}},
+        {"injection_policy_tuple": ("down",)},
+    ],
+)
+def test_a_model_that_cannot_be_followed_is_split_as_one_says(policy: dict[str, Any], tmp_path: Path) -> None:
+    module = Stack().eval()
+    with torch.no_grad():
+        wanted = module(INPUTS)
+        engine = deepspeed.init_inference(
+            module, dtype="fp32", mp_size=2, save_mp_checkpoint_path=str(tmp_path), **policy
+        )
+        assert module.layers[0].up.weight.shape == module.layers[1].down.weight.T.shape == (16, 16)
+        torch.testing.assert_close(engine(INPUTS), wanted)
+        again = deepspeed.init_inference(Stack().to("meta"), dtype="fp32", checkpoint=str(tmp_path))
+        torch.testing.assert_close(again(INPUTS), wanted)
+    with pytest.raises(DeepSpeedConfigError, match="cannot be split"):
+        deepspeed.init_inference(Stack(), dtype="fp32", mp_size=2)
+
+
 @distributed(world_size=2)
 def test_ranks_that_share_nothing_write_once(tmp_path: Path) -> None:
     save_parts(Halves(), tmp_path, torch.float32)
