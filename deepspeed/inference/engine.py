@@ -267,11 +267,16 @@ _WITHOUT_EFFECT = {
     "use_triton": "kernels are chosen by the device",
     "triton_autotune": "kernels are chosen by the device",
     "transposed_mode": "weights keep the model's layout",
+    "triangular_masking": "the model's own masks decide what is seen",
+    "return_tuple": "layers return what the model's do",
+    "set_empty_params": "build the model with deepspeed.OnDevice(device='meta')",
+    "training_mp_size": "the files of a checkpoint say how its weights were shared",
+    "config": "settings are given by their own keys",
 }
 
 
 def _remark(config: DeepSpeedInferenceConfig) -> None:
     """On keys without effect."""
     for key, why in _WITHOUT_EFFECT.items():
-        if getattr(config, key):
+        if getattr(config, key) != type(config).model_fields[key].default:
             note(f"init_inference: '{key}' has no effect: {why}")

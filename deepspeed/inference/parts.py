@@ -107,7 +107,9 @@ def _of_all_ranks(mine: dict[str, list[Any]]) -> list[dict[str, list[Any]]]:
 def _unsplit(module: nn.Module, split: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters and saved buffers that every rank has whole."""
     known = {id(param) for param in split.values()}
-    whole = {name: param for name, param in module.named_parameters() if id(param) not in known}
+    whole: dict[str, Tensor] = {
+        name: param for name, param in module.named_parameters() if id(param) not in known
+    }
     params = {id(param) for param in module.parameters()}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in params:
@@ -138,19 +140,17 @@ def _metadata(file: Path) -> dict[str, Any]:
 
 
 def _joined(name: str, found: Sequence[tuple[Path, tuple[int, ...], list[Any]]]) -> Tensor:
-    whole: Tensor | None = None
-    missing: Tensor | None = None
-    for file, shape, boxes in found:
+    shape = found[0][1]
+    whole, missing = torch.empty(0), torch.ones(shape, dtype=torch.bool)
+    for file, _, boxes in found:
         with safe_open(file, framework="pt") as opened:
             value = opened.get_tensor(name)
-        if whole is None or missing is None:
+        if whole.shape != shape:
             whole = value.new_empty(shape)
-            missing = torch.ones(shape, dtype=torch.bool)
         for box, part in zip(boxes, _apart(value, boxes), strict=True):
             at = tuple(slice(low, high) for low, high in box)
             whole[at] = part
             missing[at] = False
-    assert whole is not None and missing is not None
     if missing.any():
         files = ", ".join(file.name for file, _, _ in found)
         raise DeepSpeedConfigError(

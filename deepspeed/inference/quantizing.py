@@ -89,6 +89,8 @@ def quantize_parts(module: nn.Module, bits: int, groups: int, dtype: torch.dtype
 class FrozenLinear(nn.Linear):
     """A linear layer whose weight is a ``QuantizedParameter``."""
 
+    weight: nn.Parameter
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return frozen_linear(input, self.weight, self.bias)
 
@@ -112,7 +114,7 @@ def give_six_bits(module: nn.Module) -> str:
             holder.weight = stored
             holder.shape = weight.shape  # type: ignore[assignment]
             del layer.weight
-            layer.weight = holder
+            layer.weight = holder  # type: ignore[assignment]
         else:
             layer.weight = stored
             layer.__class__ = FrozenLinear

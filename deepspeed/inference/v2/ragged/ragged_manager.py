@@ -79,7 +79,7 @@ class DSStateManager:
         for group in range(self.n_kv_cache_groups):
             blocks = found.all_block_ids(group)
             if blocks.numel():
-                self._kv_cache.free(blocks, group)
+                self._kv_cache.free(blocks.tolist(), group)
         self._tracking_allocator.free(found.tracking_id)
 
     def allocate_blocks(self, n_blocks: int, cache_group: int = 0) -> Tensor:
