@@ -56,7 +56,7 @@ def config(layers: int) -> Any:
     return LlamaConfig(
         vocab_size=256,
         hidden_size=1024,
-        intermediate_size=2816,
+        intermediate_size=3072,
         num_hidden_layers=layers,
         num_attention_heads=16,
         max_position_embeddings=512,

@@ -191,16 +191,16 @@ def test_a_thousand_requests(tmp_path: Path) -> None:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", port)) == 0
 
-        wait_for(listens, timeout=60)
+        wait_for(listens, seconds=60)
         storm = Storm(port, answers)
         storm.run(WARM_UP)
-        wait_for(lambda: not numbers(port)["deepspeed_requests"], timeout=30)
+        wait_for(lambda: not numbers(port)["deepspeed_requests"], seconds=30)
         blocks, memory = numbers(port)["deepspeed_free_blocks"], resident(server.pid)
         killer = threading.Thread(target=kill_some_clients, args=(port, 10))
         killer.start()
         storm.run(REQUESTS)
         killer.join()
-        wait_for(lambda: not numbers(port)["deepspeed_requests"], timeout=30)
+        wait_for(lambda: not numbers(port)["deepspeed_requests"], seconds=30)
         time.sleep(0.2)
         after = numbers(port)
         assert storm.wrong == []
