@@ -72,6 +72,7 @@ LAYER_OF = {
     "deepspeed.runtime.pipe.engine": "assemblies",
     "deepspeed.runtime.zenflow.engine": "assemblies",
     "deepspeed.runtime.observers*": "assemblies",
+    "deepspeed.inference.quantization*": "mechanisms",
     "deepspeed.inference*": "assemblies",
     "deepspeed.autotuning*": "tools",
     "deepspeed.audit.command": "tools",

@@ -64,8 +64,6 @@ NAMING = (
     "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern",
 )  # fmt: skip
 
-_REMOVE = "remove it or set it to false"
-
 MISSING: tuple[Missing, ...] = (
     # Parallelism
     *(
@@ -73,12 +71,6 @@ MISSING: tuple[Missing, ...] = (
             f"expert_parallel.{key}", _expert_parallel(key), "remove it: the model's own router decides this"
         )
         for key in ROUTING
-    ),
-    # Compression and data efficiency
-    Missing(
-        "weight_quantization.enabled",
-        lambda c: c.weight_quantization is not None and c.weight_quantization.enabled,
-        _REMOVE,
     ),
     # Compiler
     Missing(

@@ -12,15 +12,20 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections import note
-from deepspeed.inference.config import DeepSpeedInferenceConfig, QuantTypeEnum
-from deepspeed.inference.kernels import inject_kernels, quantize_linears
-from deepspeed.inference.loading import load_weights, tensors_in, weight_files
+from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.kernels import QuantizedLinear, inject_kernels
+from deepspeed.inference.loading import checkpoint_tensors, load_weights
+from deepspeed.inference.parts import save_parts
+from deepspeed.inference.quantizing import quantize_as_configured
 from deepspeed.inference.splitting import (
     check_length,
     same_random_numbers,
     split_over,
+    spread_experts,
     tensor_parallel_group,
 )
+from deepspeed.inference.streaming import StreamedWeights, blocks_ahead
+from deepspeed.inference.weight_stores import make_store
 from deepspeed.utils.logging import log_dist
 
 __all__ = ["InferenceEngine"]
@@ -45,19 +50,37 @@ class InferenceEngine(nn.Module):
                 f"init_inference takes a module, not {type(model).__name__}: of a pipeline give the model, and put the "
                 "engine in its place"
             )
-        _refuse_missing(config)
+        _remark(config)
         self._config = config
         self.module = model.eval()
         self._times: list[float] = []
         self._timing: list[Any] = []
         self._compiled = False
+        device = torch.device(get_accelerator().current_device_name())
+        store = make_store(config.zero, device)
+        self._keeps_dtype = store is not None
         self.load_model_with_checkpoint(model)
         self._dtype = _compute_dtype() if config.dtype is torch.int8 else config.dtype
-        _cast(model, self._dtype)
+        if store is None:
+            _cast(model, self._dtype)
+        self._together = self._spread_experts()
         self.mp_group = self._split()
-        self._use_kernels()
+        self._save_parts()
+        self.streamed: StreamedWeights | None = None
+        if store is not None:
+            self.streamed = StreamedWeights(
+                model,
+                store,
+                device,
+                ahead=blocks_ahead(model, config.zero),
+                least=int(config.zero.param_persistence_threshold),
+                prepare=self._prepare,
+            )
+            log_dist(f"inference: {self.streamed.describe()}", ranks=[0])
+            return
+        self._use_kernels(model)
         if not config.keep_module_on_host:
-            model.to(get_accelerator().current_device_name())
+            model.to(device)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -79,11 +102,13 @@ class InferenceEngine(nn.Module):
 
         Raises:
             AttributeError: the module has no ``generate``.
-            RuntimeError: the prompt is longer than ``max_out_tokens``.
+            RuntimeError: the prompt is longer than ``max_out_tokens``, or leaves no room for ``min_out_tokens``.
         """
-        check_length(inputs, kwargs, self._config.max_out_tokens)
+        config = self._config
+        kept = config.min_out_tokens if "min_out_tokens" in config.model_fields_set else 0
+        check_length(inputs, kwargs, config.max_out_tokens, kept)
         module: Any = self.module
-        with same_random_numbers(self.mp_group):
+        with same_random_numbers(self.mp_group or self._together):
             return module.generate(*inputs, **kwargs)
 
     # ------------------------------------------------------------------------------------------- measuring
@@ -143,7 +168,9 @@ class InferenceEngine(nn.Module):
         folder = config.base_dir or config.checkpoint_config.base_dir or ""
         source = config.checkpoint_config.checkpoint_dir if config.checkpoint is None else config.checkpoint
         if source is not None:
-            load_weights(r_module, tensors_in(weight_files(source, folder)), "checkpoint")
+            load_weights(
+                r_module, checkpoint_tensors(source, folder), "checkpoint", cast=not self._keeps_dtype
+            )
         elif any(param.is_meta for param in r_module.parameters()):
             raise DeepSpeedConfigError(
                 "the model has no weights (it is on the meta device): name their files as checkpoint="
@@ -154,6 +181,9 @@ class InferenceEngine(nn.Module):
         for handle in self._timing:
             handle.remove()
         self._timing = []
+        if self.streamed is not None:
+            self.streamed.destroy()
+            self.streamed = None
 
     # -------------------------------------------------------------------------------------------- at the start
 
@@ -163,20 +193,53 @@ class InferenceEngine(nn.Module):
         if tp.tp_size == 1 or not tp.enabled:
             return None
         group = tensor_parallel_group(tp.tp_size, tp.tp_group, tp.mpu)
-        split_over(self.module, group, tp.tp_grain_size if "tp_grain_size" in tp.model_fields_set else 1)
+        grain = tp.tp_grain_size if "tp_grain_size" in tp.model_fields_set else 1
+        split_over(self.module, group, grain, summed=_summed_layers(self._config))
         return group
 
-    def _use_kernels(self) -> None:
+    def _spread_experts(self) -> Communicator | None:
+        """The ranks that share the experts of each layer, None if this one has them all."""
+        moe = self._config.moe
+        if not moe.enabled or moe.ep_size == 1:
+            return None
+        if self._config.tensor_parallel.tp_size > 1:
+            raise DeepSpeedConfigError(
+                f"init_inference: moe.ep_size={moe.ep_size} with tensor_parallel.tp_size="
+                f"{self._config.tensor_parallel.tp_size}: ranks share the experts or each layer; set one of them to 1"
+            )
+        return spread_experts(self.module, moe.ep_size, moe.ep_group)
+
+    def _save_parts(self) -> None:
+        """Before weights become integers: any number of ranks loads the files, in any dtype."""
+        path = self._config.save_mp_checkpoint_path or self._config.checkpoint_config.save_mp_checkpoint_path
+        if path:
+            written = save_parts(self.module, path, self._dtype)
+            log_dist(f"inference: the weights of all ranks are in {written.parent}", ranks=[0])
+
+    def _prepare(self, part: nn.Module) -> None:
+        """A part of the module, before its weights leave the device."""
+        _cast(part, self._dtype)
+        self._use_kernels(part)
+
+    def _use_kernels(self, part: nn.Module) -> None:
         config = self._config
-        if config.dtype is torch.int8:
-            weight = config.quant.weight
-            try:
-                text = quantize_linears(self.module, weight.num_bits, weight.q_groups, self._dtype)
-            except ValueError as error:
-                raise DeepSpeedConfigError(f"init_inference: {error}") from error
-            log_dist(f"inference: {text}", ranks=[0])
+        try:
+            for told in quantize_as_configured(part, config, self._dtype):
+                log_dist(f"inference: {told}", ranks=[0] if part is self.module else [])
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"init_inference: {error}") from error
         if config.replace_with_kernel_inject:
-            log_dist(f"inference: {inject_kernels(self.module)}", ranks=[0])
+            told = inject_kernels(part)
+            log_dist(f"inference: {told}", ranks=[0] if part is self.module else [])
+
+
+def _summed_layers(config: DeepSpeedInferenceConfig) -> tuple[str, ...]:
+    """Those that ``injection_policy`` names, or ``injection_policy_tuple``; policy classes name none."""
+    named: list[str] = []
+    for value in (*(config.injection_policy or {}).values(), config.injection_policy_tuple):
+        listed = (value,) if isinstance(value, str) else value if isinstance(value, (tuple, list)) else ()
+        named += [each for each in listed if isinstance(each, str)]
+    return tuple(named)
 
 
 def _compute_dtype() -> torch.dtype:
@@ -188,6 +251,8 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters, and buffers that are saved with them. Others are computed (frequencies of rotary positions, say), and
     keep the precision in which they were."""
     for layer in module.modules():
+        if isinstance(layer, QuantizedLinear):  # its scales keep their dtype
+            continue
         computed = layer._non_persistent_buffers_set
         for param in layer._parameters.values():
             if param is not None and param.is_floating_point():
@@ -202,32 +267,16 @@ _WITHOUT_EFFECT = {
     "use_triton": "kernels are chosen by the device",
     "triton_autotune": "kernels are chosen by the device",
     "transposed_mode": "weights keep the model's layout",
-    "injection_policy": "layers are split by the model's graph",
-    "injection_policy_tuple": "layers are split by the model's graph",
+    "triangular_masking": "the model's own masks decide what is seen",
+    "return_tuple": "layers return what the model's do",
+    "set_empty_params": "build the model with deepspeed.OnDevice(device='meta')",
+    "training_mp_size": "the files of a checkpoint say how its weights were shared",
+    "config": "settings are given by their own keys",
 }
 
 
-def _refuse_missing(config: DeepSpeedInferenceConfig) -> None:
-    """DeepSpeedConfigError: a key asks for what this release does not have. Keys without effect are remarked on."""
-    refused = {
-        "dtype=int8 with tensor_parallel": (
-            config.dtype is torch.int8 and config.tensor_parallel.tp_size > 1,
-            "layers are split, or quantized; use fp16, bf16 or fp32",
-        ),
-        "quant.weight.q_type=asymmetric": (
-            config.dtype is torch.int8 and QuantTypeEnum(config.quant.weight.q_type) is QuantTypeEnum.asym,
-            "weights are quantized symmetrically; leave it out",
-        ),
-        "moe.ep_size": (config.moe.ep_size > 1, "experts are not spread over ranks yet; use 1"),
-        "zero.stage": (config.zero.stage > 0, "weights are not streamed from host or files yet; use 0"),
-        "save_mp_checkpoint_path": (
-            bool(config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path),
-            "split weights are not saved yet; leave it out",
-        ),
-    }
-    for key, (asked, instead) in refused.items():
-        if asked:
-            raise DeepSpeedConfigError(f"init_inference: {key} is not implemented in this release: {instead}")
+def _remark(config: DeepSpeedInferenceConfig) -> None:
+    """On keys without effect."""
     for key, why in _WITHOUT_EFFECT.items():
-        if getattr(config, key):
+        if getattr(config, key) != type(config).model_fields[key].default:
             note(f"init_inference: '{key}' has no effect: {why}")

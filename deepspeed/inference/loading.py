@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +11,100 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.plain_weights import find_plain, tensors_of
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.inference.parts import DESCRIPTION, whole_tensors
+from deepspeed.runtime.state_dict_factory import MegatronSDLoader
 
 Checkpoint = str | dict[str, Any] | Sequence[str]
 
 
-def weight_files(checkpoint: Checkpoint, base_dir: str = "") -> list[Path]:
-    """The files that ``checkpoint`` names: a list of files, an object {"checkpoints": files, "base_dir": folder}, a
-    JSON file with such an object, or the weights themselves (a file, or a folder as ``save_pretrained`` writes it).
+def checkpoint_tensors(checkpoint: Checkpoint, base_dir: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Name and value of the whole weights that ``checkpoint`` names:
+
+    - a list of files that hold whole weights;
+    - an object {"type", "checkpoints", "version", "base_dir"}: such a list; with the type "Megatron" the files of the
+      ranks that shared the layers, in their order; or what ``save_mp_checkpoint_path`` wrote;
+    - a JSON file with such an object, or with a list;
+    - the weights themselves: a file, or a folder as ``save_pretrained`` or ``save_mp_checkpoint_path`` write it.
+
     Relative paths start from ``base_dir``, which is for a JSON file its folder if nothing else is said.
 
-    DeepSpeedConfigError: nothing is there, or the object is of a type whose weights are in a layout of their own.
+    DeepSpeedConfigError: nothing is there, or it is in a form that cannot be read.
     """
     if isinstance(checkpoint, str):
-        path = Path(base_dir) / checkpoint
-        plain = find_plain(path)
-        if plain is not None:
-            return [plain]
-        if path.suffix == ".json" and path.is_file():
-            return weight_files(json.loads(path.read_text()), base_dir or str(path.parent))
+        return _from_path(Path(base_dir) / checkpoint, base_dir)
+    if not isinstance(checkpoint, dict):
+        return tensors_in(_files(checkpoint, base_dir))
+    listed = checkpoint.get("checkpoints")
+    if listed is None:
+        raise DeepSpeedConfigError(
+            f"checkpoint has the keys {sorted(checkpoint)}: it needs 'checkpoints', a list of files"
+        )
+    folder = str(checkpoint.get("base_dir") or base_dir)
+    if isinstance(listed, dict):
+        return whole_tensors(_parts(listed, folder, base_dir))
+    files = _files([listed] if isinstance(listed, str) else listed, folder)
+    if str(checkpoint.get("type", "")).lower() == "megatron":
+        return _merged(files, checkpoint.get("version"))
+    return tensors_in(files)
+
+
+def _from_path(path: Path, base_dir: str) -> Iterator[tuple[str, Tensor]]:
+    plain = find_plain(path)
+    if plain is not None:
+        return tensors_in([plain])
+    if (path / DESCRIPTION).is_file():
+        path = path / DESCRIPTION
+    if path.suffix != ".json" or not path.is_file():
         raise DeepSpeedConfigError(
             f"checkpoint={str(path)!r}: neither weights (.safetensors, .bin, a folder of save_pretrained) nor a JSON "
             "file that lists them"
         )
-    if isinstance(checkpoint, dict):
-        kind = str(checkpoint.get("type", "")).lower()
-        listed = checkpoint.get("checkpoints")
-        if kind == "megatron" or isinstance(listed, dict) or listed is None:
-            raise DeepSpeedConfigError(
-                f"checkpoint: type {checkpoint.get('type')!r} with checkpoints of type {type(listed).__name__} cannot "
-                "be read: give a list of files that hold whole weights under the model's names"
-            )
-        folder = checkpoint.get("base_dir") or base_dir
-        return weight_files([listed] if isinstance(listed, str) else listed, folder)
-    files = [Path(base_dir) / each for each in checkpoint]
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"checkpoint={str(path)!r} is no JSON: {error}") from error
+    return checkpoint_tensors(described, base_dir or str(path.parent))
+
+
+def _files(listed: Sequence[str], folder: str) -> list[Path]:
+    files = [Path(folder) / each for each in listed]
     missing = [str(file) for file in files if not file.is_file()]
     if missing or not files:
         raise DeepSpeedConfigError(f"checkpoint: {missing[0] if missing else 'the list is empty'}")
     return files
 
 
-def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
-    """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes. Names may lack, or have, that
-    of the model without its head.
+def _parts(listed: dict[str, Any], folder: str, beside: str) -> list[Path]:
+    """The files of ranks. If the folder that the description names is gone, it may have been moved along with it."""
+    names = [name for key in ("non_tp", "tp") for name in listed.get(key, ())]
+    if beside and all((Path(beside) / name).is_file() for name in names):
+        folder = beside
+    return _files(names, folder)
+
+
+def _merged(files: Sequence[Path], version: float | None) -> Iterator[tuple[str, Tensor]]:
+    """Megatron's files, one of each rank that shared the layers."""
+    loader = MegatronSDLoader([str(file) for file in files], version, None)
+    try:
+        _, state, _ = loader.load(1, 0)
+    except (ValueError, KeyError) as error:
+        raise DeepSpeedConfigError(f"checkpoint of type 'Megatron': {error}") from error
+    yield from _flat(loader.get_module(state), "")
+
+
+def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+
+
+def load_weights(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], source: str, *, cast: bool = True
+) -> None:
+    """Give ``module`` those of ``tensors`` (name, value) that it has, in its own dtypes, or (``cast=False``) in those
+    of the file, which may stay mapped then. Names may lack, or have, that of the model without its head.
 
     DeepSpeedConfigError: a parameter or buffer has no values then, or a shape differs; ``source`` is named.
     """
@@ -68,7 +120,7 @@ def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], sourc
             raise DeepSpeedConfigError(
                 f"{source}: {name} is {list(value.shape)}, the model's is {list(known[name].shape)}"
             )
-        found[name] = value.to(known[name].dtype)
+        found[name] = value.to(known[name].dtype) if cast else value
     module.load_state_dict(found, strict=False, assign=True)
     tie: Any = getattr(module, "tie_weights", None)
     if tie is not None:

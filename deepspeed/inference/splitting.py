@@ -14,9 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.moe.config import AutoEPConfig
+from deepspeed.moe.stacked import ExpertParallelism
 from deepspeed.runtime.tensor_parallel.applying import Became, apply_plan
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.plan import PlanError
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
+from deepspeed.runtime.tensor_parallel.planning.rules import rules_of
 from deepspeed.utils.logging import log_dist
 
 
@@ -43,21 +47,71 @@ def tensor_parallel_group(size: int, group: Any = None, mpu: Any = None) -> Comm
 
 
 def split_over(
-    module: nn.Module, group: Communicator, grain: int = 1, *, became: Became = lambda *_: None
+    module: nn.Module,
+    group: Communicator,
+    grain: int = 1,
+    *,
+    summed: tuple[str, ...] = (),
+    became: Became = lambda *_: None,
 ) -> None:
     """Each rank of ``group`` keeps its part of the layers, by the model's graph. ``became`` is told which parameter
     took whose place. Collective.
 
-    DeepSpeedConfigError: the model cannot be followed.
+    Args:
+        summed: layers whose outputs are sums over the ranks, for a model whose graph cannot be followed; the other
+            linear layers of their blocks are split by their outputs.
+
+    DeepSpeedConfigError: the model cannot be followed, and nothing says what to split.
     """
     try:
-        plan = plan_module(module, group.size, grain=grain)
+        try:
+            plan = plan_module(module, group.size, grain=grain)
+        except PlanError:
+            if not summed:
+                raise
+            rules = rules_of(module, TPTrainingConfig(injection_policy_tuple=summed))
+            plan = plan_module(module, group.size, rules=rules, grain=grain)
         apply_plan(module, plan, group, became)
     except PlanError as error:
         raise DeepSpeedConfigError(
             f"tensor_parallel.tp_size={group.size}: {type(module).__name__} cannot be split: {error}"
         ) from error
     log_dist(f"inference: {plan.describe()}", ranks=[0])
+
+
+class _OnlyExperts:
+    """What spreading experts asks of an engine that trains; here there is none."""
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self.mesh = mesh
+
+    def whole(self, *tensors: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+        """Nobody remembers parameters."""
+
+    def say(self, text: str) -> None:
+        log_dist(f"inference: {text}", ranks=[0])
+
+
+def spread_experts(module: nn.Module, size: int, group: Any = None) -> Communicator:
+    """``size`` neighbouring ranks, which it returns, keep a part of the experts of each layer. Collective.
+
+    DeepSpeedConfigError: the model has no experts, or ``size`` does not divide them or the ranks, or is not that of
+    ``group``.
+    """
+    dist.init_distributed()
+    if group is not None and communicator(group).size != size:
+        raise DeepSpeedConfigError(
+            f"moe.ep_size={size}, but the group that is given has {communicator(group).size} ranks"
+        )
+    mesh = ProcessMesh.build()
+    try:
+        ExpertParallelism(AutoEPConfig(enabled=True, autoep_size=size)).apply(module, _OnlyExperts(mesh))
+    except DeepSpeedConfigError as error:
+        raise DeepSpeedConfigError(f"init_inference: moe.ep_size={size}: {error}") from error
+    return mesh.among(mesh.sharing_experts(size))
 
 
 @contextlib.contextmanager
@@ -76,10 +130,12 @@ def same_random_numbers(group: Communicator | None) -> Iterator[None]:
         yield
 
 
-def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> None:
-    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens."""
+def check_length(inputs: tuple[Any, ...], kwargs: dict[str, Any], longest: int, kept: int = 0) -> None:
+    """Of the prompts of a call of ``generate``. RuntimeError: more than ``longest`` tokens, of which ``kept`` are for
+    the answer."""
     given = kwargs.get("input_ids", inputs[0] if inputs else None)
-    if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest:
+    if isinstance(given, torch.Tensor) and given.dim() == 2 and given.shape[1] > longest - kept:
+        less = f" less min_out_tokens={kept}" if kept else ""
         raise RuntimeError(
-            f"a prompt of {given.shape[1]} tokens is longer than max_out_tokens={longest}: raise it in the config"
+            f"a prompt of {given.shape[1]} tokens is longer than max_out_tokens={longest}{less}: raise it in the config"
         )

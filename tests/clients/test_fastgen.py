@@ -15,6 +15,7 @@ from deepspeed.inference import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
+from deepspeed.inference.quantizing import FrozenLinear
 from deepspeed.inference.v2 import engine_factory
 from deepspeed.inference.v2.checkpoint import CheckpointEngineBase
 from deepspeed.inference.v2.checkpoint.in_memory_engine import InMemoryModelEngine
@@ -161,12 +162,45 @@ def test_memory_that_stays_free_decides_the_number_of_blocks() -> None:
         engine_of(make("llama").eval(), RaggedInferenceEngineConfig(state_manager=large))  # type: ignore[arg-type]
 
 
-def test_what_is_not_there_yet_is_refused(tmp_path: Path) -> None:
+def test_idle_sequences_leave_their_blocks_to_others() -> None:
+    """More sequences than the cache holds: blocks move to the host, and what comes back is what left."""
+    model, common = make("llama").eval(), torch.arange(70) % 96
+    small, large = engine_of(model, config(3, offload=True)), engine_of(model, config(64))
+    given = [torch.cat([common[:66], torch.tensor([uid])]) for uid in range(5)]
+    for uid, tokens in enumerate(given):
+        assert torch.equal(small.put([uid], [tokens]), large.put([uid], [tokens]))
+    with pytest.raises(SchedulingError) as refused:
+        small.put([0, 1, 2], [torch.arange(80)] * 3)
+    assert refused.value.result is SchedulingResult.KVCacheLimitExceeded
+    assert small.can_schedule([3], [1]) is SchedulingResult.Success
+    moved = small.blocks_moved
+    for uid in (3, 0, 4, 0, 1, 2):
+        token = torch.tensor([uid + 7])
+        torch.testing.assert_close(small.put([uid], [token]), large.put([uid], [token]))
+    assert small.blocks_moved > moved
+    for uid in range(5):
+        small.flush(uid)
+    assert small.free_blocks.tolist() == [3]
+    plain = engine_of(model, config(3))
+    plain.put([0], [given[0]])
+    with pytest.raises(SchedulingError):
+        plain.put([1], [torch.arange(90)])
+
+
+def test_weights_of_six_bits() -> None:
     model = make("llama").eval()
-    with pytest.raises(DeepSpeedConfigError, match="quantization_mode='wf6af16'"):
-        engine_of(model, RaggedInferenceEngineConfig(quantization={"quantization_mode": "wf6af16"}))  # type: ignore[arg-type]
-    with pytest.raises(DeepSpeedConfigError, match="state_manager.offload"):
-        engine_of(model, config(offload=True))
+    wanted = engine_of(model).put([0], [torch.arange(9)])
+    engine = engine_of(
+        model, six := RaggedInferenceEngineConfig(quantization={"quantization_mode": "wf6af16"})
+    )  # type: ignore[arg-type]
+    assert six.quantization.quantization_mode == "wf6af16"
+    found = engine.put([0], [torch.arange(9)])
+    assert 0 < (found - wanted).norm() < 0.2 * wanted.norm()
+    stored = [layer.weight for layer in engine.model.modules() if isinstance(layer, FrozenLinear)]
+    assert stored and all(weight.dtype is torch.uint8 for weight in stored)
+
+
+def test_what_is_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds_model_config.pkl").touch()
     with pytest.raises(DeepSpeedConfigError, match="pickled layers of another implementation"):
         build_hf_engine(str(tmp_path), config())

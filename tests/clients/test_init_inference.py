@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.inference.generator import Generator
+from deepspeed.inference.scheduling.requests import SamplingParams
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
 
@@ -52,6 +54,8 @@ def test_all_ways_of_generating() -> None:
     assert generated(engine) == wanted
     with pytest.raises(RuntimeError, match="9 tokens is longer than max_out_tokens=4"):
         generated(deepspeed.init_inference(make("llama"), dtype="fp32", max_out_tokens=4))
+    with pytest.raises(RuntimeError, match="max_out_tokens=10 less min_out_tokens=2"):
+        generated(deepspeed.init_inference(make("llama"), dtype="fp32", max_out_tokens=10, min_out_tokens=2))
 
 
 def test_assisted_generation_and_streamers() -> None:
@@ -114,6 +118,87 @@ def assert_same_on_all_ranks(numbers: torch.Tensor) -> None:
 def test_two_ranks_share_the_layers() -> None:
     """Sampling too: all ranks draw the same."""
     check_two_ranks("llama")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_parts_of_ranks_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    """Also fused weights, of which a rank's part is in several places, and integers made from what was loaded."""
+    with clean_clients(deepspeed_state=False):
+        model = make(name).eval()
+        config, way = model.config, {"greedy": WAYS["greedy"]}
+        wanted = generated(model, way)
+        with torch.no_grad():
+            logits = model(**batch(model)).logits
+        folder = tmp_path / "parts"
+        deepspeed.init_inference(model, dtype="fp32", mp_size=2, save_mp_checkpoint_path=str(folder))
+        for size in (1, 2):
+            with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+                empty = transformers.AutoModelForCausalLM.from_config(config)
+            loaded = str(folder / "ds_inference_config.json")
+            engine = deepspeed.init_inference(empty, dtype="fp32", mp_size=size, checkpoint=loaded)
+            assert generated(engine, way) == wanted
+        with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(config)
+        engine = deepspeed.init_inference(empty, dtype="int8", mp_size=2, checkpoint=str(folder))
+        kinds = {type(each).__name__ for each in engine.module.modules()}
+        with torch.no_grad():
+            error = engine(**batch(engine.module)).logits.float() - logits
+        assert "QuantizedPart" in kinds and error.norm() < 0.05 * logits.norm()
+
+
+@distributed(world_size=2)
+def test_experts_are_spread_over_ranks(tmp_path: Path) -> None:
+    with clean_clients(deepspeed_state=False):
+        model = make("mixtral").eval()
+        config, wanted = model.config, generated(model, {"greedy": WAYS["greedy"]})
+        whole = sum(param.numel() for param in model.parameters())
+        engine = deepspeed.init_inference(
+            model, dtype="fp32", moe={"ep_size": 2}, save_mp_checkpoint_path=str(tmp_path)
+        )
+        assert sum(param.numel() for param in engine.module.parameters()) < 0.8 * whole
+        found = generated(engine, {"greedy": WAYS["greedy"], "sampling": WAYS["sampling"]})
+        assert_same_on_all_ranks(torch.tensor(found.pop("sampling")))
+        assert found == wanted
+        with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(config)
+        again = deepspeed.init_inference(empty, dtype="fp32", checkpoint=str(tmp_path))
+        assert generated(again, {"greedy": WAYS["greedy"]}) == wanted
+
+
+def test_streamed_weights_generate_the_same(tmp_path: Path) -> None:
+    """Weights from a folder to the swap file and from there to every token, also of int8, and in batches."""
+    model = make("llama").eval()
+    model.save_pretrained(tmp_path / "model")
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": offload, "stage3_param_persistence_threshold": 1000}
+    for dtype in ("fp32", "int8"):
+        wanted = generated(deepspeed.init_inference(make("llama"), dtype=dtype))
+        with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(model.config)
+        engine = deepspeed.init_inference(empty, dtype=dtype, checkpoint=str(tmp_path / "model"), zero=zero)
+        assert engine.streamed is not None and generated(engine) == wanted
+    batched = Generator(engine.module, num_blocks=64, max_length=32)
+    prompts = [row[row != 0].tolist() for row in left_padded()["input_ids"]]
+    plain = Generator(
+        deepspeed.init_inference(make("llama"), dtype="int8").module, num_blocks=64, max_length=32
+    )
+    some = SamplingParams(max_new_tokens=6)
+    assert [each.generated for each in batched.generate(prompts, some)] == [
+        each.generated for each in plain.generate(prompts, some)
+    ]
+
+
+@distributed(world_size=2)
+def test_parts_of_layers_are_streamed(tmp_path: Path) -> None:
+    with clean_clients(deepspeed_state=False):
+        way = {"greedy": WAYS["greedy"]}
+        wanted = generated(make("llama").eval(), way)
+        offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+        zero = {"stage": 3, "offload_param": offload, "stage3_param_persistence_threshold": 1000}
+        engine = deepspeed.init_inference(make("llama"), dtype="fp32", mp_size=2, zero=zero)
+        assert engine.streamed is not None and len(engine.streamed.units) >= 2
+        assert generated(engine, way) == wanted
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.inference.cache.blocks import BlockManager, BlockPool, BlockTable
 from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.cache.stored import StoredBlocks
 from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.quantizing import give_six_bits
 from deepspeed.inference.splitting import split_over, tensor_parallel_group
 from deepspeed.inference.v2.config_v2 import RaggedInferenceEngineConfig
 from deepspeed.inference.v2.policy import InferenceV2Policy
 from deepspeed.inference.v2.ragged.manager_configs import AllocationMode, DSStateManagerConfig
 from deepspeed.inference.v2.scheduling_utils import SchedulingError, SchedulingResult
+from deepspeed.utils.logging import log_dist
 
 BLOCK_SIZE = 64
 MARK = "ds_engine.json"
@@ -29,10 +33,11 @@ MARK = "ds_engine.json"
 
 @dataclass(slots=True)
 class Tracked:
-    """A sequence of a client: all its tokens are in the cache."""
+    """A sequence of a client: all its tokens are in the cache, or (``stored``) their blocks are in host memory."""
 
     tokens: list[int] = field(default_factory=list)
     table: BlockTable = field(default_factory=BlockTable)
+    stored: StoredBlocks | None = None
 
 
 class InferenceEngineV2:
@@ -47,7 +52,6 @@ class InferenceEngineV2:
     """
 
     def __init__(self, policy: InferenceV2Policy, engine_config: RaggedInferenceEngineConfig) -> None:
-        _refuse_missing(engine_config)
         self._policy = policy
         self._config = engine_config
         manager = engine_config.state_manager
@@ -56,12 +60,15 @@ class InferenceEngineV2:
         self._group = None if size == 1 else tensor_parallel_group(size)
         if self._group is not None:
             split_over(self._model, self._group)
+        if engine_config.quantization.quantization_mode is not None:
+            log_dist(f"inference: {give_six_bits(self._model)}", ranks=[0])
         self.runner = ModelRunner(self._model, BLOCK_SIZE)
         self._max_context = min(manager.max_context, self.runner.facts.max_length or manager.max_context)
         num_blocks = self._num_blocks(manager)
         self.runner.allocate(num_blocks)
         self._blocks = BlockManager(BlockPool(num_blocks), BLOCK_SIZE)
-        self._sequences: dict[int, Tracked] = {}
+        self._sequences: dict[int, Tracked] = {}  # the one that was put longest ago first
+        self.blocks_moved = 0  # to the host and back, with state_manager.offload
 
     @property
     def free_blocks(self) -> Tensor:
@@ -106,7 +113,8 @@ class InferenceEngineV2:
         pieces = self._reserve(uids, tokens)
         logits = self.runner.forward(pieces)
         for uid, piece in zip(uids, pieces, strict=True):
-            sequence = self._sequences[uid]
+            sequence = self._sequences.pop(uid)
+            self._sequences[uid] = sequence  # the last of those that may become idle
             sequence.tokens += piece.tokens
             self._blocks.publish(sequence.table, sequence.tokens, len(sequence.tokens))
         return logits
@@ -128,7 +136,7 @@ class InferenceEngineV2:
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
         """Whether so many tokens of these sequences can be put at once."""
         manager = self._config.state_manager
-        uids, lengths = list(uids), list(lengths)
+        uids, lengths = [int(uid) for uid in uids], list(lengths)
         if len(uids) > manager.max_ragged_sequence_count:
             return SchedulingResult.BatchSequenceLimitExceeded
         new = sum(uid not in self._sequences for uid in uids)
@@ -140,10 +148,11 @@ class InferenceEngineV2:
             known = len(sequence.tokens) if sequence is not None else 0
             if known + length > self._max_context:
                 return SchedulingResult.SequenceTokenLimitExceeded
-            blocks += self._blocks.blocks_for(known + length) - self._blocks.blocks_for(known)
+            has = 0 if sequence is None or sequence.stored is not None else self._blocks.blocks_for(known)
+            blocks += self._blocks.blocks_for(known + length) - has
         if sum(lengths) > manager.max_ragged_batch_size:
             return SchedulingResult.BatchTokenLimitExceeded
-        if blocks > self._blocks.pool.num_free:
+        if blocks > self._blocks.pool.num_free + self._idle_blocks(uids):
             return SchedulingResult.KVCacheLimitExceeded
         return SchedulingResult.Success
 
@@ -190,12 +199,51 @@ class InferenceEngineV2:
                 found = self._blocks.adopt(sequence.table, new)
                 sequence.tokens, new = new[:found], new[found:]
             length = len(sequence.tokens)
-            if not self._blocks.reserve(sequence.table, length + len(new)):
+            if not self._bring_back(sequence, uids) or not self._room_for(sequence, length + len(new), uids):
                 for each in begun:
                     self.flush(each)
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             pieces.append(Piece(new, length, sequence.table.blocks))
         return pieces
+
+    def _room_for(self, sequence: Tracked, length: int, uids: Sequence[int]) -> bool:
+        """Reserve blocks, with ``state_manager.offload`` those of sequences that are not among ``uids``: the ones that
+        were put longest ago give theirs first."""
+        table, pool = sequence.table, self._blocks.pool
+        for uid in self._idle(uids):
+            if self._blocks.missing(table, length) <= pool.num_free:
+                break
+            idle = self._sequences[uid]
+            idle.stored = StoredBlocks.of(self.runner.cache, idle.table.blocks)
+            self._blocks.release(idle.table)
+            self.blocks_moved += idle.stored.count
+        return self._blocks.reserve(table, length)
+
+    def _bring_back(self, sequence: Tracked, uids: Sequence[int]) -> bool:
+        """The blocks of a sequence that is computed again. False: there is no room."""
+        stored = sequence.stored
+        if stored is None:
+            return True
+        if not self._room_for(sequence, len(sequence.tokens), uids):
+            return False
+        stored.write(self.runner.cache, sequence.table.blocks)
+        sequence.stored = None
+        self.blocks_moved += stored.count
+        return True
+
+    def _idle(self, uids: Sequence[int]) -> list[int]:
+        """Sequences whose blocks may move to the host, the one put longest ago first."""
+        if not self._config.state_manager.offload:
+            return []
+        busy = set(uids)
+        return [uid for uid, each in self._sequences.items() if uid not in busy and each.table.blocks]
+
+    def _idle_blocks(self, uids: Sequence[int]) -> int:
+        """That would be free if all of these moved."""
+        uses: Counter[int] = Counter()
+        for uid in self._idle(uids):
+            uses.update(self._sequences[uid].table.blocks)
+        return sum(self._blocks.pool.uses(block) == count for block, count in uses.items())
 
     def _num_blocks(self, manager: DSStateManagerConfig) -> int:
         """As ``memory_config`` says, though not more than all sequences can use; the same on all ranks."""
@@ -218,15 +266,3 @@ class InferenceEngineV2:
                 f"{memory.size} bytes that are to stay free"
             )
         return blocks
-
-
-def _refuse_missing(config: RaggedInferenceEngineConfig) -> None:
-    if config.quantization.quantization_mode is not None:
-        raise DeepSpeedConfigError(
-            f"quantization.quantization_mode={config.quantization.quantization_mode!r} is not implemented in this "
-            "release: leave it out"
-        )
-    if config.state_manager.offload:
-        raise DeepSpeedConfigError(
-            "state_manager.offload=true is not implemented in this release: leave it out"
-        )

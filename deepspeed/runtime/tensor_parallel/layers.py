@@ -228,7 +228,11 @@ class _ParallelLinear(TensorParallelLayer):
             cuts[id(self.bias)] = self.cut.along(0)
         return [(param, cuts[id(param)]) for param in param_list if id(param) in cuts]
 
-    def _product(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """``weight`` may be a module instead, which has it in another form and computes the product with it."""
+        if isinstance(weight, nn.Module):
+            output = weight(inputs)
+            return output if bias is None else output + bias
         return nn.functional.linear(inputs, weight.t() if self.transposed else weight, bias)
 
     def extra_repr(self) -> str:

@@ -77,6 +77,15 @@ def layer_drop(config: DeepSpeedConfig) -> ModuleTransform | None:
     return LayerDrop(section.theta, section.gamma)
 
 
+def weight_quantization(config: DeepSpeedConfig) -> ModuleTransform | None:
+    section = config.weight_quantization_config
+    if section is None or not section.enabled:
+        return None
+    from deepspeed.inference.quantization.quantization import WeightQuantization
+
+    return WeightQuantization(section)
+
+
 Factory = Callable[["DeepSpeedConfig"], ModuleTransform | None]
 FROM_CONFIG: tuple[Factory, ...] = (
     expert_parallelism,
@@ -86,6 +95,7 @@ FROM_CONFIG: tuple[Factory, ...] = (
     tiled_compute,
     memory_budget,
     layer_drop,
+    weight_quantization,
 )
 """Each gives a transform, or None where the config does not ask for it."""
 

@@ -1,0 +1,172 @@
+"""The weights of ranks that share a model's layers, a file for each of them: ``save_mp_checkpoint_path``.
+
+The folder has ``ds_inference_config.json``, which ``checkpoint=`` takes. Every part says where it lies in the whole
+weight, so that any number of ranks loads it: a weight is put together from whichever files have a piece of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.placement import Placement, placement_of
+from deepspeed.config.problems import DeepSpeedConfigError
+
+DESCRIPTION = "ds_inference_config.json"
+VERSION = 1.0
+_SHARED = "non-tp.safetensors"
+_KEY = "parts"
+"""Of a file's metadata: name -> [shape of the whole weight, boxes of it that the file has]."""
+
+
+def save_parts(module: nn.Module, folder: str | Path, dtype: torch.dtype) -> Path:
+    """Write what this rank has and none before it, the first rank also the weights that all have. Collective over the
+    job. Returns the path of the description."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    split = {name: param for name, param in module.named_parameters() if placement_of(param).boxes}
+    every = _of_all_ranks({name: _described(placement_of(param)) for name, param in split.items()})
+    rank = dist.get_rank() if len(every) > 1 else 0
+    own = _new_parts(every, rank)
+    if own:
+        _write(path / _file_of(rank), {name: split[name] for name in own}, own)
+    if rank == 0:
+        _write(path / _SHARED, _unsplit(module, split), {})
+    _of_all_ranks({})  # all files are there before the description is
+    if rank == 0:
+        written = [_file_of(number) for number in range(len(every)) if _new_parts(every, number)]
+        description = {
+            "type": "ds_model",
+            "version": VERSION,
+            "base_dir": str(path),
+            "parallelization": "tp",
+            "tp_size": max(1, len(written)),
+            "dtype": str(dtype).removeprefix("torch."),
+            "checkpoints": {"non_tp": [_SHARED], "tp": written},
+        }
+        (path / DESCRIPTION).write_text(json.dumps(description, indent=2))
+    _of_all_ranks({})
+    return path / DESCRIPTION
+
+
+def whole_tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of all weights in the files of ``save_parts``, one at a time.
+
+    DeepSpeedConfigError: a file is of another kind, or a piece of a weight is in none of them.
+    """
+    pieces: dict[str, list[tuple[Path, tuple[int, ...], list[Any]]]] = defaultdict(list)
+    for file in files:
+        described = _metadata(file)
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if name not in described:
+                    yield name, opened.get_tensor(name)
+        for name, (shape, boxes) in described.items():
+            pieces[name].append((file, tuple(shape), boxes))
+    for name, found in pieces.items():
+        yield name, _joined(name, found)
+
+
+# ------------------------------------------------------------------------------------------------------ parts
+
+
+def _file_of(rank: int) -> str:
+    return f"tp_{rank:02d}.safetensors"
+
+
+def _described(placement: Placement) -> list[Any]:
+    return [list(placement.global_shape), [[list(side) for side in box] for box in placement.boxes]]
+
+
+def _new_parts(every: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """What a rank has that no earlier one does."""
+    return {
+        name: described
+        for name, described in every[rank].items()
+        if all(others.get(name) != described for others in every[:rank])
+    }
+
+
+def _of_all_ranks(mine: dict[str, list[Any]]) -> list[dict[str, list[Any]]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def _unsplit(module: nn.Module, split: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and saved buffers that every rank has whole."""
+    known = {id(param) for param in split.values()}
+    whole: dict[str, Tensor] = {
+        name: param for name, param in module.named_parameters() if id(param) not in known
+    }
+    params = {id(param) for param in module.parameters()}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in params:
+            whole[name] = value
+    return whole
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], described: Mapping[str, list[Any]]) -> None:
+    values = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    shared = len({value.data_ptr() for value in values.values() if value.numel()}) < len(values)
+    if shared:  # the format refuses memory that two names have
+        values = {name: value.clone() for name, value in values.items()}
+    save_file(values, file, metadata={"format": "pt", _KEY: json.dumps(described)})
+
+
+def _metadata(file: Path) -> dict[str, Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            found = (opened.metadata() or {}).get(_KEY)
+    except SafetensorError as error:
+        raise DeepSpeedConfigError(f"checkpoint: {file} cannot be read: {error}") from error
+    if found is None:
+        raise DeepSpeedConfigError(
+            f"checkpoint: {file} does not say which parts of the weights it has: give a description that "
+            "save_mp_checkpoint_path wrote here, or the files of whole weights as a list"
+        )
+    return json.loads(found)
+
+
+def _joined(name: str, found: Sequence[tuple[Path, tuple[int, ...], list[Any]]]) -> Tensor:
+    shape = found[0][1]
+    whole, missing = torch.empty(0), torch.ones(shape, dtype=torch.bool)
+    for file, _, boxes in found:
+        with safe_open(file, framework="pt") as opened:
+            value = opened.get_tensor(name)
+        if whole.shape != shape:
+            whole = value.new_empty(shape)
+        for box, part in zip(boxes, _apart(value, boxes), strict=True):
+            at = tuple(slice(low, high) for low, high in box)
+            whole[at] = part
+            missing[at] = False
+    if missing.any():
+        files = ", ".join(file.name for file, _, _ in found)
+        raise DeepSpeedConfigError(
+            f"checkpoint: a part of {name} is in none of the files ({files} have some)"
+        )
+    return whole
+
+
+def _apart(value: Tensor, boxes: Sequence[Any]) -> list[Tensor]:
+    """The pieces of a part that are joined along the one dim in which their boxes differ."""
+    extents = [tuple(high - low for low, high in box) for box in boxes]
+    if len(boxes) == 1:
+        return [value.reshape(extents[0])]
+    dim = next(number for number, sides in enumerate(zip(*boxes, strict=True)) if _differ(sides))
+    return list(value.split([extent[dim] for extent in extents], dim))
+
+
+def _differ(sides: Sequence[Any]) -> bool:
+    return len({tuple(side) for side in sides}) > 1

@@ -1,0 +1,1 @@
+"""Weights in groups of few bits for ZeRO-Inference: the config section ``weight_quantization``."""

@@ -1,0 +1,280 @@
+"""ZeRO-Inference: a model whose weights rest in a file or in host memory, and come to the device layer by layer.
+
+The weights of a block lie together in one region of a store. A few buffers, each as large as the largest block, are
+all that the device has of them: before a block runs, its weights become views of the buffer that was filled for it,
+and while it runs the next ones are read. Which comes next is learned from what came after it last time, so that the
+first block is on its way before the next token needs it.
+
+Nothing is known here of what a weight means: integers with their scales, and parts of tensor-parallel layers, stream as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.weight_stores import WeightStore
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.units import blocks_of
+from deepspeed.utils.untraced import untraced
+
+ALIGN = 4096
+"""Bytes: regions and, in part of it, the tensors in them start at multiples, for reads that bypass the page cache."""
+_TENSOR_ALIGN = 64
+SMALLEST = 1024
+"""Bytes from which on a buffer (integers of quantized weights, say) streams with its layer's parameters."""
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """Weights that come together. ``offsets``: of each tensor in ``region``."""
+
+    module: nn.Module
+    tensors: list[Tensor]
+    offsets: list[int]
+    region: Tensor
+    resting: list[Tensor]
+    running: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A buffer; ``views[n]`` are the tensors of unit n in it. ``ticket``: of the read that fills it."""
+
+    buffer: Tensor
+    views: list[list[Tensor]] = field(default_factory=list)
+    unit: int | None = None
+    ticket: Any = None
+    pending: bool = False
+
+
+class StreamedWeights:
+    """Moves the weights of ``module`` to ``store`` and brings them back around every forward.
+
+    Args:
+        module: in evaluation mode, on the host or wherever its weights are now.
+        store: where they are to rest.
+        device: where forwards run.
+        ahead: blocks that are read ahead.
+        least: elements; layers outside of blocks with fewer stay on the device.
+        prepare: called with each block before it is stored, and at last with the module: casts, quantization.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        store: WeightStore,
+        device: torch.device,
+        *,
+        ahead: int = 1,
+        least: int = 100_000,
+        prepare: Callable[[nn.Module], None] = lambda _: None,
+    ) -> None:
+        self.module = module
+        self.store = store
+        self.device = device
+        self.units: list[Unit] = []
+        self._placed: set[int] = set()
+        for block in blocks_of(module):
+            prepare(block)
+            self._add(block, _tensors(block))
+        prepare(module)
+        for layer in module.modules():
+            own = _tensors(layer, recurse=False)
+            if sum(each.numel() for each in own) >= least:
+                self._add(layer, own)
+        self._keep_the_rest()
+        count = max(1, min(ahead, len(self.units) - 1)) + 1
+        self._slots = [self._new_slot() for _ in range(count if self.units else 0)]
+        self._after = {n: (n + 1) % len(self.units) for n in range(len(self.units))}
+        self._last: int | None = None
+        self._handles: list[Any] = []
+        for number, unit in enumerate(self.units):
+            self._hook(number, unit)
+
+    def describe(self) -> str:
+        """A line for the log."""
+        return (
+            f"{len(self.units)} parts of the model, {self.bytes_streamed / 1e6:.1f} MB, pass through "
+            f"{len(self._slots)} buffers of {self.bytes_held / 1e6:.1f} MB"
+        )
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Of one pass over the model."""
+        return sum(unit.region.numel() for unit in self.units)
+
+    @property
+    def bytes_held(self) -> int:
+        """Of the buffers on the device."""
+        return sum(slot.buffer.numel() for slot in self._slots)
+
+    def destroy(self) -> None:
+        """The module runs on without this: with its weights on the device, or mapped from the file, where that can be
+        read in place."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for slot in self._slots:
+            self._finish(slot)
+        for unit in self.units:
+            for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
+                tensor.data = resting if self.store.readable else resting.to(self.device, copy=True)
+        self._slots, self.units = [], []
+        self.store.close()
+
+    # --------------------------------------------------------------------------------------------- at the start
+
+    def _add(self, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Store a unit. Of weights that another one has already, a layer without others reads that one's region."""
+        if isinstance(module, nn.Embedding) and self.store.readable:
+            self._put(module, [each for each in tensors if id(each) not in self._placed])
+            return  # a lookup reads a few rows, which it finds at rest
+        new = [each for each in tensors if id(each) not in self._placed]
+        unit = self._put(module, new) if new else self._of_others(module, tensors)
+        if unit is not None:
+            self.units.append(unit)
+
+    def _put(self, module: nn.Module, tensors: Sequence[Tensor]) -> Unit:
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += -(-tensor.nbytes // _TENSOR_ALIGN) * _TENSOR_ALIGN
+        region = self.store.region(max(ALIGN, -(-end // ALIGN) * ALIGN))
+        resting = _views(region, tensors, offsets)
+        for tensor, rest in zip(tensors, resting, strict=True):
+            rest.copy_(tensor.detach())
+            tensor.data = rest
+            self._placed.add(id(tensor))
+        return Unit(module, list(tensors), offsets, region, resting)
+
+    def _of_others(self, module: nn.Module, tensors: Sequence[Tensor]) -> Unit | None:
+        if len(tensors) != 1:
+            return None
+        region = _bytes_of(tensors[0])
+        return Unit(module, list(tensors), [0], region, [tensors[0].data])
+
+    def _keep_the_rest(self) -> None:
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if id(tensor) not in self._placed:
+                tensor.data = tensor.data.to(self.device)
+
+    def _new_slot(self) -> _Slot:
+        """Views are made here, outside of inference mode: weights take no others."""
+        largest = max(unit.region.numel() for unit in self.units)
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = _aligned(largest, self.device)
+            return _Slot(buffer, [_views(buffer, unit.tensors, unit.offsets) for unit in self.units])
+
+    def _hook(self, number: int, unit: Unit) -> None:
+        def before(*_: Any) -> None:
+            self._bring(number)
+
+        def after(*_: Any) -> None:
+            self._leave(number)
+
+        self._handles += [
+            unit.module.register_forward_pre_hook(before),
+            unit.module.register_forward_hook(after, always_call=True),
+        ]
+
+    # -------------------------------------------------------------------------------------------------- running
+
+    @untraced
+    def _bring(self, number: int) -> None:
+        unit = self.units[number]
+        unit.running += 1
+        if unit.running > 1:
+            return
+        if self._last is not None:
+            self._after[self._last] = number
+        self._last = number
+        slot = self._slot_of(number) or self._start(number, needed=True)
+        assert slot is not None
+        self._finish(slot)
+        for tensor, view in zip(unit.tensors, slot.views[number], strict=True):
+            tensor.data = view
+        self._read_ahead(number)
+
+    @untraced
+    def _leave(self, number: int) -> None:
+        unit = self.units[number]
+        unit.running -= 1
+        if unit.running:
+            return
+        for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
+            tensor.data = resting
+        slot = self._slot_of(number)
+        if slot is not None and len(self._slots) < len(self.units):
+            slot.unit = None
+        self._read_ahead(number)
+
+    def _read_ahead(self, number: int) -> None:
+        for _ in range(len(self._slots) - 1):
+            number = self._after[number]
+            if self._slot_of(number) is None and self._start(number, needed=False) is None:
+                return
+
+    def _start(self, number: int, *, needed: bool) -> _Slot | None:
+        """Fill a buffer that is free; if it is ``needed`` now, one that was filled for something else, or a new one."""
+        slot = next((slot for slot in self._slots if slot.unit is None), None)
+        if slot is None and needed:
+            idle = [
+                each for each in self._slots if each.unit is not None and not self.units[each.unit].running
+            ]
+            slot = idle[0] if idle else self._new_slot()
+            if not idle:
+                self._slots.append(slot)
+        if slot is None:
+            return None
+        self._finish(slot)
+        slot.unit = number
+        slot.ticket = self.store.start(slot.buffer, self.units[number].region)
+        slot.pending = True
+        return slot
+
+    def _finish(self, slot: _Slot) -> None:
+        if slot.pending:
+            slot.pending = False
+            self.store.finish(slot.ticket)
+
+    def _slot_of(self, number: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.unit == number), None)
+
+
+def blocks_ahead(module: nn.Module, zero: DeepSpeedZeroConfig) -> int:
+    """How many blocks are read ahead: as many as ``stage3_prefetch_bucket_size`` elements are, if it is given, else
+    one."""
+    if "prefetch_bucket_size" not in zero.model_fields_set:
+        return 1
+    largest = max((sum(each.numel() for each in _tensors(block)) for block in blocks_of(module)), default=1)
+    return max(1, int(zero.prefetch_bucket_size) // max(1, largest))
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+    """The parameters of a layer and its larger buffers, each once."""
+    buffers = [each for each in module.buffers(recurse) if each.nbytes >= SMALLEST]
+    return list({id(each): each for each in (*module.parameters(recurse), *buffers)}.values())
+
+
+def _views(flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+    return [
+        flat[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.data.view(-1).view(torch.uint8)
+
+
+def _aligned(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] whose address is a multiple of ``ALIGN``."""
+    raw = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % ALIGN
+    return raw[start : start + nbytes]

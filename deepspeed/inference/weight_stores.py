@@ -1,0 +1,162 @@
+"""Where the weights of a model rest that is larger than its device: a file, or the memory of the host.
+
+A store hands out flat regions of bytes, and fills buffers on the device from them in the background.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.config.sections import note
+from deepspeed.ops.aio.engine import Options
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload.host_copies import host_empty, off_host
+from deepspeed.runtime.zero.offload.swap_file import SwapFile
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+
+class WeightStore(Protocol):
+    """Regions at rest, and reads of them."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Into buffers so far."""
+        ...
+
+    @property
+    def readable(self) -> bool:
+        """Whether modules can compute with resting weights as they are."""
+        ...
+
+    def region(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] at rest, to be written by plain copies."""
+        ...
+
+    def start(self, buffer: Tensor, region: Tensor) -> Any:
+        """Begin to fill the first bytes of ``buffer``; a ticket for ``finish``."""
+        ...
+
+    def finish(self, ticket: Any) -> None:
+        """What the current stream does from now on sees the buffer filled."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class FileStore:
+    """A file without a name in ``folder``, read past the page cache.
+
+    Args:
+        folder: ``offload_param.nvme_path``.
+        device: where the buffers are; from a file they are filled by way of host memory if that is elsewhere.
+        options: how the file is read.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, options: Options | None = None) -> None:
+        self._file = SwapFile(
+            folder.expanduser() / "deepspeed" / "inference",
+            options or Options(),
+            key="zero.offload_param.nvme_path",
+        )
+        self._off_host = off_host(device)
+        self.readable = not self._off_host
+        self._staging: dict[int, Tensor] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        return self._file.bytes_read
+
+    def region(self, nbytes: int) -> Tensor:
+        return self._file.new(nbytes, torch.uint8)
+
+    def start(self, buffer: Tensor, region: Tensor) -> Any:
+        target = self._on_host(buffer)[: region.numel()]
+        return self._file.read(target, region), buffer
+
+    def finish(self, ticket: Any) -> None:
+        transfer, buffer = ticket
+        self._file.finish(transfer)
+        if self._off_host:
+            buffer[: transfer.buffer.numel()].copy_(transfer.buffer)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _on_host(self, buffer: Tensor) -> Tensor:
+        if not self._off_host:
+            return buffer
+        found = self._staging.get(buffer.data_ptr())
+        if found is None:
+            found = self._staging[buffer.data_ptr()] = host_empty(buffer.numel(), torch.uint8, pin=True)
+        return found
+
+
+class HostStore:
+    """Memory of the host, page-locked if ``pin``, copied to the device on a stream of its own."""
+
+    readable = False
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self.bytes_read = 0
+        self._pin = pin
+        self._accelerator: Any = get_accelerator()
+        self._stream = self._accelerator.Stream() if off_host(device) else None
+
+    def region(self, nbytes: int) -> Tensor:
+        return host_empty(nbytes, torch.uint8, pin=self._pin)
+
+    def start(self, buffer: Tensor, region: Tensor) -> Any:
+        self.bytes_read += region.numel()
+        target = buffer[: region.numel()]
+        if self._stream is None:
+            target.copy_(region)
+            return None
+        self._stream.wait_stream(
+            self._accelerator.current_stream()
+        )  # whoever computes with the buffer's last content
+        with self._accelerator.stream(self._stream):
+            target.copy_(region, non_blocking=True)
+            return self._stream.record_event()
+
+    def finish(self, ticket: Any) -> None:
+        if ticket is not None:
+            self._accelerator.current_stream().wait_event(ticket)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_store(zero: DeepSpeedZeroConfig, device: torch.device) -> WeightStore | None:
+    """What the section ``zero`` of `init_inference` asks for; None: the weights stay where they are.
+
+    DeepSpeedConfigError: stage 3 without ``offload_param``, or without the folder for files.
+    """
+    offload = zero.offload_param
+    kind = OffloadDeviceEnum.none if offload is None else OffloadDeviceEnum(offload.device)
+    if zero.stage < 3:
+        if offload is not None or zero.stage:
+            note(
+                f"init_inference: zero.stage={zero.stage} has no effect: weights are kept outside the device by stage 3"
+            )
+        return None
+    if offload is None or kind is OffloadDeviceEnum.none:
+        raise DeepSpeedConfigError(
+            "init_inference: zero.stage=3 needs offload_param.device cpu or nvme, where the weights are kept; to share "
+            "them among ranks use tensor_parallel.tp_size"
+        )
+    if kind is OffloadDeviceEnum.cpu:
+        if not off_host(device):
+            note("init_inference: zero.offload_param.device=cpu has no effect: the device is the host")
+            return None
+        return HostStore(device, pin=offload.pin_memory)
+    if offload.nvme_path is None:
+        raise DeepSpeedConfigError(
+            "init_inference: zero.offload_param.nvme_path is missing: name a folder on the storage"
+        )
+    return FileStore(offload.nvme_path, device)
