@@ -58,9 +58,17 @@ def bounds_by_work(size: gpt.GPTSize, context: int, pieces: int) -> list[int]:
     ] + [len(work)]
 
 
+class WithLoss(nn.Sequential):
+    """All layers on one rank."""
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:  # type: ignore[override]
+        return loss_fn(super().forward(tokens_BT), targets_BT)
+
+
 class PipelineRank:
-    """Args: ``schedule``: of ours; "1f1b" for the peer; "plain" for one rank without an engine. ``micro_batches`` of
-    ``batch`` sequences of ``context`` tokens are one step."""
+    """Args: ``schedule``: of ours; "1f1b" for the peer; "plain" for one rank without an engine; "data" for an engine
+    whose ranks divide the micro-batches. ``micro_batches`` of ``batch`` sequences of ``context`` tokens are one step.
+    """
 
     def __init__(
         self, schedule: str, size: str, precision: str, micro_batches: int, batch: int, context: int
@@ -73,6 +81,8 @@ class PipelineRank:
             self.model = nn.Sequential(*own).to(self.dtype)
             self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.model.parameters()]
             self.optimizer = fused_adamw(nn.ParameterList(self.masters))
+        elif schedule == "data":
+            self._divide_data(own, precision, batch)
         else:
             self.engine = self._make_engine(schedule, sizes, own, precision, batch, context)
         self.losses = [self.step() for _ in range(3)]
@@ -99,6 +109,29 @@ class PipelineRank:
         return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[
             0
         ]
+
+    def _divide_data(self, own: list[nn.Module], precision: str, batch: int) -> None:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+        ranks = dist.get_world_size()
+        self.pairs = self.pairs[dist.get_rank() :: ranks]
+        model = WithLoss(*own)
+        config = engine_config(0, precision, batch, gradient_accumulation_steps=self.count // ranks)
+        self.engine = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )[0]
+        self.step = self._data_step
+
+    def _data_step(self) -> float:
+        assert self.engine is not None
+        total = 0.0
+        for pair in self.pairs:
+            loss = self.engine(*pair)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item() / len(self.pairs)
+        return total
 
     def step(self) -> float:
         return self._plain_step() if self.engine is None else self.engine.train_batch(self._data()).item()

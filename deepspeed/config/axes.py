@@ -74,6 +74,11 @@ def least_ranks(data: Mapping[str, Any]) -> int:
     return math.prod(_sizes_in(data).values())
 
 
+def tensor_parallel_size(data: Mapping[str, Any]) -> int:
+    """Over how many ranks the config splits each layer."""
+    return _sizes_in(data).get(TENSOR, 1)
+
+
 def _sizes_in(data: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that the config states; what is no number is reported with the types."""
     tensor = data.get("tensor_parallel")

@@ -32,7 +32,8 @@ FROM_READY = (Phase.READY, *TRAINING)
 
 
 class Kind(enum.Enum):
-    """What memory is used for. Kinds in ``ESTIMATED`` depend on the model's code; all others are exact."""
+    """What memory is used for. Kinds in ``ESTIMATED`` are formulas for what depends on the model's code; all others are
+    exact."""
 
     PARAMETERS = "parameters"
     BUFFERS = "module buffers"
@@ -48,6 +49,7 @@ class Kind(enum.Enum):
     SWAP = "swap files"
     ARRIVING = "gradients before their bucket"
     ACTIVATIONS = "activations"
+    COUNTED_ACTIVATIONS = "activations within the budget (counted)"
 
 
 ESTIMATED = (Kind.ARRIVING, Kind.ACTIVATIONS)

@@ -183,8 +183,10 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
             else "activations are not counted: pass --sequence"
         )
         return
-    dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
     limit = config.activation_checkpointing_config.memory_budget
+    if limit is not None and _counted(ledger, request, setting, config, limit, request.sequence):
+        return
+    dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
     nbytes = activation_bytes(
         request.shape,
         micro_batch=config.train_micro_batch_size_per_gpu,
@@ -199,6 +201,27 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
             "(estimated); what is recomputed for it is chosen, and said, in the first forward"
         )
     ledger.add(STEADY[:2], setting.near, Kind.ACTIVATIONS, nbytes)
+
+
+def _counted(
+    ledger: Ledger, request: Request, setting: Setting, config: DeepSpeedConfig, limit: float, sequence: int
+) -> bool:
+    """Enter what the blocks keep within the budget, by a forward on paper; False: there is none."""
+    from deepspeed.memory_plan.counted import CannotCount, choice_within
+    from deepspeed.runtime.activation_checkpointing.budget import report
+
+    batch = config.train_micro_batch_size_per_gpu
+    try:
+        with _quiet():
+            choice = choice_within(request.module, limit, batch, sequence, setting.plan.precision)
+    except CannotCount as problem:
+        ledger.notes.append(
+            f"the memory budget was not counted, as the forward does not run on paper: {problem}"
+        )
+        return False
+    ledger.add(STEADY[:2], setting.near, Kind.COUNTED_ACTIVATIONS, choice.peak)
+    ledger.notes.append(report(choice))
+    return True
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
+from deepspeed.config.axes import tensor_parallel_size
+from deepspeed.config.reader import read_config
 from deepspeed.config.sections import note
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -62,12 +64,13 @@ def initialize(
     given = _one_config(args, config if config is not None else config_params)
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
+    split_over = take_distributed(model) if isinstance(model, nn.Module) else None
+    given = with_recorded_size(given, model)
     if isinstance(model, Staged):
         if mpu is not None:
             raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
+        model.share_layers(tensor_parallel_size(read_config(given).data))
         mpu = model.mpu()
-    split_over = take_distributed(model) if isinstance(model, nn.Module) else None
-    given = with_recorded_size(given, model)
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
     if (
         getattr(args, "deepspeed_sparse_attention", None) is False

@@ -62,7 +62,9 @@ def test_quick_form_with_a_client_prints_its_table(script: str) -> None:
         assert text in printed
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *WITH_CLIENTS, "slow_links.py", "gpu/train_step.py"])
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *WITH_CLIENTS, "pipeline_links.py", "slow_links.py", "gpu/train_step.py"]
+)
 def test_help(script: str) -> None:
     assert "--quick" in run(script, "--help")
 

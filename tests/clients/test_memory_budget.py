@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.runtime.activation_checkpointing.budget import budget_blocks
+from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.memory_plan.activations import shape_of
+from deepspeed.memory_plan.ledger import Kind, Phase
+from deepspeed.memory_plan.request import Answer, Request, answer
+from deepspeed.runtime.activation_checkpointing.budget import budget_blocks, report
 
 pytest.importorskip("transformers", reason="the clients extra is not installed")
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -46,3 +50,54 @@ def test_the_same_gradients(name: str, limit: float) -> None:
     for got in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(got, found[0], strict=True))
     assert model.generate(tokens[:, :4], max_new_tokens=4, do_sample=False).shape == (3, 8)
+
+
+def planned(model: Any, limit: float, **more: Any) -> Answer:
+    config = {"activation_checkpointing": {"memory_budget": limit}, **more}
+    return answer(
+        Request(
+            module=model,
+            config=config,
+            ranks=1,
+            device_type="cpu",
+            shape=shape_of(model.config),
+            micro_batch=3,
+            sequence=40,
+        )
+    )
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_shows_what_the_first_forward_chooses(name: str, bf16: bool) -> None:
+    """On paper, before anything is allocated."""
+    with torch.device("meta"):
+        empty: Any = MODELS[name]()
+    found = planned(empty, 0.6, bf16={"enabled": bf16})
+    model: Any = MODELS[name]().train()
+    if bf16:
+        model.bfloat16()
+    budget = budget_blocks(model, 0.6, None)
+    tokens = torch.zeros(3, 40, dtype=torch.int64)
+    model(input_ids=tokens, labels=tokens, use_cache=False)
+    assert budget.choice is not None
+    place, entries = found.setting.near, found.ledger.entries
+    assert entries[Phase.FORWARD, place, Kind.COUNTED_ACTIVATIONS] == budget.choice.peak
+    assert entries[Phase.FORWARD, place, Kind.ACTIVATIONS] == 0
+    assert report(budget.choice) in found.ledger.notes
+
+
+def test_a_plan_of_a_budget_that_cannot_be_held() -> None:
+    with torch.device("meta"):
+        empty: Any = MODELS["llama"]()
+    with pytest.raises(DeepSpeedConfigError, match="memory_budget=0.01: .* cannot be held"):
+        planned(empty, 0.01)
+
+
+def test_a_forward_that_does_not_run_on_paper_is_estimated() -> None:
+    with torch.device("meta"):
+        empty: Any = MODELS["gpt2"]()
+    empty.register_forward_pre_hook(lambda *_: torch.ones(1).to(empty.lm_head.weight.device)[0].item() / 0)
+    found = planned(empty, 0.6)
+    assert found.ledger.entries[Phase.FORWARD, found.setting.near, Kind.ACTIVATIONS] > 0
+    assert any("does not run on paper" in note for note in found.ledger.notes)

@@ -66,7 +66,7 @@ def batches(replica: int = 0) -> Iterator[dict[str, Tensor]]:
 
 
 def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> PipelineEngine:
-    section = more.pop("pipeline", {})
+    section, split = more.pop("pipeline", {}), more.pop("tensor_parallel", {})
     module = cut_causal_lm(model, num_stages=stages, **more)
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -75,6 +75,7 @@ def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> Pip
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},  # Adam would enlarge the noise of zero gradients
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": section,
+        "tensor_parallel": split,
     }
     engine = deepspeed.initialize(model=module, config=config)[0]
     assert isinstance(engine, PipelineEngine)
@@ -86,7 +87,8 @@ class Plain:
 
     def __init__(self, model: Any) -> None:
         self.model = model.train()
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1)
         self.norm = 0.0
 
     def step(self, data: list[Iterator[dict[str, Tensor]]]) -> float:
@@ -172,6 +174,113 @@ def test_replicas_and_checkpoints(tmp_path: Path) -> None:
         assert folder is not None
         torch.testing.assert_close(again.eval_batch(iter(pairs)), found, rtol=1e-5, atol=1e-5)
         again.destroy()
+
+
+# Layers that several ranks share -----------------------------------------------------------------------------------
+
+
+SPLIT = [("llama", 1), ("gpt2", 0), ("qwen2", 3), ("gpt_neox", 2)]  # gpt2 and qwen2 tie embedding and head
+
+
+@pytest.mark.parametrize(("name", "stage"), SPLIT)
+@distributed(world_size=4)
+def test_two_stages_of_two_parts(name: str, stage: int, tmp_path: Path) -> None:
+    """PP 2 x TP 2 by the config alone; its checkpoint is that of the whole model, and resumes with other axes."""
+    with clean_clients():
+        engine, plain = engine_of(make(name), stage, tensor_parallel={"autotp_size": 2}), Plain(make(name))
+        assert (engine.num_stages, engine.mp_world_size, engine.dp_world_size) == (2, 2, 1)
+        whole = sum(p.numel() for p in plain.model.parameters())
+        assert sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()) < 0.45 * whole
+        own, same = batches(), batches()
+        for _ in range(2):
+            expected = plain.step([same])
+            assert engine.train_batch(own).item() == pytest.approx(expected, rel=1e-5)
+            assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-5)
+        pairs = [next(batches(5)) for _ in range(COUNT)]
+        found = engine.eval_batch(iter(pairs)).item()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        dist.barrier()
+        again = engine_of(make(name), stage=1)  # two replicas of whole layers
+        folder, _ = again.load_checkpoint(tmp_path)
+        assert folder is not None
+        assert again.eval_batch(iter(pairs)).item() == pytest.approx(found, rel=1e-5)
+        theirs = dict(plain.model.named_parameters())
+        for key, param in again.module.named_parameters():
+            torch.testing.assert_close(
+                param, theirs[key], rtol=1e-5, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}"
+            )
+        again.destroy()
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------
+
+
+def with_adapters(name: str, **more: Any) -> Any:
+    """A model of PEFT: everything but the adapters is frozen."""
+    peft = pytest.importorskip("peft", reason="the clients extra is not installed")
+    targets = ["q_proj", "v_proj", "down_proj"] if name == "llama" else ["c_attn"]
+    settings = {"r": 2, "lora_alpha": 4, "target_modules": targets, "fan_in_fan_out": name == "gpt2"}
+    torch.manual_seed(5)
+    model = peft.get_peft_model(make(name), peft.LoraConfig(task_type="CAUSAL_LM", **settings, **more))
+    for key, param in model.named_parameters():
+        if param.requires_grad:  # the second factor begins with zeros
+            source = torch.Generator().manual_seed(sum(map(ord, key)))
+            param.data = torch.randn(param.shape, generator=source) * 0.1
+    return model
+
+
+def train_adapters(engine: PipelineEngine, plain: Plain, steps: int = 2) -> None:
+    own = batches(engine.grid.get_data_parallel_id())
+    everyone = [batches(replica) for replica in range(engine.dp_world_size)]
+    for _ in range(steps):
+        expected = plain.step(everyone)
+        assert engine.train_batch(own).item() == pytest.approx(expected, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(plain.norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "schedule"),
+    [("llama", 0, "1f1b"), ("llama", 1, "zero-bubble"), ("llama", 3, "1f1b"), ("gpt2", 2, "1f1b")],
+)
+@distributed(world_size=2)
+def test_adapters(name: str, stage: int, schedule: str, tmp_path: Path) -> None:
+    with clean_clients():
+        engine = engine_of(with_adapters(name), stage, pipeline={"schedule": schedule})
+        plain = Plain(with_adapters(name))
+        before = {key: p.detach().clone() for key, p in plain.model.named_parameters()}
+        reduced = engine._require_core("").reducer.params
+        names = {id(p): key for key, p in engine.module.named_parameters()}
+        assert reduced and all("lora_" in names[id(p)] for p in reduced)
+        train_adapters(engine, plain)
+        theirs = dict(plain.model.named_parameters())
+        for key, param in engine.module.named_parameters():
+            if param.requires_grad:
+                torch.testing.assert_close(safe_get_full_fp32_param(param), theirs[key], rtol=1e-5, atol=1e-6)
+                assert not torch.equal(theirs[key], before[key])
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        pairs = [next(batches(5)) for _ in range(COUNT)]
+        found = engine.eval_batch(iter(pairs)).item()
+        again = engine_of(with_adapters(name), stage=1)
+        again.load_checkpoint(tmp_path, load_module_strict=False)
+        assert again.eval_batch(iter(pairs)).item() == pytest.approx(found, rel=1e-5)
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        assert set(weights) == {key for key, p in theirs.items() if p.requires_grad}
+        for key, value in weights.items():
+            torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6)
+        engine.destroy()
+        again.destroy()
+
+
+@distributed(world_size=4)
+def test_adapters_over_stages_and_parts_or_replicas() -> None:
+    with clean_clients():
+        for more in ({}, {"tensor_parallel": {"autotp_size": 2}}):
+            engine = engine_of(with_adapters("llama"), stage=1, **more)
+            train_adapters(engine, Plain(with_adapters("llama")))
+            engine.destroy()
 
 
 @distributed(world_size=2)

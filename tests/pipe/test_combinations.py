@@ -155,6 +155,27 @@ def test_bf16_with_replicas_learns(stage: int, schedule: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=4)
+def test_the_first_stage_sums_while_its_last_backward_runs(stage: int) -> None:
+    """The other one as soon as it is through, before the loss is known; with the results of one process."""
+    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    zero = {"stage": stage, "reduce_bucket_size": 200, "overlap_comm": True}
+    engine, plain = make_engine(module, clip=0.1, zero_optimization=zero), Plain(layers(), lr=0.01, clip=0.1)
+    reducer, seen = engine._require_core("").reducer, []
+    launch, end = reducer.launch, engine._end_backward
+    reducer.launch = lambda b: (seen.append("sum"), launch(b))[1]  # type: ignore[method-assign]
+    engine._end_backward = lambda: (seen.append("end"), end())[1]  # type: ignore[method-assign]
+    train_both(engine, plain)
+    compare(engine, plain)
+    batch = seen[-len(seen) // 3 :]
+    sums = len(reducer.buckets)
+    assert sums > 2 and batch.count("sum") == sums and batch.count("end") == COUNT
+    during = batch[: len(batch) - batch[::-1].index("end") - 1].count("sum")
+    assert during == (0 if engine.stage_id else during) and (engine.stage_id or during > 1)
+    engine.destroy()
+
+
 # With layers that several ranks share -------------------------------------------------------------------------
 
 
@@ -255,5 +276,3 @@ def test_what_the_ranks_of_a_stage_cannot_share_is_refused() -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
     with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_size=2"):
         make_engine(module, sequence_parallel_size=2)
-    with pytest.raises(DeepSpeedConfigError, match="autotp_size=2.*'model'"):
-        make_engine(module, tensor_parallel={"autotp_size": 2})

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -68,7 +69,8 @@ class Budget:
             counted = agree(counted, self.ranks)
         budget = int(self.limit * counted.everything) if self.limit <= 1 else int(self.limit)
         try:
-            choice = choose(counted, budget)
+            with _disable_current_modes():  # a forward on paper is counted in one, in which nothing has values
+                choice = choose(counted, budget)
         except BudgetTooSmall as problem:
             raise DeepSpeedConfigError(
                 f"{KEY}={self.limit:g}: {_size(budget)} cannot be held: {_size(counted.everything)} are kept without "

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.paper import copy_on_paper
 from deepspeed.runtime.pipe.anatomy import Anatomy, examine, hidden_of
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -56,6 +57,7 @@ def cut_causal_lm(
             )
     return CutModel(
         examine(model),
+        copy_on_paper(model),
         loss_fn or _own_loss(model),
         num_stages=num_stages,
         topology=topology,
@@ -152,14 +154,18 @@ class CutModel(PipelineModule):
 
     config: Any
     _anatomy: Anatomy
+    _whole: nn.Module
     _passage: _Passage
     _stand_ins: dict[str, nn.Module]
     _shared: dict[str, list[int]]
     """Weights that other stages have as well -> all stages that have them."""
     _views: list[nn.ModuleList]
 
-    def __init__(self, anatomy: Anatomy, loss_fn: Callable[..., Any], **arguments: Any) -> None:
-        vars(self).update(_anatomy=anatomy, _passage=_Passage(), config=anatomy.model.config)
+    def __init__(
+        self, anatomy: Anatomy, whole: nn.Module, loss_fn: Callable[..., Any], **arguments: Any
+    ) -> None:
+        """``whole``: all of the model, on paper."""
+        vars(self).update(_anatomy=anatomy, _whole=whole, _passage=_Passage(), config=anatomy.model.config)
         layers: list[nn.Module] = list(anatomy.block_list())
         for names, place in ((anatomy.before, 0), (anatomy.after, -1)):
             others = [anatomy.model.get_submodule(name) for name in names]
@@ -192,7 +198,6 @@ class CutModel(PipelineModule):
         for number in range(len(blocks)):
             if number not in self._numbers:
                 own[number] = _OtherBlock(blocks[number], self._anatomy.in_tuples)
-        self.forward_funcs = [blocks[number] for number in self._numbers]
         self._views = [self._view(chunk) for chunk in range(self.chunks)]
         del self._blocks
         del self._modules["tied_modules"]
@@ -243,6 +248,17 @@ class CutModel(PipelineModule):
             vars(other)["passage"] = self._passage
             view.append(other)
         return view
+
+    def find_layers(self) -> None:
+        own = self._anatomy.block_list()
+        for chunk, view in enumerate(self._views):
+            for number in self._layers_of(chunk):
+                view[number] = own[number]
+        self.forward_funcs = [own[number] for number in self._numbers]
+        self.tied_stages = self._find_ties()
+
+    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
+        return self._whole, None
 
     def _find_ties(self) -> dict[str, list[int]]:
         params = dict(self.named_parameters())

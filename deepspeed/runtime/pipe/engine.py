@@ -20,10 +20,11 @@ from deepspeed.runtime.pipe.channel import Handover, Inlet, Outlet, Receiver, Se
 from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.orders import Action, Order, stage_on_chain
+from deepspeed.runtime.pipe.orders import Action, Kind, Order, stage_on_chain
 from deepspeed.runtime.pipe.split_backward import WeightQueue, join_linears, split_linears
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
 from deepspeed.runtime.precision import autocast_context
+from deepspeed.runtime.zero.scopes import SHARED_BY
 from deepspeed.utils.logging import log_dist
 
 __all__ = ["PipelineEngine"]
@@ -89,11 +90,20 @@ class PipelineEngine(DeepSpeedEngine):
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Linear] = []
         self._most_held = 0
+        self._summed_in: Action | None = None
         if self.core is not None:
             self._order(self.clock.steps)  # what does not fit is told at once
             if self._choice.may_split:
                 numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
                 self._split = split_linears(module, numbers, self._weights)
+
+    def _transform_module(
+        self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
+    ) -> list[Any] | None:
+        found = super()._transform_module(model, optimizer, model_parameters)
+        if isinstance(model, PipelineModule):
+            model.find_layers()
+        return found
 
     def _connect(self, chunk: int) -> Links:
         """A chunk's channels: tags tell those of different chunks apart."""
@@ -167,9 +177,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         count = self.clock.steps
         order = self._order(count)
-        core.reducer.sync_enabled = (
-            False  # replicas, and stages with common weights, meet at the end of the batch
-        )
+        core.reducer.sync_enabled = False  # replicas, and stages with common weights, meet when all is there
+        self._summed_in = self._overlapped(order)
         try:
             self._weights.active = order.split
             run = StageRun(
@@ -183,6 +192,8 @@ class PipelineEngine(DeepSpeedEngine):
             )
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
+            core.reducer.sync_enabled = True
+            core.reducer.finish()  # while the stages before this one are still at their last backwards
         except BaseException as error:
             self._abandon_batch(error)
             for handover in self._handovers.values():
@@ -200,6 +211,15 @@ class PipelineEngine(DeepSpeedEngine):
     def _order(self, micro_batches: int) -> Order:
         """Of the next batch, as the key ``pipeline.schedule`` says."""
         return self._choice.order(micro_batches)
+
+    def _overlapped(self, order: Order) -> Action | None:
+        """The backward during which this stage's gradients are summed over its replicas, bucket by bucket: the last
+        one, if no other stage waits for its results or has part in the sums."""
+        last, core = order.actions[self.stage_id][-1], self._require_core("train_batch")
+        awaited = self._links[last.chunk].input_gradients is not None or last.kind is not Kind.BACKWARD
+        if awaited or core.reducer.turns is not None:
+            return None
+        return None if any(hasattr(param, SHARED_BY) for param in core.reducer.params) else last
 
     def _count_micro_batch(self) -> None:
         if not self.clock.at_boundary:  # the last one counts with the update
@@ -315,6 +335,8 @@ class PipelineEngine(DeepSpeedEngine):
     def backward_stage(self, action: Action, outputs: Any, gradients: Sequence[Tensor | None]) -> None:
         """One micro-batch; its gradients stay on this rank until the end of the batch."""
         self._weights.part = (action.micro_batch, action.chunk)
+        if action == self._summed_in:
+            self._require_core("train_batch").reducer.sync_enabled = True
         if self._links[action.chunk].outputs is None:
             super().backward(outputs)
             return
@@ -470,12 +492,6 @@ def _check_axes(config: Any) -> None:
         raise DeepSpeedConfigError(
             f"sequence_parallel_size={config.sequence_parallel_size}: the ranks of a stage do not share sequences yet; "
             "leave it out, or train without stages"
-        )
-    if config.tensor_parallel_config.autotp_size > 1:
-        raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size={config.tensor_parallel_config.autotp_size}: the layers of a PipelineModule "
-            "are not split by the config yet; give it a topology with an axis 'model', and layers of "
-            "deepspeed.module_inject (docs/pipeline.md)"
         )
 
 

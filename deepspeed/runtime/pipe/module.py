@@ -16,14 +16,21 @@ from torch import Tensor, nn
 
 from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.on_paper import WholeModel, on_paper
 from deepspeed.runtime.pipe.orders import place_on_chain, stage_on_chain
 from deepspeed.runtime.pipe.partition import partition, stage_of
 from deepspeed.runtime.pipe.specs import Layer, LayerSpec, TiedLayerSpec, type_name
 from deepspeed.runtime.pipe.staged import Staged
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.scopes import SHARED, SHARED_BY
@@ -48,7 +55,8 @@ class PipelineModule(Staged, nn.Module):
         activation_checkpoint_func: ``func(function, *inputs)``.
         checkpointable_layers: names of the classes of layers that are checkpointed; None: all with parameters.
         dynamic_shape: kept for old scripts: shapes may always change.
-        profile_input: for "profile": what the first layer gets.
+        profile_input: what the first layer gets: for "profile"; and for `tensor_parallel.autotp_size`, where it is
+            neither tokens nor as wide as the first layer says.
         chunks: runs of layers per stage, for interleaved orders: a micro-batch passes all stages as many times.
         zigzag: every second chunk is passed in the opposite direction, so that with two of them the last layer is on
             the first stage: for ``pipeline.schedule`` "zero-bubble-v".
@@ -98,6 +106,8 @@ class PipelineModule(Staged, nn.Module):
         self.chunks = chunks
         self.zigzag = zigzag
         init_distributed()
+        self._arranged = topology is not None
+        """Whether the caller has said where each rank is."""
         self._grid = PipelineParallelGrid(_topology(num_stages, topology))
         self._topo = self._grid.topology()
         self.num_stages = self._grid.get_pipe_parallel_world_size()
@@ -105,6 +115,7 @@ class PipelineModule(Staged, nn.Module):
         self.global_rank = dist.get_rank()
         self._layer_specs: list[Layer] = list(layers)
         self._num_layers = len(self._layer_specs)
+        self._example = on_paper(profile_input)
         durations = None
         if partition_method.strip().lower() == "profile" and profile_input is not None:
             durations = _agreed(measure(self._layer_specs, profile_input))
@@ -116,11 +127,12 @@ class PipelineModule(Staged, nn.Module):
         """Bounds of the chunks among them."""
         self._calls = [0] * chunks
         self.forward_funcs: list[Callable[[Any], Any]] = []
+        """Of this stage's layers, in the order of ``_numbers``."""
         self.tied_modules = nn.ModuleDict()
         self._owners: dict[int, str] = {}
         """Number of a layer -> under which name its module is registered."""
         self._build()
-        self.tied_stages = self._find_ties()
+        self.find_layers()
 
     # Building -------------------------------------------------------------------------------------------------
 
@@ -137,24 +149,29 @@ class PipelineModule(Staged, nn.Module):
             layer = self._layer_specs[index]
             if self.seed_layers:
                 self._seed(self.base_seed + index)
-            if isinstance(layer, TiedLayerSpec):
-                self.forward_funcs.append(self._tied(index, layer))
+            if isinstance(layer, TiedLayerSpec):  # later layers of a tie on this stage are the first one
+                if layer.key not in self.tied_modules:
+                    self.tied_modules[layer.key] = layer.build()
+                    self._owners[index] = f"tied_modules.{layer.key}"
                 continue
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             if isinstance(module, nn.Module):
                 self._owners[index] = str(index)
                 self.add_module(str(index), module)
-            self.forward_funcs.append(module)
         ties = sorted(self.tied_modules.items())  # stages sum the gradients of their ties in one order
         self.tied_modules = nn.ModuleDict(dict(ties))
 
-    def _tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
-        """Later layers of a tie on this stage are the first one."""
-        if spec.key not in self.tied_modules:
-            self.tied_modules[spec.key] = spec.build()
-            self._owners[index] = f"tied_modules.{spec.key}"
-        module = self.tied_modules[spec.key]
-        return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+    def find_layers(self) -> None:
+        """Look again which modules the layers are, and which weights are tied: something may have replaced them."""
+        self.forward_funcs = [self._function(index) for index in self._numbers]
+        self.tied_stages = self._find_ties()
+
+    def _function(self, index: int) -> Callable[[Any], Any]:
+        layer = self._layer_specs[index]
+        if isinstance(layer, TiedLayerSpec):
+            module = self.tied_modules[layer.key]
+            return module if layer.forward_fn is None else partial(layer.forward_fn, module)
+        return self.get_submodule(str(index)) if index in self._owners else layer  # type: ignore[return-value]
 
     def _find_ties(self) -> dict[str, list[int]]:
         """Tie -> its stages, and marks on the parameters of those that several stages share: the first of them counts
@@ -265,6 +282,35 @@ class PipelineModule(Staged, nn.Module):
     def mpu(self) -> PipelineParallelGrid:
         """The grid of process groups, as a model-parallel unit."""
         return self._grid
+
+    def share_layers(self, parts: int) -> None:
+        """Arrange the ranks so that runs of ``parts`` replicas share layers, in place of an axis "model" of a topology.
+        Every rank keeps its stage. Collective over all ranks.
+
+        DeepSpeedConfigError: a topology was given that says otherwise, or there are not as many replicas.
+        """
+        given, replicas = self._grid.model_parallel_size, self._grid.data_parallel_size
+        if parts in (1, given):
+            return
+        if self._arranged or given > 1:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size={parts}, but the topology of the PipelineModule has {given} ranks along "
+                f"its axis 'model': give PipeModelDataParallelTopology(num_pp, num_mp={parts}, num_dp), or num_stages "
+                "alone"
+            )
+        if replicas % parts:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size={parts} does not divide the {replicas} ranks of a pipeline stage"
+            )
+        self._grid = PipelineParallelGrid(
+            PipeModelDataParallelTopology(self.num_stages, parts, replicas // parts)
+        )
+        self._topo = self._grid.topology()
+        self.tied_stages = self._find_ties()
+
+    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
+        whole = WholeModel(self._layer_specs)
+        return whole, {"forward_input": whole.example(self._example)}
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages

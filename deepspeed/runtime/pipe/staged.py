@@ -1,12 +1,26 @@
-"""How ``deepspeed.initialize`` recognises a pipeline, without importing pipelines."""
+"""How what makes an engine recognises a pipeline, without importing pipelines."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch import nn
 
 
 class Staged:
     """A module that is one stage of a model, and a model-parallel unit itself."""
 
     def mpu(self) -> Any:
+        raise NotImplementedError
+
+    def share_layers(self, parts: int) -> None:
+        """Let runs of ``parts`` neighbouring ranks share the layers of a stage. Collective over all ranks.
+
+        DeepSpeedConfigError: the ranks were arranged otherwise.
+        """
+        raise NotImplementedError
+
+    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
+        """The model of all stages, with its parameters' names, and what its forward takes, on the meta device; None:
+        what a model of Transformers takes. Only to be looked at: it has no values."""
         raise NotImplementedError

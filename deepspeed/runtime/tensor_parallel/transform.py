@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.applying import apply_plan
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.tensor_parallel.planning.planner import plan_module
@@ -37,9 +38,13 @@ class TensorParallelism:
         if mesh.size("tp") == 1:
             context.say("one rank: nothing to split")
             return
-        rules = rules_of(module, self.config)
+        # Of a stage: what all stages have in common (a vocabulary, a tied weight) is seen in the whole model only.
+        whole, inputs = module.whole_on_paper() if isinstance(module, Staged) else (module, None)
+        rules = rules_of(whole, self.config)
         grain = self.config.tensor_parallel.tp_grain_size
-        plan = plan_module(module, mesh.size("tp"), rules=rules, grain=grain)
+        plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
+        if whole is not module:
+            plan = plan.within(module)
         apply_plan(module, plan, mesh.communicator("tp"), context.became)
         idle = f"; no parameter for {', '.join(map(repr, rules.idle))}" if rules.idle else ""
         context.say(plan.describe() + idle)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from torch import nn
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 
@@ -81,6 +83,30 @@ class TensorParallelPlan:
     arguments: tuple[ArgumentChange, ...] = ()
     vocabulary: tuple[VocabularyPlan, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
+
+    def within(self, module: nn.Module) -> TensorParallelPlan:
+        """What of the plan concerns ``module``, which has some of the parameters and modules, by the same names."""
+        params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        paths = {path for path, _ in module.named_modules(remove_duplicate=False)}
+
+        def weighted(layers: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(path for path in layers if f"{path}.weight" in params)
+
+        return replace(
+            self,
+            parameters={name: each for name, each in self.parameters.items() if name in params},
+            inputs={path: name for path, name in self.inputs.items() if path in paths},
+            outputs_summed=tuple(path for path in self.outputs_summed if path in paths),
+            summed=tuple(name for name in self.summed if name in params),
+            attributes=tuple(each for each in self.attributes if each.module in paths),
+            arguments=tuple(each for each in self.arguments if each.module in paths),
+            vocabulary=tuple(
+                replace(each, embeddings=weighted(each.embeddings), heads=weighted(each.heads))
+                for each in self.vocabulary
+                if each.weight in params
+            ),
+            whole={name: why for name, why in self.whole.items() if name in params},
+        )
 
     def describe(self) -> str:
         """For the report at the start."""

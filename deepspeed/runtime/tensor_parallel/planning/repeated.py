@@ -41,7 +41,9 @@ def shorten(twin: nn.Module, kept: Container[str]) -> Repeated:
     others: dict[str, tuple[str, ...]] = {}
     done: list[str] = []
     for path, blocks in list(twin.named_modules()):
-        if not isinstance(blocks, nn.ModuleList) or any(path.startswith(f"{each}.") for each in done):
+        if not isinstance(blocks, nn.ModuleList) or any(
+            not each or path.startswith(f"{each}.") for each in done
+        ):
             continue
         done.append(path)
         alike: dict[Any, list[str]] = defaultdict(list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import logging
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed.runtime.zero.params import full_shape
+from deepspeed.runtime.paper import copy_on_paper
 
 BATCH, LENGTH = 2, 5
 """Examples of the small run, and tokens of each."""
@@ -95,21 +94,10 @@ def _dim_of(index: tuple[Any, ...], place: int, ndim: int) -> int:
 
 
 def twin_on_paper(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` in evaluation mode whose parameters and buffers have their full shapes and no memory.
-    Parameters that are tied stay tied; hooks of gradients are not copied."""
-    memo: dict[int, Any] = {}
-    for param in module.parameters():
-        empty = torch.empty(full_shape(param), dtype=_paper_dtype(param), device="meta")
-        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad and empty.is_floating_point())
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=_paper_dtype(buffer), device="meta")
-    twin = copy.deepcopy(module, memo).eval()
+    """A copy of ``module`` in evaluation mode, as ``copy_on_paper`` makes it, that can be followed."""
+    twin = copy_on_paper(module).eval()
     _prepare(twin)
     return twin
-
-
-def _paper_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.is_floating_point() else tensor.dtype
 
 
 def _prepare(twin: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.planning.plan import VocabularyPlan
+from deepspeed.runtime.tensor_parallel.planning.rules import linear_dims
 from deepspeed.runtime.tensor_parallel.planning.trace import Trace
 from deepspeed.runtime.tensor_parallel.planning.values import is_elementwise, operation_name
 
@@ -77,7 +78,10 @@ def _note(run: Trace, node: Node, uses: dict[str, _Uses]) -> None:
             else:
                 uses[name].otherwise = True
         elif (
-            operation in ("linear", "matmul", "mm", "addmm") and _is_weight(node, place) and _is_result(node)
+            operation in ("linear", "matmul", "mm", "addmm")
+            and _is_weight(node, place)
+            and _is_result(node)
+            and linear_dims(run.twin.get_submodule(_path(node))) is not None
         ):
             uses[name].heads.add(_path(node))
             uses[name].biases.add(_bias_of(run, node))
