@@ -56,6 +56,25 @@ DS_API void ds_adam(const ds_segment *segments, int64_t count, const ds_storage 
                     double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
                     int32_t decoupled, int32_t threads);
 
+/* One tensor, or a part of it from a multiple of 256 elements on, of a step with moments in 8 bits. */
+typedef struct ds_compact_segment {
+    void *param; /* updated in place */
+    const void *grad;
+    void *state1, *state2;  /* exp_avg and exp_avg_sq: fp32, or codes */
+    float *scale1, *scale2; /* of codes: one per 256 elements */
+    void *low_precision;    /* as in ds_segment */
+    float *step;
+    int64_t numel;
+    int64_t start; /* index of the first element in its parameter: random bits depend on it */
+} ds_compact_segment;
+
+enum ds_state_codes { DS_CODES8 = 3 }; /* ds_storage.state of moments in 8 bits */
+
+/* Adam or AdamW; `stochastic`: parameters in bfloat16 are rounded at random, in proportion. */
+DS_API void ds_compact_adam(const ds_compact_segment *segments, int64_t count, const ds_storage *storage, double lr,
+                            double beta1, double beta2, double eps, double weight_decay, double grad_scale,
+                            int32_t bias_correction, int32_t decoupled, int32_t stochastic, int32_t threads);
+
 /* Lion (Chen et al., 2023), decoupled weight decay. */
 DS_API void ds_lion(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double beta1,
                     double beta2, double weight_decay, double grad_scale, int32_t threads);

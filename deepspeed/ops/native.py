@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_isa": (_int32, ()),
     "ds_set_isa": (_int32, (_int32,)),
     "ds_adam": (None, (*_segments, *[_double] * 6, *[_int32] * 3)),
+    "ds_compact_adam": (None, (*_segments, *[_double] * 6, *[_int32] * 4)),
     "ds_lion": (None, (*_segments, *[_double] * 5, _int32)),
     "ds_adagrad": (None, (*_segments, *[_double] * 5, _int32)),
     "ds_sgd": (None, (*_segments, *[_double] * 5, *[_int32] * 2)),
