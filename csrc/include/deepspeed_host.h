@@ -176,6 +176,35 @@ typedef struct ds_paged_layer {
 DS_API void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *pieces, int64_t count,
                                int32_t threads);
 
+/* Self-attention of [batch, heads, tokens, size] (contiguous, of `dtype`) in the blocks of a layout. */
+typedef struct ds_sparse_attention {
+    const void *query, *key, *value;
+    void *output;
+    float *lse; /* [batch, heads, tokens]: of the scaled scores; -inf where a token sees nothing */
+    /* Layouts: row r of layout x sees blocks columns[starts[x * (rows + 1) + r]] to the next start, in rising order. */
+    const int64_t *starts;
+    const int32_t *columns;
+    const int64_t *layout_of; /* [heads] */
+    const float *key_bias;    /* [batch, tokens], added to the scores, or null */
+    const float *score_bias;  /* [tokens, tokens], or null */
+    float *keys;              /* scratch: forward [batch, heads, tokens, size], backward [threads, tokens, size] */
+    /* Of backward. */
+    const void *grad_output;
+    void *grad_query, *grad_key, *grad_value;
+    float *values;                /* scratch like `keys` */
+    float *key_sums, *value_sums; /* scratch: [parts, batch, heads, tokens, size]; may be results in fp32 */
+    int64_t batch, heads, tokens, size; /* size: a multiple of 16 */
+    int64_t block;                      /* tokens, a multiple of 16 */
+    int64_t parts; /* ranges of rows of one head whose sums for keys and values are made apart, then added */
+    float scale;
+    int32_t dtype;
+    int32_t causal;
+} ds_sparse_attention;
+
+/* Both return 0, and do nothing, where they are not available. */
+DS_API int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads);
+DS_API int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads);
+
 #ifdef __cplusplus
 }
 #endif
