@@ -1,7 +1,7 @@
 """Block-sparse attention against torch's dense attention, forward and backward, on one process.
 
-Each row is a pattern at a length: its density (share of the blocks that exist), what is computed beyond them, seconds
-of both, and how the gain compares with what the density would allow. Memory is counted: the most that forward and
+Each row is a pattern at a length: its density (share of the blocks that exist), seconds of both, and how the gain
+compares with what the density would allow. Memory is counted: the most that forward and
 backward allocate beside the inputs.
 
     python benchmarks/sparse_attention.py
@@ -53,7 +53,8 @@ def patterns(heads: int, block: int) -> dict[str, SparsityConfig]:
 def inputs(arguments: argparse.Namespace, length: int) -> list[Tensor]:
     torch.manual_seed(0)
     shape = (arguments.batch, arguments.heads, length, arguments.size)
-    return [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    dtype = getattr(torch, arguments.dtype)
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
 def seconds(attention: Attention, tensors: list[Tensor], rounds: int) -> float:
@@ -89,7 +90,6 @@ def measure(arguments: argparse.Namespace, length: int, rounds: int) -> list[dic
                 "length": length,
                 "pattern": name,
                 "density": density,
-                "computed": plan.computed / plan.blocks,
                 "dense": dense,
                 "sparse": sparse,
                 "gain": dense / sparse,
@@ -109,20 +109,21 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="of a head")
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    lengths, rounds = ([2048, 4096], 1) if arguments.quick else (arguments.length, 3)
+    lengths, rounds = ([2048, 4096], 1) if arguments.quick else (arguments.length, arguments.rounds)
     report = Report("sparse_attention", arguments)
     rows = [row for length in lengths for row in measure(arguments, length, rounds)]
     report.data["rows"] = rows
     report.table(
         f"forward and backward, {arguments.heads} heads of {arguments.size}, blocks of {arguments.block}, "
-        f"threads: {arguments.threads}",
+        f"{arguments.dtype}, threads: {arguments.threads}",
         [
             "tokens",
             "pattern",
             "density",
-            "computed",
             "dense s",
             "sparse s",
             "gain",
@@ -135,7 +136,6 @@ def main() -> None:
                 str(row["length"]),
                 row["pattern"],
                 f"{row['density']:.3f}",
-                f"{row['computed']:.2f}",
                 f"{row['dense']:.3f}",
                 f"{row['sparse']:.3f}",
                 f"{row['gain']:.2f}",

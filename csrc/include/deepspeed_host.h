@@ -56,6 +56,25 @@ DS_API void ds_adam(const ds_segment *segments, int64_t count, const ds_storage 
                     double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
                     int32_t decoupled, int32_t threads);
 
+/* One tensor, or a part of it from a multiple of 256 elements on, of a step with moments in 8 bits. */
+typedef struct ds_compact_segment {
+    void *param; /* updated in place */
+    const void *grad;
+    void *state1, *state2;  /* exp_avg and exp_avg_sq: fp32, or codes */
+    float *scale1, *scale2; /* of codes: one per 256 elements */
+    void *low_precision;    /* as in ds_segment */
+    float *step;
+    int64_t numel;
+    int64_t start; /* index of the first element in its parameter: random bits depend on it */
+} ds_compact_segment;
+
+enum ds_state_codes { DS_CODES8 = 3 }; /* ds_storage.state of moments in 8 bits */
+
+/* Adam or AdamW; `stochastic`: parameters in bfloat16 are rounded at random, in proportion. */
+DS_API void ds_compact_adam(const ds_compact_segment *segments, int64_t count, const ds_storage *storage, double lr,
+                            double beta1, double beta2, double eps, double weight_decay, double grad_scale,
+                            int32_t bias_correction, int32_t decoupled, int32_t stochastic, int32_t threads);
+
 /* Lion (Chen et al., 2023), decoupled weight decay. */
 DS_API void ds_lion(const ds_segment *segments, int64_t count, const ds_storage *storage, double lr, double beta1,
                     double beta2, double weight_decay, double grad_scale, int32_t threads);
@@ -156,6 +175,35 @@ typedef struct ds_paged_layer {
 /* Causal attention of each piece over its own sequence. */
 DS_API void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *pieces, int64_t count,
                                int32_t threads);
+
+/* Self-attention of [batch, heads, tokens, size] (contiguous, of `dtype`) in the blocks of a layout. */
+typedef struct ds_sparse_attention {
+    const void *query, *key, *value;
+    void *output;
+    float *lse; /* [batch, heads, tokens]: of the scaled scores; -inf where a token sees nothing */
+    /* Layouts: row r of layout x sees blocks columns[starts[x * (rows + 1) + r]] to the next start, in rising order. */
+    const int64_t *starts;
+    const int32_t *columns;
+    const int64_t *layout_of; /* [heads] */
+    const float *key_bias;    /* [batch, tokens], added to the scores, or null */
+    const float *score_bias;  /* [tokens, tokens], or null */
+    float *keys;              /* scratch: forward [batch, heads, tokens, size], backward [threads, tokens, size] */
+    /* Of backward. */
+    const void *grad_output;
+    void *grad_query, *grad_key, *grad_value;
+    float *values;                /* scratch like `keys` */
+    float *key_sums, *value_sums; /* scratch: [parts, batch, heads, tokens, size]; may be results in fp32 */
+    int64_t batch, heads, tokens, size; /* size: a multiple of 16 */
+    int64_t block;                      /* tokens, a multiple of 16 */
+    int64_t parts; /* ranges of rows of one head whose sums for keys and values are made apart, then added */
+    float scale;
+    int32_t dtype;
+    int32_t causal;
+} ds_sparse_attention;
+
+/* Both return 0, and do nothing, where they are not available. */
+DS_API int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads);
+DS_API int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -136,10 +136,12 @@ OPTIMIZER: dict[str, Allowed] = {
             "maximize",
             "nesterov",
             "set_grad_none",
+            "stochastic_rounding",
             "torch_adam",
         ),
         FLAG,
     ),
+    "state_bits": Allowed(lambda v: is_whole(v) and v in (8, 32), "8 or 32"),
     **dict.fromkeys(("foreach", "fused", "capturable"), FLAG.or_null()),
 }
 

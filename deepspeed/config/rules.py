@@ -104,9 +104,21 @@ def low_precision_masters(config: TrainingConfig) -> Iterator[Finding]:
                 "needs ZeRO stage 1, 2 or 3 with zero_optimization.offload_optimizer",
             )
     masters, states = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
-    if config.bf16.bf16_master_weights_and_grads and stage == 0:
+    params = config.optimizer.params if config.optimizer is not None else {}
+    rounds = bool((params or {}).get("stochastic_rounding"))
+    if rounds and not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads):
+        yield Finding(
+            ("optimizer.params.stochastic_rounding", masters),
+            f"true has no effect on masters in fp32: set {masters}: true, with bf16.enabled",
+        )
+    if config.bf16.bf16_master_weights_and_grads and stage == 0 and not rounds:
         yield Finding((masters, STAGE), "needs ZeRO stage 1, 2 or 3 (zero_optimization.stage is 0)")
     if config.bf16.bf16_optimizer_states:
+        for key in ("state_bits", "stochastic_rounding"):
+            if (params or {}).get(key):
+                yield Finding(
+                    (states, f"optimizer.params.{key}"), f"cannot be combined with optimizer.params.{key}"
+                )
         if not config.bf16.bf16_master_weights_and_grads:
             yield Finding((states, masters), f"needs {masters}: true")
         if stage == 0:

@@ -142,6 +142,7 @@ class Offload:
             layouts,
             weights_swap=None,
             elementwise=self.optimizer.elementwise,
+            grain=self.optimizer.grain,
             open_swap=lambda *_: paper,
         )
 
@@ -178,7 +179,7 @@ class Offload:
         if taken:
             return owned
         for one in owned:
-            nbytes = sum(one.state.per_element) * one.numel + one.state.per_tensor
+            nbytes = sum(one.state.per_element) * one.numel + one.state.besides(one.numel)
             self.ledger.add(TRAINING, bucket.state_place, Kind.STATE, nbytes)
         return []
 
@@ -222,7 +223,7 @@ class Offload:
         groups = [part[0] for part in sub_groups([owned], self.tier.group_numel)]
         if self.tier.resident:
             groups.insert(0, [])  # what stays on the device is updated first
-        self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.per_tensor for one in owned))
+        self.ledger.add(TRAINING, Place.HOST, Kind.STATE, sum(one.state.besides(one.numel) for one in owned))
         staged = [_together(one.numel * one.low_size for one in group if one.staged) for group in groups]
         states = [
             _together(one.numel * n for one in group for n in one.state.per_element) for group in groups

@@ -87,7 +87,9 @@ def plan_memory(setting: Setting) -> Ledger:
 def cut_buckets(setting: Setting) -> list[BucketUse]:
     facts, plan = setting.facts, setting.plan
     if not plan.zero.shard_params:
-        layouts = cut_whole(facts.specs[: facts.trained], plan, setting.shards_by_scope())
+        layouts = cut_whole(
+            facts.specs[: facts.trained], plan, setting.shards_by_scope(), setting.optimizer.grain
+        )
         flat = plan.state_offload is not None
         return [
             BucketUse(layout, setting.near, flat=flat or layout.num_shards > 1, trained=True)
@@ -102,7 +104,9 @@ def cut_buckets(setting: Setting) -> list[BucketUse]:
             trained=any(slot.param < facts.trained for slot in layout.slots),
             persistent=persistent,
         )
-        for layout, persistent in cut_sharded(facts.specs, setting.zero, setting.shards_by_scope())
+        for layout, persistent in cut_sharded(
+            facts.specs, setting.zero, setting.shards_by_scope(), setting.optimizer.grain
+        )
     ]
 
 

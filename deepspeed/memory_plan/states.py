@@ -17,10 +17,17 @@ _SHAPE = (4, 4)
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """Bytes of optimizer state: of each tensor with one value per element, and of all others together."""
+    """Bytes of optimizer state: of each tensor with one value per element, of those with one per block of ``block``
+    elements, and of all others together."""
 
     per_element: tuple[int, ...] = (4, 4)
     per_tensor: int = 4
+    per_block: int = 0
+    block: int = 1
+
+    def besides(self, numel: int) -> int:
+        """Bytes that a fragment of ``numel`` elements takes besides the values of its elements."""
+        return self.per_tensor + self.per_block * -(-numel // self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +40,8 @@ class OptimizerFacts:
     """Whether the update is one pass over memory without copies of gradients (``step_fragments``)."""
     elementwise: bool
     """Whether tensors may be updated in pieces."""
+    grain: int = 1
+    """They are cut at multiples of this."""
 
 
 ADAM = OptimizerFacts(name="Adam", groups=(StateSize(),), fused=True, elementwise=True)
@@ -54,6 +63,7 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, master: torch.dtype | None
         groups=tuple(groups),
         fused=traits.fused,
         elementwise=not traits.joins_ranks,
+        grain=traits.grain,
     )
 
 
@@ -71,7 +81,12 @@ def _state_size(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: 
         return StateSize()
     state = substitute.state[param]
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    traits = traits_of(optimizer)
+    others = [t for t in tensors if t.shape != param.shape]
+    blocks = [t for t in others if traits.coded and t.dim()]  # one value here, where all is one block
     return StateSize(
         per_element=tuple(t.element_size() for t in tensors if t.shape == param.shape),
-        per_tensor=sum(t.numel() * t.element_size() for t in tensors if t.shape != param.shape),
+        per_tensor=sum(t.numel() * t.element_size() for t in others if not any(t is b for b in blocks)),
+        per_block=sum(t.element_size() for t in blocks),
+        block=traits.grain,
     )

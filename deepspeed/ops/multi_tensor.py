@@ -26,7 +26,7 @@ from torch import Tensor
 from deepspeed.ops import native
 from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
 
-_GRAD, _WORDS = 1, native.SEGMENT_WORDS
+_GRAD = 1  # column of the addresses of gradients
 _MAX_TABLES = 64  # kept per optimizer, so that they do not pile up if a caller always passes new tensors
 
 _address = Tensor.data_ptr
@@ -50,6 +50,8 @@ class Launch:
 
 class Table:
     """The launches for one list of parameters; see [Note: pointer tables]."""
+
+    row_words = native.SEGMENT_WORDS
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Table:
         if addresses != self.grad_addresses:
             self.grad_addresses = addresses
             for launch in self.launches:
-                launch.words[_GRAD::_WORDS] = array("q", [addresses[i] for i in launch.indices])
+                launch.words[_GRAD :: self.row_words] = array("q", [addresses[i] for i in launch.indices])
                 launch.uploaded = None
         return True
 
@@ -322,6 +324,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     grad_scale=grad_scale,
                     low_precision=part.lows,
                     context=context,
+                    **positions_of(self, part),
                 )
 
     def multi_tensor_step(
@@ -378,7 +381,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if (
             table is None
             or not _same(params, table.params)
-            or not table.is_current(low_precision)
+            or not self._is_current(table, low_precision)
             or not table.follow_grads(grads)
         ):
             if len(grads) != len(params) or (low_precision is not None and len(low_precision) != len(params)):
@@ -392,10 +395,21 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self._tables.clear()
             states = [self.state_for(param, group) for param in params]
             names = (*self._names_for(group), "step")
-            table = self._tables[key] = Table(
+            table = self._tables[key] = self._make_table(
                 params, grads, low_precision, states, names, self._device_types()
             )
         return table
+
+    def _make_table(self, *args: Any) -> Table:
+        return Table(*args)
+
+    def _is_current(self, table: Table, low_precision: Sequence[Tensor | None] | None) -> bool:
+        return table.is_current(low_precision)
+
+
+def positions_of(optimizer: MultiTensorOptimizer, part: Fragments) -> dict[str, Sequence[int]]:
+    """Where the tensors of ``part`` start in their parameters, as an argument of the step of those that ask."""
+    return {"starts": part.starts} if optimizer.update_traits.positions else {}
 
 
 # ---- the PyTorch path --------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_isa": (_int32, ()),
     "ds_set_isa": (_int32, (_int32,)),
     "ds_adam": (None, (*_segments, *[_double] * 6, *[_int32] * 3)),
+    "ds_compact_adam": (None, (*_segments, *[_double] * 6, *[_int32] * 4)),
     "ds_lion": (None, (*_segments, *[_double] * 5, _int32)),
     "ds_adagrad": (None, (*_segments, *[_double] * 5, _int32)),
     "ds_sgd": (None, (*_segments, *[_double] * 5, *[_int32] * 2)),
@@ -71,6 +72,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
     "ds_small_product": (_int32, (_pointer, _int32)),
     "ds_paged_attention": (None, (_pointer, _pointer, _int64, _int32)),
+    "ds_sparse_attention_forward": (_int32, (_pointer, _int32)),
+    "ds_sparse_attention_backward": (_int32, (_pointer, _int32)),
     "ds_crc32_blocks": (_int32, (_pointer, _int64, _int64, _pointer)),
 }
 

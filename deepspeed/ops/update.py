@@ -51,6 +51,13 @@ class UpdateTraits:
     whole_matrices: bool = False
     """Functions of whole matrices in the middle of the update (Muon)."""
 
+    grain: int = 1
+    """Tensors may be cut at multiples of this many elements from the start of a parameter."""
+    coded: tuple[str, ...] = ()
+    """Entries of its state that are codes of numbers; it is a ``CodedStateOptimizer``."""
+    positions: bool = False
+    """Whether its update is told where in its parameter a fragment starts."""
+
     gradient_norm: bool = False
     """The norm of the whole gradient, of all groups and ranks (LAMB's own clipping)."""
     own_communication: bool = False
@@ -102,6 +109,23 @@ class Fragments(Protocol):
     @property
     def lows(self) -> Sequence[Tensor | None]:
         """Where not None, receives the updated master rounded to its dtype."""
+        ...
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Index of each one's first element in its parameter."""
+        ...
+
+
+class CodedStateOptimizer(Protocol):
+    """One with ``coded`` entries in its state."""
+
+    def decoded_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with values (fp32 copies, of the parameter's shape) for codes, and without their scales."""
+        ...
+
+    def set_decoded_state(self, state: dict[str, Any], name: str, values: Tensor) -> None:
+        """Write one entry; decoded values get their codes back."""
         ...
 
 

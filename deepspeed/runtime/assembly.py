@@ -199,7 +199,7 @@ def build_core(
     trained = trained_params(module, optimizer.param_groups)
     check_optimizer(plan, optimizer, trained, scopes)
     if sharded is None:
-        weights = _whole_buckets(module, plan, scopes, trained)
+        weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
     else:
         weights = list[ParamBucket](sharded.trained_buckets)
     device = next((p.device for p in (*trained.params, *module.parameters())), torch.device("cpu"))
@@ -209,6 +209,7 @@ def build_core(
         [bucket.layout for bucket in weights],
         weights_swap=sharded.storage.swap if sharded is not None else None,
         elementwise=not traits_of(optimizer).joins_ranks,
+        grain=traits_of(optimizer).grain,
     )
     # With ZenFlow gradients add up on the device, and go to the host once per round.
     host = HostCopies(device) if plan.state_offload is not None and plan.zenflow is None else None
@@ -327,10 +328,15 @@ def _own_state(plan: Plan, executor: StepExecutor, access: StateAccess) -> OwnSt
 
 
 def _whole_buckets(
-    module: nn.Module, plan: Plan, scopes: Scopes, params: TrainedParams, store: StateStore | None = None
+    module: nn.Module,
+    plan: Plan,
+    scopes: Scopes,
+    params: TrainedParams,
+    grain: int,
+    store: StateStore | None = None,
 ) -> list[ParamBucket]:
     """Stages 0 to 2: buckets for ``params``, numbered after the parameters and buckets of ``store``."""
-    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards())
+    layouts = cut_whole(param_specs(module, params, plan), plan, scopes.shards(), grain)
     known = store.params if store is not None else []
     index = len(store.param_buckets) if store is not None else 0
     buckets = [
@@ -372,7 +378,7 @@ def shard_module(
             persistent=persistent,
             keep=storage.keep_persistent if persistent else storage.keep,
         )
-        for layout, persistent in cut_sharded(specs, zero, scopes.shards())
+        for layout, persistent in cut_sharded(specs, zero, scopes.shards(), traits_of(optimizer).grain)
     ]
     known = {id(p) for p in held if p.requires_grad}
     sharded = ShardedModel(
@@ -405,7 +411,7 @@ def _late_buckets(
     if sharded:
         weights = _renumber_homes(store, reducer, added)
     else:
-        weights = _whole_buckets(module, plan, scopes, added, store)
+        weights = _whole_buckets(module, plan, scopes, added, store.traits.grain, store)
     known = {id(grads.layout): grads for grads in reducer.buckets}
     new = iter(make_grads([bucket for bucket in weights if id(bucket.layout) not in known]))
     return weights, [known.get(id(bucket.layout)) or next(new) for bucket in weights]

@@ -21,6 +21,7 @@ SCRIPTS = {
     "moe.py": ["ours, top-2", "dispatch and combine"],
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
+    "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
     "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],

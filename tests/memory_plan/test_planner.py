@@ -17,6 +17,7 @@ from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.memory_plan.states import ADAM, StateSize, optimizer_facts
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -63,6 +64,7 @@ def test_model_states_per_parameter(stage: int, bf16: bool, ranks: int) -> None:
     [
         (lambda p: FusedAdam(p), StateSize((4, 4), 4)),
         (lambda p: DeepSpeedCPUAdam(p, fp32_optimizer_states=False), StateSize((2, 2), 4)),
+        (lambda p: CompactAdam(p), StateSize((1, 1), 4, per_block=8, block=256)),
         (lambda p: FusedLion(p), StateSize((4,), 4)),
         (lambda p: SGD(p, lr=0.1), StateSize((), 4)),
         (lambda p: SGD(p, lr=0.1, momentum=0.9), StateSize((4,), 4)),
@@ -79,6 +81,18 @@ def test_what_optimizers_keep(make: Any, expected: StateSize) -> None:
     assert optimizer_facts(optimizer, torch.bfloat16).groups == (expected,)
     assert not optimizer.state
     assert {key: value for key, value in optimizer.__dict__.items() if key != "state"} == before
+
+
+@pytest.mark.parametrize(("masters", "expected"), [(False, 10.0), (True, 6.0)])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_small_states_per_parameter(stage: int, masters: bool, expected: float) -> None:
+    """Weights, masters, gradients and moments of one rank; the scales of 256 elements add 8 bytes."""
+    params = {"lr": 0.01, "state_bits": 8, "stochastic_rounding": masters}
+    config = config_for(stage, bf16=True, optimizer={"type": "AdamW", "params": params})
+    config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": masters}
+    ledger, numel = ledger_for(config, 1)
+    found = sum(ledger.entries[Phase.STEP, Place.DEVICE, kind] for kind in STATES) / numel
+    assert expected + 8 / 256 <= found <= 1.03 * expected
 
 
 def test_muon_keeps_one_value_for_matrices_and_two_for_the_rest() -> None:

@@ -1,8 +1,9 @@
-"""Block-sparse attention, forward and backward, tile by tile: the matrix of scores never exists.
+"""Block-sparse attention, forward and backward: the matrix of scores never exists.
 
-Backward computes the weights again from the log-sum-exp, as in T. Dao et al.: FlashAttention: Fast and memory-efficient
-exact attention with IO-awareness, 2022. What is kept for it is as large as the queries; what is gathered at a time is
-bounded.
+On the host a kernel of its own walks the blocks (``host_attention.py``). Elsewhere, and for what that does not take,
+blocks are gathered to tiles; what is gathered at a time is bounded. Backward computes the weights again from the
+log-sum-exp, as in T. Dao et al.: FlashAttention: Fast and memory-efficient exact attention with IO-awareness, 2022.
+What is kept for it is as large as the queries.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.attention_blocks import kernel_for
+from deepspeed.ops.sparse_attention.host_attention import HostAttention, runs_here
 from deepspeed.ops.sparse_attention.tiles import Pattern, TilePlan, Tiles
 
 _CHUNK = 1 << 19
@@ -64,6 +66,11 @@ def block_attention(
 
     A row that sees nothing gives zeros. Masks have no gradient.
     """
+    if plan.row_lists.square and runs_here(query, key, value, plan.block):
+        lists, block = plan.row_lists, plan.block
+        return HostAttention.apply(
+            query, key, value, lists, block, masks.keys, masks.scores, masks.causal, scale
+        )
     return _BlockAttention.apply(query, key, value, plan.to(query.device), masks, scale)
 
 

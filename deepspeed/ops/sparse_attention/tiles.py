@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from deepspeed.ops.sparse_attention.host_attention import RowLists
 
 _ROWS = 64
 """Tokens in the rows of a tile, at most (one block row always)."""
@@ -69,7 +72,7 @@ class Pattern:
 class TilePlan:
     """How a layout [heads, block rows, block columns] is computed.
 
-    ``blocks``: blocks that exist, over all heads. ``computed``: blocks that are computed, including those that are
+    ``blocks``: blocks that exist, over all heads. ``computed``: blocks that tiles compute, including those that are
     masked.
     """
 
@@ -81,12 +84,30 @@ class TilePlan:
         flags = (layout != 0).cpu()
         for head in range(self.heads):
             found[flags[head].numpy().tobytes()].append(head)
-        self.patterns = [
-            Pattern(None if len(found) == 1 else torch.tensor(heads), _tiles(flags[heads[0]], block))
-            for heads in found.values()
-        ]
+        self._heads_of = list(found.values())
+        self._flags = flags[[heads[0] for heads in self._heads_of]]  # [different layouts, rows, columns]
         self.blocks = int(flags.sum())
-        self.computed = sum(
+
+    @cached_property
+    def patterns(self) -> list[Pattern]:
+        """What the tiles are. Not made where the host's kernel walks the blocks."""
+        alike = len(self._heads_of) == 1
+        return [
+            Pattern(None if alike else torch.tensor(heads), _tiles(flags, self.block))
+            for heads, flags in zip(self._heads_of, self._flags, strict=True)
+        ]
+
+    @cached_property
+    def row_lists(self) -> RowLists:
+        layout_of = [0] * self.heads
+        for number, heads in enumerate(self._heads_of):
+            for head in heads:
+                layout_of[head] = number
+        return RowLists(self._flags, layout_of)
+
+    @cached_property
+    def computed(self) -> int:
+        return sum(
             tiles.blocks * (self.heads if pattern.heads is None else len(pattern.heads))
             for pattern in self.patterns
             for tiles in pattern.tiles

@@ -17,6 +17,7 @@ from deepspeed.config.arguments import TAKES_AUTO, remedy, wrong_optimizer_argum
 from deepspeed.config.problems import DeepSpeedConfigError, nearest
 from deepspeed.ops.adagrad import Adagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam.compact_adam import CompactAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
@@ -39,7 +40,8 @@ class BuiltIn:
     """Class of torch.optim that takes over where a key is given that only it knows."""
 
 
-_ADAM_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+_COMPACT_KEYS = ("state_bits", "stochastic_rounding")
+_ADAM_KEYS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", *_COMPACT_KEYS)
 
 BUILT_IN: dict[str, BuiltIn] = {
     "adam": BuiltIn(FusedAdam, _ADAM_KEYS),
@@ -89,7 +91,7 @@ def check_optimizer(name: Any, params: Any = None) -> list[str]:
         return [f"optimizer.type={name!r} is unknown{_nearest(name, available_names())}"]
     settings = _settings(params)
     problems = _unknown_keys(name, settings)
-    problems += _bad_values(settings)
+    problems += _bad_values(settings) + _contradictions(settings)
     if settings.get("amsgrad") and key in BUILT_IN and not settings.get("torch_adam"):
         problems.append(
             "optimizer.params.amsgrad=true is available with torch's implementation only: set torch_adam=true"
@@ -126,9 +128,14 @@ def _resolve(name: str, settings: dict[str, Any]) -> OptimizerClass:
 def _adam(key: str, settings: dict[str, Any]) -> OptimizerClass:
     decoupled = bool(settings.pop("adam_w_mode", True)) or key == "adamw"
     fp32_states = settings.pop("fp32_optimizer_states", True)
+    compact = {key: settings.pop(key) for key in _COMPACT_KEYS if key in settings}
     if settings.pop("torch_adam", False):
         settings.pop("bias_correction", None)
         return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if compact.get("state_bits", 32) == 8 or compact.get("stochastic_rounding"):
+        settings.pop("set_grad_none", None)
+        settings.update({"state_bits": 32, **compact}, adam_w_mode=decoupled)
+        return CompactAdam
     if not fp32_states:
         settings.update(adamw_mode=decoupled, fp32_optimizer_states=False)
         settings.pop("set_grad_none", None)
@@ -180,6 +187,19 @@ def _bad_values(settings: dict[str, Any]) -> list[str]:
     return [
         f"optimizer.params.{key}={value!r} must be {text}{remedy(value)}"
         for key, value, text, _ in wrong_optimizer_arguments(settings)
+    ]
+
+
+def _contradictions(settings: dict[str, Any]) -> list[str]:
+    """Keys that ask for small states, and keys that choose an implementation without them."""
+    small = [key for key in _COMPACT_KEYS if settings.get(key) not in (None, 32, False)]
+    others = [f"torch_adam={settings['torch_adam']}"] if settings.get("torch_adam") else []
+    if settings.get("fp32_optimizer_states") is False:
+        others.append("fp32_optimizer_states=false")
+    return [
+        f"optimizer.params.{key}={settings[key]!r} cannot be combined with {other}: leave one of them out"
+        for key in small
+        for other in others
     ]
 
 

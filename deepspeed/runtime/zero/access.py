@@ -5,7 +5,8 @@ Checkpoints go through ``StateAccess``; so does the ``safe_get_*``/``safe_set_*`
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,13 +96,23 @@ class StateAccess:
         """This rank's fragments with their master weights (key "fp32", 1-D) and optimizer state, live; without what is
         each rank's own (``own_state.py``)."""
         self.store.settle()
-        return map(self._shard, self.store.fragments)
+        return self._each(self.store.fragments)
 
     def distinct_shards(self) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
         """Of ``shards`` those of which this rank is the first to hold them: of MiCS's replicas and, at stage 0, of all
         ranks with the same weights."""
         self.store.settle()
-        return (self._shard(owned) for owned in self.store.fragments if owned.grad_bucket.counts)
+        return self._each(owned for owned in self.store.fragments if owned.grad_bucket.counts)
+
+    def _each(self, fragments: Iterable[OwnedFragment]) -> Iterator[tuple[ShardIndex, dict[str, Tensor]]]:
+        """Coded state is shown as numbers; what the caller writes to them is kept when it asks for the next."""
+        for owned in fragments:
+            index, tensors = self._shard(owned)
+            shown = {key: tensors[key]._version for key in self.store.traits.coded if key in tensors}
+            yield index, tensors
+            for key, version in shown.items():
+                if tensors[key]._version != version:
+                    self.store.set_value(owned, key, tensors[key])
 
     def _shard(self, owned: OwnedFragment) -> tuple[ShardIndex, dict[str, Tensor]]:
         own, tensors = self.store.traits.rank_state, self._tensors(owned)
@@ -118,7 +129,7 @@ class StateAccess:
 
     def _tensors(self, owned: OwnedFragment) -> dict[str, Tensor]:
         tensors = {MASTER: owned.master.detach().view(-1)}
-        for key, value in self.store.state_of(owned).items():
+        for key, value in self.store.values_of(owned).items():
             if isinstance(value, Tensor):
                 tensors[key] = value.detach().view(-1) if value.shape == owned.master.shape else value
             elif isinstance(value, (int, float)):
@@ -162,6 +173,8 @@ class StateAccess:
                         )
                 elif tensor.shape == (owned.fragment.numel,):
                     tensor.copy_(saved[key].reshape(-1)[part][: tensor.numel()])
+                    if key in self.store.traits.coded:
+                        self.store.set_value(owned, key, tensor)
                 else:
                     _write(self.store.state_of(owned), key, saved[key])
 
@@ -169,7 +182,7 @@ class StateAccess:
         """This rank's optimizer state by parameter, as the optimizer keeps it; per-element state in one piece."""
         self.store.settle()
         for index, pieces in self._owned.items():
-            state = _joined_state(pieces, [self.store.state_of(owned) for owned in pieces])
+            state = _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
             if state is not None:
                 yield self.store.params[index], state
 
@@ -180,7 +193,7 @@ class StateAccess:
         if pieces is None:
             pieces = self._owned.get(self._index.get(id(key), -1), [])
         self.store.settle()
-        return _joined_state(pieces, [self.store.state_of(owned) for owned in pieces])
+        return _joined_state(pieces, [self.store.values_of(owned) for owned in pieces])
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of a parameter that the engine trains, None for any other."""
@@ -324,10 +337,11 @@ class StateAccess:
 
     def full_state(self, param: nn.Parameter, key: str) -> Tensor | None:
         """A per-element optimizer state such as ``exp_avg``. Collective."""
-        return self._assemble(param, [(o, self.store.first_state(o)[key]) for o in self._fragments(param)])
+        return self._assemble(param, [(o, self.store.first_values(o)[key]) for o in self._fragments(param)])
 
     def set_full_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        self._scatter(value, [(o, self._own_state(o, key)) for o in self._fragments(param)])
+        with self._writable_state(param, key) as parts:
+            self._scatter(value, parts)
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """The reduced gradient in fp32, or None before the backward of a boundary. Collective.
@@ -360,10 +374,11 @@ class StateAccess:
         return self._local(param, [o.master if o.low is None else o.low for o in self._fragments(param)])
 
     def local_state(self, param: nn.Parameter, key: str) -> Tensor:
-        return self._local(param, [self.store.first_state(o)[key] for o in self._fragments(param)])
+        return self._local(param, [self.store.first_values(o)[key] for o in self._fragments(param)])
 
     def set_local_state(self, param: nn.Parameter, key: str, value: Tensor) -> None:
-        write_pieces([self._own_state(o, key) for o in self._fragments(param)], value, f"part of {key!r}")
+        with self._writable_state(param, key) as parts:
+            write_pieces([tensor for _, tensor in parts], value, f"part of {key!r}")
 
     def local_gradient(self, param: nn.Parameter) -> Tensor | None:
         owned = self._fragments(param)
@@ -376,9 +391,18 @@ class StateAccess:
     def _reduced(self) -> bool:
         return all(bucket.reduced is not None for bucket in self.reducer.buckets)
 
+    @contextmanager
+    def _writable_state(self, param: nn.Parameter, key: str) -> Iterator[list[tuple[OwnedFragment, Tensor]]]:
+        """The state ``key`` of this rank's fragments, to be written to inside the block."""
+        parts = [(owned, self._own_state(owned, key)) for owned in self._fragments(param)]
+        yield parts
+        if key in self.store.traits.coded:
+            for owned, tensor in parts:
+                self.store.set_value(owned, key, tensor)
+
     def _own_state(self, owned: OwnedFragment, key: str) -> Tensor:
         self.store.ensure_state(lambda other: other is owned)
-        return self.store.state_of(owned)[key]
+        return self.store.values_of(owned)[key]
 
     def _publish_one(self, param: nn.Parameter) -> None:
         with torch.no_grad():

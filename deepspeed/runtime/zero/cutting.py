@@ -114,15 +114,19 @@ def param_specs(
 
 
 def cut_whole(
-    specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int]
+    specs: Sequence[ParamSpec], plan: Plan, ranks: int | Mapping[str, int], grain: int = 1
 ) -> tuple[BucketLayout, ...]:
-    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by scope."""
-    policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL)
+    """Stages 0 to 2: parameters stay whole on every rank. ``ranks`` share one copy of the states, by scope.
+    ``grain``: of the optimizer (``UpdateTraits``)."""
+    policy = CutPolicy(max_numel=plan.zero.reduce_bucket_numel, merge_numel=MERGE_NUMEL, grain=grain)
     return cut(specs, policy, ranks if plan.zero.shard_state else 1)
 
 
 def cut_sharded(
-    specs: Sequence[ParamSpec], zero: DeepSpeedZeroConfig, ranks: int | Mapping[str, int]
+    specs: Sequence[ParamSpec],
+    zero: DeepSpeedZeroConfig,
+    ranks: int | Mapping[str, int],
+    grain: int = 1,
 ) -> list[tuple[BucketLayout, bool]]:
     """Stage 3: ``(layout, persistent)``; persistent buckets hold small parameters and stay gathered."""
     persist = persistence_threshold(
@@ -130,7 +134,7 @@ def cut_sharded(
         int(zero.param_persistence_threshold),
         int(zero.model_persistence_threshold),
     )
-    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist)
+    policy = CutPolicy(max_numel=UNIT_NUMEL, persist_numel=persist, grain=grain)
     return [
         (layout, all(slot.numel <= policy.persist_numel for slot in layout.slots))
         for layout in cut(specs, policy, ranks)

@@ -53,6 +53,10 @@ class GroupTensors(NamedTuple):
             [o.low for o in fragments],
         )
 
+    @property
+    def starts(self) -> list[int]:
+        return [owned.fragment.param_offset for owned in self.fragments]
+
     def pick(self, indices: Iterable[int]) -> GroupTensors:
         chosen = list(indices)
         fragments, masters, grads, lows = ([column[i] for i in chosen] for column in self)

@@ -7,6 +7,7 @@ to end, padded, and divided evenly among the ranks of its group: rank ``r`` owns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ import torch
 from deepspeed.checkpoint.shards import Cut
 
 ALIGNMENT = 16
-"""Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard."""
+"""Every parameter starts at a multiple of this many elements (64 bytes in fp32), and so does every shard; where the
+optimizer keeps values of blocks (``UpdateTraits.grain``), at a multiple of a block too."""
 
 NOBODY = -1
 """Index of a parameter in a slot that is not trained (a frozen one in a bucket with trained ones)."""
@@ -138,12 +140,14 @@ class CutPolicy:
 
     ``max_numel`` ends a bucket before it grows larger (a single parameter may be larger); ``merge_numel`` joins
     consecutive small units up to that size; parameters of at most ``persist_numel`` elements get separate buckets
-    (stage 3 keeps those gathered); 0 turns either off.
+    (stage 3 keeps those gathered); 0 turns either off. ``grain``: parameters and shards start at multiples of it, so
+    that a parameter is cut at multiples of it.
     """
 
     max_numel: int
     merge_numel: int = 0
     persist_numel: int = 0
+    grain: int = 1
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -163,7 +167,7 @@ def cut(
         shards = num_shards if isinstance(num_shards, int) else num_shards[run[0].scope]
         if shards < 1:
             raise ValueError(f"num_shards must be at least 1, not {shards}")
-        buckets.append(_lay(run, len(buckets), shards))
+        buckets.append(_lay(run, len(buckets), shards, math.lcm(ALIGNMENT, policy.grain)))
     return tuple(buckets)
 
 
@@ -192,11 +196,11 @@ def _fits(run: list[ParamSpec], spec: ParamSpec, policy: CutPolicy, persistent: 
     return persistent or run[-1].unit == spec.unit or size < policy.merge_numel
 
 
-def _lay(run: list[ParamSpec], index: int, num_shards: int) -> BucketLayout:
+def _lay(run: list[ParamSpec], index: int, num_shards: int, alignment: int) -> BucketLayout:
     slots: list[Slot] = []
     position = 0
     for spec in run:
-        position = round_up(position, ALIGNMENT)
+        position = round_up(position, alignment)
         slots.append(Slot(spec.index, position, spec.numel))
         position += spec.numel
     first = run[0]
@@ -207,6 +211,6 @@ def _lay(run: list[ParamSpec], index: int, num_shards: int) -> BucketLayout:
         wire_dtype=first.wire_dtype,
         requires_grad=first.requires_grad,
         slots=tuple(slots),
-        padded_numel=round_up(position, ALIGNMENT * num_shards),
+        padded_numel=round_up(position, alignment * num_shards),
         num_shards=num_shards,
     )

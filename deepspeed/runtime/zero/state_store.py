@@ -160,6 +160,21 @@ class StateStore:
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
         return self.optimizer.state.get(owned.master, {})
 
+    def values_of(self, owned: OwnedFragment) -> dict[str, Any]:
+        """The state of a fragment as numbers: live, but for what the optimizer keeps as codes."""
+        state = self.state_of(owned)
+        return self._decoded(state) if self.traits.coded else state
+
+    def set_value(self, owned: OwnedFragment, key: str, values: Tensor) -> None:
+        """Write one coded entry; see ``values_of``."""
+        optimizer: Any = self.optimizer
+        with torch.no_grad():
+            optimizer.set_decoded_state(self.state_of(owned), key, values)
+
+    def _decoded(self, state: dict[str, Any]) -> dict[str, Any]:
+        optimizer: Any = self.optimizer
+        return optimizer.decoded_state(state)
+
     def rebind(self, bucket: ParamBucket) -> None:
         """The weights of ``bucket`` have moved: find their slices again and set the masters from them."""
         for owned in self.fragments:
@@ -206,6 +221,11 @@ class StateStore:
     def first_state(self, owned: OwnedFragment) -> dict[str, Any]:
         """The state of a fragment, or what it would start with; nothing is stored."""
         return self.state_of(owned) or self._first_state(owned)
+
+    def first_values(self, owned: OwnedFragment) -> dict[str, Any]:
+        """``first_state`` as numbers."""
+        state = self.first_state(owned)
+        return self._decoded(state) if self.traits.coded else state
 
     def _first_state(self, owned: OwnedFragment) -> dict[str, Any]:
         return first_state(self.optimizer, self.optimizer.param_groups[owned.group_index], owned.master)

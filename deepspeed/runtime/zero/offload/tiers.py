@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -491,15 +491,17 @@ def make_tier(
     *,
     weights_swap: SwapFile | None,
     elementwise: bool,
+    grain: int = 1,
     open_swap: Callable[[StateOffload, Path], SwapFile] = _open_swap,
 ) -> ResidentTier:
     """The one place that chooses where the state of weights on ``device`` is kept.
 
-    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another. ``open_swap``:
-    opens the file of a plan that has a folder.
+    ``elementwise``: whether the optimizer may see its tensors in pieces, one sub-group after another, cut at multiples
+    of ``grain``. ``open_swap``: opens the file of a plan that has a folder.
     """
     if plan is None:
         return ResidentTier()
+    plan = replace(plan, sub_group_numel=max(plan.sub_group_numel // grain, 1) * grain)
     apart = off_host(device)
     swap = None
     if plan.folder is not None:

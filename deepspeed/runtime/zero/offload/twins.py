@@ -113,7 +113,14 @@ class Twins:
                     [grads[i] for i in chosen],
                     grad_scale=grad_scale,
                     low_precision=[twins[i].low for i in chosen],
+                    **self._positions([twins[i].owned for i in chosen]),
                 )
+
+    def _positions(self, fragments: Sequence[OwnedFragment]) -> dict[str, list[int]]:
+        """For an update that is told where fragments start in their parameters."""
+        if not self._optimizers[0].update_traits.positions:
+            return {}
+        return {"starts": [owned.fragment.param_offset for owned in fragments]}
 
     def taken(self) -> None:
         """Rounded weights are on their way to the device, if it is another one: their memory is in use until then."""

@@ -474,10 +474,11 @@ class ZenFlowStepExecutor(StepExecutor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         assert self.plan.zenflow is not None
-        if not runs_ahead(self.store.optimizer):
+        if not runs_ahead(self.store.optimizer) or self.store.traits.grain > 1:
             raise DeepSpeedConfigError(
                 f"zero_optimization.zenflow cannot be combined with {type(self.store.optimizer).__name__}: it "
-                "updates columns, which elementwise optimizers of this package can (Adam, AdamW, Adagrad, Lion, SGD)"
+                "updates columns, which elementwise optimizers of this package can (Adam, AdamW, Adagrad, Lion, SGD; "
+                "without state_bits and stochastic_rounding)"
             )
         optimizer = cast(MultiTensorOptimizer, self.store.optimizer)
         self.zenflow = ZenFlow(self.plan.zenflow, optimizer, self.store, self.scopes)

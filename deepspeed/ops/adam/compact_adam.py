@@ -1,0 +1,271 @@
+"""CompactAdam: Adam whose moments take one byte each, and whose weights may be bfloat16 alone.
+
+T. Dettmers et al.: 8-bit Optimizers via Block-wise Quantization (ICLR 2022); P. Zamirai et al.: Revisiting BFloat16
+Training (2020). With both, a parameter takes 2 bytes (its weight, which is its own master), 2 for the moments, 2 for
+its gradient: 6 instead of 16.
+
+A moment is stored as codes ``exp_avg`` (uint8) with scales ``exp_avg_scale`` (fp32, one per 256 elements), and
+``exp_avg_sq`` holds codes of the root of the second moment (``ops/state_codes.py``). New moments are rounded to codes
+at random, in proportion, so that averages that move by less than one code per step still move; so are weights in
+bfloat16 with ``stochastic_rounding``. The random bits are a function of the step, the element and its gradient.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops import native, state_codes
+from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.multi_tensor import Launch, Table, refuse
+from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
+
+CODES = 3
+"""``enum ds_state_codes``."""
+SCALE = "_scale"
+"""What the name of a moment's scales ends with."""
+
+_CODE = {"exp_avg": state_codes.SIGNED, "exp_avg_sq": state_codes.UNSIGNED}
+_Starts = tuple[int, ...]
+
+
+class _Table(Table):
+    """Rows of ``struct ds_compact_segment``."""
+
+    row_words = 10
+
+    def __init__(self, starts: _Starts, *args: Any) -> None:
+        self.starts = starts
+        super().__init__(*args)
+
+    def _sort_into_launches(self, device_types: tuple[str, ...]) -> None:
+        launches: dict[Any, Launch] = {}
+        for i, (param, grad, state) in enumerate(zip(self.params, self.grads, self.states, strict=True)):
+            low = None if self.low_precision is None else self.low_precision[i]
+            moments = [state["exp_avg"], state["exp_avg_sq"]]
+            coded = moments[0].dtype is torch.uint8
+            floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
+            fits = param.device.type in device_types and all(map(native.is_native, floats))
+            if not fits or not (coded or moments[0].dtype is torch.float32):
+                self.others.append(i)
+                continue
+            codes = native.DTYPE_CODES
+            kinds = (codes[param.dtype], codes[grad.dtype], CODES if coded else 0)
+            storage = (*kinds, 0 if low is None else codes[low.dtype])
+            launch = launches.setdefault(storage, Launch(storage, param.device))
+            launch.indices.append(i)
+            scales = [state[name + SCALE].data_ptr() for name in _CODE] if coded else [0, 0]
+            low_address = 0 if low is None else low.data_ptr()
+            row = (param.data_ptr(), grad.data_ptr(), *[m.data_ptr() for m in moments], *scales)
+            launch.words.extend((*row, low_address, state["step"].data_ptr(), param.numel(), self.starts[i]))
+        self.launches = list(launches.values())
+        for launch in self.launches:
+            launch.pointer = launch.words.buffer_info()[0]
+
+    def is_current(
+        self, low_precision: Sequence[Tensor | None] | None, starts: _Starts | None = None
+    ) -> bool:
+        return (starts is None or starts == self.starts) and super().is_current(low_precision)
+
+
+class CompactAdam(MultiTensorAdam):
+    """Adam with decoupled weight decay (``adam_w_mode=True``, AdamW) or with L2 regularisation.
+
+    Args:
+        state_bits: 8 (codes) or 32 (fp32) for each moment.
+        stochastic_rounding: round updated bfloat16 parameters up or down at random, in proportion, so that a weight
+            without a master in fp32 also learns from updates smaller than its last digit. Parameters in fp32 are
+            not rounded, fp16 ones to the nearest number.
+
+    One pass over memory on CPUs, plain PyTorch with the same bits elsewhere.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        state_bits: int = 8,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        refuse("CompactAdam", amsgrad=amsgrad)
+        if state_bits not in (8, 32):
+            raise ValueError(f"state_bits={state_bits!r} must be 8 or 32")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": bool(adam_w_mode),
+            "stochastic_rounding": bool(stochastic_rounding),
+        }
+        self.state_bits = state_bits
+        super().__init__(params, defaults)
+
+    @property
+    def update_traits(self) -> UpdateTraits:  # type: ignore[override]  # of the instance, not of the class
+        coded = tuple(_CODE) if self.state_bits == 8 else ()
+        return UpdateTraits(elementwise=True, grain=state_codes.BLOCK, coded=coded, positions=True)
+
+    # ---- state ---------------------------------------------------------------------------------------------
+
+    def _names_for(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (*_CODE, *(name + SCALE for name in _CODE)) if self.state_bits == 8 else self.state_names
+
+    def state_for(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if self.state_bits == 8:
+            state = self.state[param]
+            for name in _CODE:
+                if name not in state:
+                    state[name] = torch.zeros_like(param, dtype=torch.uint8, requires_grad=False)
+                    count = state_codes.blocks(param.numel())
+                    state[name + SCALE] = torch.zeros(count, dtype=torch.float32, device=param.device)
+        return super().state_for(param, group)
+
+    @staticmethod
+    def _state_dtype(param: Tensor, group: dict[str, Any]) -> torch.dtype:
+        return torch.float32
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.state_bits == 8:
+            for state in self.state.values():
+                for name in _CODE:
+                    if name in state and state[name].dtype is not torch.uint8:
+                        self._take_back(state, name)
+
+    def _take_back(self, state: dict[str, Any], name: str) -> None:
+        """What was loaded are codes, which have been made floats (whole numbers: nothing is lost), or values."""
+        loaded = state[name]
+        state[name] = loaded.to(torch.uint8)
+        if name + SCALE not in state:  # of another Adam
+            state[name + SCALE] = torch.zeros(state_codes.blocks(loaded.numel()), device=loaded.device)
+            self.set_decoded_state(state, name, loaded)
+
+    def decoded_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` as other Adams keep it: fp32 values for codes, nothing for scales. Copies."""
+        if self.state_bits != 8 or not state:
+            return state
+        values = {key: value for key, value in state.items() if not key.endswith(SCALE)}
+        for name, code in _CODE.items():
+            decoded = state_codes.decode(code, state[name], state[name + SCALE])
+            values[name] = decoded.square_() if code is state_codes.UNSIGNED else decoded
+        return values
+
+    def set_decoded_state(self, state: dict[str, Any], name: str, values: Tensor) -> None:
+        """Inverse of ``decoded_state`` for one moment: what was decoded gets its codes back; else the nearest ones."""
+        if name == "exp_avg_sq":
+            values = _root(values.float())
+        codes, scales = state_codes.encode(_CODE[name], values.float())
+        state[name].copy_(codes.view(state[name].shape))
+        state[name + SCALE].copy_(scales)
+
+    # ---- step ----------------------------------------------------------------------------------------------
+
+    def multi_tensor_step(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *,
+        grad_scale: float = 1.0,
+        low_precision: Sequence[Tensor | None] | None = None,
+        context: UpdateContext = ALONE,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        self._starts = tuple(starts) if starts is not None else (0,) * len(params)
+        super().multi_tensor_step(
+            group, params, grads, grad_scale=grad_scale, low_precision=low_precision, context=context
+        )
+
+    def _make_table(self, *args: Any) -> Table:
+        return _Table(self._starts, *args)
+
+    def _is_current(self, table: Table, low_precision: Sequence[Tensor | None] | None) -> bool:
+        assert isinstance(table, _Table)
+        return table.is_current(low_precision, self._starts)
+
+    def _device_types(self) -> tuple[str, ...]:
+        return () if native.library() is None else ("cpu",)
+
+    def _native_update(
+        self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        lib.ds_compact_adam(
+            *launch.arguments(),
+            float(group["lr"]),
+            beta1,
+            beta2,
+            group["eps"],
+            group["weight_decay"],
+            grad_scale,
+            group["bias_correction"],
+            group[self.decoupled_key],
+            group["stochastic_rounding"],
+            torch.get_num_threads(),
+        )
+
+    @torch.no_grad()
+    def _update_in_torch(self, table: Table, group: dict[str, Any], grad_scale: float) -> None:
+        assert isinstance(table, _Table)
+        lows = table.low_precision
+        for i, step in zip(table.others, table.count_steps(table.others), strict=True):
+            low = None if lows is None else lows[i]
+            self._update_one(
+                group,
+                table.params[i],
+                table.grads[i],
+                table.states[i],
+                low,
+                step,
+                table.starts[i],
+                grad_scale,
+            )
+
+    def _update_one(
+        self,
+        group: dict[str, Any],
+        param: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        low: Tensor | None,
+        step: int,
+        start: int,
+        grad_scale: float,
+    ) -> None:
+        """The reference: the kernel's operations in its order."""
+        wide, scaled = param.detach().float(), grad.float() * grad_scale
+        random = state_codes.random_bits(scaled, step, start)
+        values = self.decoded_state(state)
+        moments = [[values[name].float()] for name in _CODE]
+        updated = [wide.clone()]
+        self._torch_update(group, updated, [scaled], moments, [step])
+        exp_avg, exp_avg_sq = moments[0][0], moments[1][0]
+        if self.state_bits == 8:
+            for name, value, bits in (
+                ("exp_avg", exp_avg, state_codes.third(random)),
+                ("exp_avg_sq", _root(exp_avg_sq), random),
+            ):
+                codes, scales = state_codes.encode(_CODE[name], value, bits)
+                state[name].copy_(codes)
+                state[name + SCALE].copy_(scales)
+        rounds = group["stochastic_rounding"] and param.dtype is torch.bfloat16
+        param.detach().copy_(state_codes.round_randomly(updated[0], random) if rounds else updated[0])
+        if low is not None:
+            low.copy_(updated[0].view(low.shape))
+
+
+def _root(values: Tensor) -> Tensor:
+    """Correctly rounded on every device."""
+    return values.double().sqrt_().float()

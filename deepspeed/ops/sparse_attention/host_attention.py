@@ -1,0 +1,151 @@
+"""Block-sparse attention on the host: calls of the native kernel (``csrc/attention/sparse_attention.cpp``).
+
+Beside inputs and results it needs transposed keys (and values, in backward) and sums in fp32: memory proportional to
+the tokens, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops import native
+
+_HEADS = 8
+"""Sequences and heads together from which on each is one item of work in backward. Fewer are cut into parts; their
+number depends on nothing but shapes, as a sum would differ."""
+
+_POINTERS = (
+    "query",
+    "key",
+    "value",
+    "output",
+    "lse",
+    "starts",
+    "columns",
+    "layout_of",
+    "key_bias",
+    "score_bias",
+)
+_BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "values", "key_sums", "value_sums")
+_SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
+
+
+class _Call(ctypes.Structure):
+    """``struct ds_sparse_attention``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, "keys", *_BACKWARD)),
+        *((name, ctypes.c_int64) for name in _SIZES),
+        ("scale", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+    ]
+
+
+class RowLists:
+    """A layout as the kernel reads it: for each row the blocks that it sees. ``layout_of`` [heads]: heads with the same
+    layout share one."""
+
+    def __init__(self, layout: Tensor, layout_of: list[int]) -> None:
+        rows, columns = layout.shape[1], layout.shape[2]
+        found = layout.nonzero()
+        counts = torch.bincount(found[:, 0] * rows + found[:, 1], minlength=len(layout) * rows)
+        ends = counts.cumsum(0)
+        # One more entry than rows for each layout: its last end is the next one's start.
+        firsts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        at = torch.arange(len(layout)).unsqueeze(1) * rows + torch.arange(rows + 1)
+        self.starts = firsts[at].contiguous()
+        self.columns = found[:, 2].to(torch.int32).contiguous()
+        self.layout_of = torch.tensor(layout_of)
+        self.square = rows == columns
+
+
+def runs_here(query: Tensor, key: Tensor, value: Tensor, block: int) -> bool:
+    """Whether the kernel computes these."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype in native.DTYPE_CODES
+        and query.shape == key.shape == value.shape
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] % 16 == 0
+        and query.shape[-1] <= 256
+        and block % 16 == 0
+        and query.numel() > 0
+        and native.library() is not None
+    )
+
+
+class HostAttention(torch.autograd.Function):
+    """[batch, heads, tokens, size] in and out; masks as in ``block_attention.Masks``, in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: RowLists,
+        block: int,
+        keys: Tensor | None,
+        scores: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        masks = {
+            "key_bias": None if keys is None else keys.float().contiguous(),
+            "score_bias": None if scores is None else scores.float().contiguous(),
+        }
+        scratch = torch.empty(q.shape, dtype=torch.float32)
+        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, "keys": scratch, **masks}
+        _run("ds_sparse_attention_forward", tensors, rows, block, causal, scale, parts=1)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = (masks, rows, block, causal, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        masks, rows, block, causal, scale = ctx.rest
+        parts = max(1, _HEADS // (q.shape[0] * q.shape[1]))
+        results = [torch.empty_like(x) for x in (q, k, v)]
+        direct = parts == 1 and q.dtype is torch.float32  # sums are made where the results are
+        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
+        tensors |= {"grad_output": grads[0].contiguous()}
+        tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), results, strict=True))
+        threads = torch.get_num_threads()
+        tensors |= {
+            name: torch.empty((threads, *q.shape[2:]), dtype=torch.float32) for name in ("keys", "values")
+        }
+        for name, result in (("key_sums", results[1]), ("value_sums", results[2])):
+            tensors[name] = result if direct else torch.empty((parts, *q.shape), dtype=torch.float32)
+        _run("ds_sparse_attention_backward", tensors, rows, block, causal, scale, parts=parts)
+        return *results, None, None, None, None, None, None
+
+
+def _run(
+    function: str,
+    tensors: dict[str, Tensor | None],
+    rows: RowLists,
+    block: int,
+    causal: bool,
+    scale: float,
+    *,
+    parts: int,
+) -> None:
+    lib, query = native.library(), tensors["query"]
+    assert lib is not None
+    assert query is not None
+    lists = {"starts": rows.starts, "columns": rows.columns, "layout_of": rows.layout_of}
+    pointers = {n: t.data_ptr() for n, t in {**tensors, **lists}.items() if t is not None}
+    sizes = dict(zip(_SIZES, (*query.shape, block, parts), strict=True))
+    code = native.DTYPE_CODES[query.dtype]
+    call = _Call(**pointers, **sizes, scale=scale, dtype=code, causal=causal)
+    done = getattr(lib, function)(ctypes.addressof(call), torch.get_num_threads())
+    assert done, "sizes that the kernel does not take"

@@ -1,0 +1,119 @@
+"""Numbers in 8 bits: codes of a tensor in blocks of 256 elements, each with its largest magnitude (4 bytes).
+
+T. Dettmers et al.: 8-bit Optimizers via Block-wise Quantization (ICLR 2022). Let ``x`` in [0, 1] be a number's share of
+the largest magnitude in its block. Its code is the position of ``span * x + c``, with ``c = 1/256``, among the
+floating-point numbers from ``c`` to ``c + span`` with a few bits of mantissa:
+
+    ``UNSIGNED``  256 codes, 5 bits of mantissa: steps of 1.6 to 3.1 % of a large number, 1/8000 of the largest near 0
+    ``SIGNED``    a sign and 128 codes, 4 bits of mantissa: steps of 3.1 to 6.2 %, 1/4000 near 0
+
+The first code is exactly 0, the last exactly the largest magnitude. So decoded values have the codes and the scales
+that they came from: a checkpoint in fp32 restores both to the bit.
+
+Blocks start at the start of a parameter. Whoever cuts parameters cuts them at multiples of ``BLOCK``.
+
+This is the reference in PyTorch, for every device; the host kernel (``csrc/adam/compact_adam.cpp``) has the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Elements with one scale."""
+
+_OFFSET, _OFFSET_BITS = 2.0**-8, 119 << 23
+_TINY = 1e-30
+"""Blocks with nothing larger count as zeros."""
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    top: int
+    shift: int
+    """Bits of a float that one step takes."""
+    span: float
+    signed: bool
+
+
+UNSIGNED = Code(255, 18, 251 / 256, False)
+SIGNED = Code(127, 19, 247 / 256, True)
+
+
+def blocks(numel: int) -> int:
+    """Number of scales of ``numel`` elements."""
+    return -(-numel // BLOCK)
+
+
+def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of ``codes`` (uint8, any shape; ``scales`` [blocks])."""
+    flat = codes.reshape(-1).to(torch.int32)
+    shifted = _OFFSET_BITS + ((flat & code.top) << code.shift)
+    inverse = (torch.ones((), dtype=torch.float32) / code.span).item()
+    values = (shifted.view(torch.float32) - _OFFSET) * inverse * _per_element(scales, flat.numel())
+    if code.signed:
+        values = (values.view(torch.int32) | ((flat & 128) << 24)).view(torch.float32)
+    return values.view(codes.shape)
+
+
+def encode(code: Code, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(codes, scales)`` of fp32 ``values``: the nearest codes, or with ``random`` (int64, 32 random bits per element)
+    one of the two next to a value, in proportion. Only zero (in the unsigned code) and what is next to it become 0."""
+    flat = values.detach().reshape(-1)
+    magnitude = flat.abs()
+    scales = _largest(magnitude)
+    scale = _per_element(scales, flat.numel())
+    factors = torch.full_like(scales, code.span).div_(scales).masked_fill_(scales == 0, 0.0)
+    share = torch.where(magnitude >= scale, code.span, magnitude * _per_element(factors, flat.numel()))
+    share = torch.where(scale == 0, 0.0, share)
+    added = 1 << (code.shift - 1) if random is None else random.reshape(-1) >> (32 - code.shift)
+    found = ((share + _OFFSET).view(torch.int32).long() - _OFFSET_BITS + added) >> code.shift
+    found = found.clamp_(max=code.top)
+    if code.signed:
+        found |= ((flat.view(torch.int32) < 0) & (found > 0)).long() << 7
+    else:
+        found = torch.maximum(found, ((flat > 0) & (scale > 0)).long())
+    return found.to(torch.uint8).view(values.shape), scales
+
+
+def _largest(magnitude: Tensor) -> Tensor:
+    """[blocks] largest magnitudes, 0 for those that count as zero."""
+    padded = torch.nn.functional.pad(magnitude, (0, -magnitude.numel() % BLOCK))
+    largest = padded.view(-1, BLOCK).amax(1)
+    return largest.masked_fill_(largest < _TINY, 0.0)
+
+
+def _per_element(scales: Tensor, numel: int) -> Tensor:
+    return scales.repeat_interleave(BLOCK)[:numel]
+
+
+# ---- random bits -------------------------------------------------------------------------------------------
+
+
+def random_bits(grad: Tensor, step: int, start: int) -> Tensor:
+    """32 bits per element (int64, flat) from the number of the update, the index of the element in its parameter
+    (``start`` is that of the first) and its gradient, in fp32."""
+    flat = grad.reshape(-1)
+    index = torch.arange(start, start + flat.numel(), device=grad.device)
+    first = (step * 0x9E3779B9 + index + (index >> 32) * 0x85EBCA6B) & _MASK
+    x = first ^ (flat.view(torch.int32).long() & _MASK)
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def third(random: Tensor) -> Tensor:
+    """More bits from the same hash."""
+    return (random * 0x9E3779B1) & _MASK
+
+
+def round_randomly(values: Tensor, random: Tensor) -> Tensor:
+    """fp32 ``values`` in bfloat16, rounded up or down in proportion to what is between."""
+    bits = values.contiguous().view(torch.int32).long() & _MASK
+    rounded = (bits + (random.view(values.shape) & 0xFFFF)) >> 16
+    rounded = torch.where(values.isnan(), 0x7FC0, rounded)
+    return torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)
