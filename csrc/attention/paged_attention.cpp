@@ -11,9 +11,11 @@
 #include <vector>
 
 #include "lanes.h"
+#include "operations.h"
 
 namespace {
 
+using ds::exponential;
 using ds::kLanes;
 using ds::Lanes;
 using ds::load;
@@ -53,22 +55,6 @@ DS_INLINE void add_values(const float *weights, int64_t weights_stride, const fl
     for (; d < size; ++d)
         for (int64_t r = 0; r < R; ++r)
             for (int64_t j = 0; j < n; ++j) sums[r * size + d] += weights[r * weights_stride + j] * values[j * size + d];
-}
-
-// exp(x) for x <= 0 to about one unit in the last place; 0 below the smallest normal number.
-DS_INLINE float exponential(float given) {
-    const float x = given < -87.0f ? -87.0f : given;
-    const float whole = float(int32_t(x * 1.44269504f - 0.5f));  // to nearest, as x is not positive
-    const float rest = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-    float sum = 1.9875691500e-4f;
-    sum = sum * rest + 1.3981999507e-3f;
-    sum = sum * rest + 8.3334519073e-3f;
-    sum = sum * rest + 4.1665795894e-2f;
-    sum = sum * rest + 1.6666665459e-1f;
-    sum = sum * rest + 5.0000001201e-1f;
-    sum = (sum * rest) * rest + rest + 1.0f;
-    const float power = std::bit_cast<float>(uint32_t(int32_t(whole) + 127) << 23);
-    return given < -87.0f ? 0.0f : sum * power;
 }
 
 struct Row {
@@ -165,9 +151,9 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         row[r] = {first > 0 ? first : 0, position, -INFINITY, 0.0f};
         const void *source = ds::at(static_cast<const char *>(layer.query),
                                     head * layer.query_head_stride + (piece.row + token) * layer.query_token_stride,
-                                    layer.dtype);
+                                    layer.query_dtype);
         float *query = scratch.query.data() + r * layer.key_size;
-        const float *wide = ds::widen(source, layer.dtype, query, layer.key_size);
+        const float *wide = ds::widen(source, layer.query_dtype, query, layer.key_size);
         if (wide != query) std::memcpy(query, wide, size_t(layer.key_size) * sizeof(float));
         if (layer.sinks != nullptr) {  // takes part in the softmax, without a value
             row[r].largest = layer.sinks[head];
@@ -198,8 +184,9 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         DS_IVDEP for (int64_t d = 0; d < layer.value_size; ++d) sums[d] /= row[r].total;
         const int64_t token = piece.row + (item.first_row + r) / group;
         const int64_t head = item.head * group + (item.first_row + r) % group;
-        ds::narrow(ds::at(static_cast<char *>(layer.output), (token * layer.heads + head) * layer.value_size, layer.dtype),
-                   layer.dtype, sums, layer.value_size);
+        ds::narrow(ds::at(static_cast<char *>(layer.output), (token * layer.heads + head) * layer.value_size,
+                          layer.query_dtype),
+                   layer.query_dtype, sums, layer.value_size);
     }
 }
 
@@ -239,5 +226,21 @@ void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *piece
         static thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < total; ++i) attend(*layer, list[i], scratch);
+    }
+}
+
+void ds::attention(const ds_paged_layer &layer, const ds_step &step, const Team &team) {
+    static thread_local Scratch scratch;
+    const int64_t group = layer.heads / layer.kv_heads;
+    int64_t number = 0, mine = team.next->fetch_add(1);
+    for (int64_t p = 0; p < step.count; ++p) {
+        const ds_paged_piece &piece = step.pieces[p];
+        for (int64_t head = 0; head < layer.kv_heads; ++head)
+            for (int64_t row = 0; row < piece.count * group; row += kRows, ++number) {
+                if (number != mine) continue;
+                const int64_t left = piece.count * group - row;
+                attend(layer, {&piece, head, row, left < kRows ? left : kRows}, scratch);
+                mine = team.next->fetch_add(1);
+            }
     }
 }

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
 from deepspeed.inference.model.probing import (
@@ -19,7 +20,7 @@ from deepspeed.inference.model.probing import (
     tolerance,
 )
 
-_LAYOUTS = (PackedLayout, PaddedLayout)
+_LAYOUTS = (FusedLayout, PackedLayout, PaddedLayout)
 
 
 class ModelRunner:
