@@ -192,6 +192,29 @@ struct Prepared {
     }
 };
 
+// `seen`: outputs of the matrices before it.
+Work work_of(const ds_product &product, const ds_matrix &matrix, const char *inputs, const float *input_scales,
+             int64_t rows, int64_t seen) {
+    const bool integers = product.weights == DS_WEIGHTS_INT8 || product.weights == DS_WEIGHTS_INT4;
+    Work work;
+    work.matrix = static_cast<const char *>(matrix.values);
+    work.scales = matrix.scales;
+    work.bias = matrix.bias;
+    work.inputs = inputs;
+    work.input_scales = input_scales;
+    work.output = static_cast<char *>(product.output) + seen * ds::item_size(product.output_dtype);
+    work.row_bytes = matrix.row_bytes;
+    work.input_bytes = row_bytes(product);
+    work.rows = rows;
+    work.columns = product.columns;
+    work.group = matrix.group;
+    work.groups = integers ? padded_columns(product) / matrix.group : 0;
+    work.output_stride = product.output_stride;
+    work.bias_dtype = matrix.bias_dtype;
+    work.output_dtype = product.output_dtype;
+    return work;
+}
+
 }  // namespace
 
 int64_t ds::product_shared_bytes(const ds_product &product, int64_t rows) {
@@ -214,34 +237,16 @@ void ds::product_compute(const ds_product &product, int64_t rows, const Team &te
     const Prepared prepared(product, rows, memory);
     for (int64_t row = 0; row < rows && rows <= kOwnRows; ++row) prepared.prepare(product, row);
 
-    int64_t total = 0;
-    for (int64_t m = 0; m < product.count; ++m) total += product.matrices[m].outputs;
-    const auto cut = [&](int64_t share) {
-        return std::min(total, (total * share / team.threads + kOutputsOfWork - 1) / kOutputsOfWork * kOutputsOfWork);
-    };
-    const int64_t first = cut(team.thread), last = cut(team.thread + 1);
-    int64_t seen = 0;
+    // A thread that has no processor for a while leaves its work to the others.
+    int64_t seen = 0, units = 0, mine = team.next->fetch_add(1);
     for (int64_t m = 0; m < product.count; ++m) {
         const ds_matrix &matrix = product.matrices[m];
-        const int64_t begin = std::max<int64_t>(first - seen, 0), end = std::min(last - seen, matrix.outputs);
-        if (begin < end) {
-            const bool integers = product.weights == DS_WEIGHTS_INT8 || product.weights == DS_WEIGHTS_INT4;
-            const Work work{static_cast<const char *>(matrix.values),
-                            matrix.scales,
-                            matrix.bias,
-                            prepared.rows,
-                            prepared.scales,
-                            static_cast<char *>(product.output) + seen * ds::item_size(product.output_dtype),
-                            matrix.row_bytes,
-                            row_bytes(product),
-                            rows,
-                            product.columns,
-                            matrix.group,
-                            integers ? padded_columns(product) / matrix.group : 0,
-                            product.output_stride,
-                            matrix.bias_dtype,
-                            product.output_dtype};
-            compute(work, product.weights, begin, end);
+        const Work work = work_of(product, matrix, prepared.rows, prepared.scales, rows, seen);
+        const int64_t first = units;
+        units += (matrix.outputs + kOutputsOfWork - 1) / kOutputsOfWork;
+        for (; mine < units; mine = team.next->fetch_add(1)) {
+            const int64_t begin = (mine - first) * kOutputsOfWork;
+            compute(work, product.weights, begin, std::min(begin + kOutputsOfWork, matrix.outputs));
         }
         seen += matrix.outputs;
     }

@@ -62,7 +62,7 @@ DS_INLINE void take_part(Words &to, const Words &words, int32_t part) {
 
 template <int64_t R, int64_t N, int32_t kind>
 DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
-                          Lanes (&sums)[N][R]) {
+                          Lanes (&sums)[R][N]) {
     constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
     for (int64_t byte = begin * item; byte < end * item; byte += int64_t(sizeof(Words))) {
         Words weights[N];
@@ -74,19 +74,19 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
             load_words(input, inputs + r * work.input_bytes + byte);
             for (int64_t n = 0; n < N; ++n) {
                 if constexpr (kind == DS_WEIGHTS_BFLOAT16)
-                    dot_bfloat16(sums[n][r], weights[n], input);
+                    dot_bfloat16(sums[r][n], weights[n], input);
                 else
-                    sums[n][r] += (Lanes)weights[n] * (Lanes)input;
+                    sums[r][n] += (Lanes)weights[n] * (Lanes)input;
             }
         }
     }
 }
 
 template <int64_t R, int64_t N, int32_t kind>
-DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[N][R]) {
+DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R][N]) {
     constexpr int64_t step = kind == DS_WEIGHTS_BFLOAT16 ? 2 * ds::kLanes : ds::kLanes;
     constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
-    Lanes sums[N][R] = {};
+    Lanes sums[R][N] = {};
     const int64_t whole = work.columns / step * step;
     add_floats<R, N, kind>(work, matrix, inputs, 0, whole, sums);
     for (int64_t n = 0; n < N && whole < work.columns; ++n) {
@@ -97,13 +97,12 @@ DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inpu
         for (int64_t r = 0; r < R; ++r) {
             load_words(input, inputs + r * work.input_bytes + whole * item);
             if constexpr (kind == DS_WEIGHTS_BFLOAT16)
-                dot_bfloat16(sums[n][r], weights, input);
+                dot_bfloat16(sums[r][n], weights, input);
             else
-                sums[n][r] += (Lanes)weights * (Lanes)input;
+                sums[r][n] += (Lanes)weights * (Lanes)input;
         }
     }
-    for (int64_t n = 0; n < N; ++n)
-        for (int64_t r = 0; r < R; ++r) totals[n][r] = ds::sum(sums[n][r]);
+    for (int64_t r = 0; r < R; ++r) ds::sums_of<N>(sums[r], totals[r]);
 }
 
 template <int64_t R, int64_t N, int32_t bits>
@@ -131,8 +130,8 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
 
 template <int64_t R, int64_t N, int32_t bits>
 DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
-                            float (&totals)[N][R]) {
-    Lanes scaled[N][R] = {};
+                            float (&totals)[R][N]) {
+    Lanes scaled[R][N] = {};
     for (int64_t g = 0; g < work.groups; ++g) {
         const int64_t end = (g + 1) * work.group;
         for (int64_t begin = g * work.group; begin < end; begin += kExactColumns) {
@@ -141,19 +140,21 @@ DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *in
                                      sums);
             for (int64_t n = 0; n < N; ++n)
                 for (int64_t r = 0; r < R; ++r)
-                    scaled[n][r] +=
+                    scaled[r][n] +=
                         work.scales[(output + n) * work.groups + g] * __builtin_convertvector(sums[n][r], Lanes);
         }
     }
-    for (int64_t n = 0; n < N; ++n)
-        for (int64_t r = 0; r < R; ++r) totals[n][r] = ds::sum(scaled[n][r]) * work.input_scales[row + r];
+    for (int64_t r = 0; r < R; ++r) {
+        ds::sums_of<N>(scaled[r], totals[r]);
+        for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.input_scales[row + r];
+    }
 }
 
 template <int64_t R, int64_t N, int32_t kind>
 DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
     const char *matrix = work.matrix + output * work.row_bytes;
     const char *inputs = work.inputs + row * work.input_bytes;
-    float totals[N][R];
+    float totals[R][N];
     if constexpr (kind == DS_WEIGHTS_INT8)
         integer_tile<R, N, 8>(work, matrix, inputs, output, row, totals);
     else if constexpr (kind == DS_WEIGHTS_INT4)
@@ -163,7 +164,7 @@ DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
     for (int64_t r = 0; r < R; ++r) {
         float values[N];
         for (int64_t n = 0; n < N; ++n)
-            values[n] = totals[n][r] + (work.bias == nullptr ? 0.0f : number_at(work.bias, work.bias_dtype, output + n));
+            values[n] = totals[r][n] + (work.bias == nullptr ? 0.0f : number_at(work.bias, work.bias_dtype, output + n));
         char *target = work.output + ((row + r) * work.output_stride + output) * ds::item_size(work.output_dtype);
         ds::narrow(target, work.output_dtype, values, N);
     }

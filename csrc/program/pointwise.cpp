@@ -112,6 +112,11 @@ DS_INLINE Slot slot_of(const ds_step &step, int64_t row, int64_t block_size) {
     return {-1, 0};
 }
 
+template <class T>
+DS_INLINE void put_apart(T *to, const T *from, int64_t n, int64_t stride) {
+    for (int64_t i = 0; i < n; ++i) to[i * stride] = from[i];
+}
+
 DS_INLINE void rotary_row_body(const ds_rotary &r, const ds_step &step, int64_t row) {
     const int64_t total = r.heads * r.key_size + r.kv_heads * (r.key_size + r.value_size), half = r.rotary / 2;
     void *source = ds::at(static_cast<char *>(r.projected), row * total, r.dtype);
@@ -136,10 +141,13 @@ DS_INLINE void rotary_row_body(const ds_rotary &r, const ds_step &step, int64_t 
     const float *keys = values + r.heads * r.key_size, *new_values = keys + r.kv_heads * r.key_size;
     for (int64_t h = 0; h < r.kv_heads; ++h) {
         const int64_t begin = (slot.block * r.kv_heads + h) * r.block_size;
-        for (int64_t d = 0; d < r.key_size; ++d)
-            ds::narrow(ds::at(static_cast<char *>(r.keys), begin * r.key_size + d * r.block_size + slot.offset,
-                              r.cache_dtype),
-                       r.cache_dtype, keys + h * r.key_size + d, 1);
+        void *column = ds::at(static_cast<char *>(r.keys), begin * r.key_size + slot.offset, r.cache_dtype);
+        float *key = scratch(r.key_size, 3);
+        ds::narrow(key, r.cache_dtype, keys + h * r.key_size, r.key_size);
+        if (r.cache_dtype == DS_FLOAT32)
+            put_apart(static_cast<float *>(column), key, r.key_size, r.block_size);
+        else
+            put_apart(static_cast<uint16_t *>(column), reinterpret_cast<uint16_t *>(key), r.key_size, r.block_size);
         ds::narrow(ds::at(static_cast<char *>(r.values), (begin + slot.offset) * r.value_size, r.cache_dtype),
                    r.cache_dtype, new_values + h * r.value_size, r.value_size);
     }
@@ -148,8 +156,8 @@ DS_KERNEL(rotary_row, (const ds_rotary &r, const ds_step &step, int64_t row), (r
 
 // exp(-|x|) / (1 + exp(-|x|)) for negative x, 1 / (1 + exp(-|x|)) for others
 DS_INLINE float sigmoid(float x) {
-    const float power = exponential(x < 0 ? x : -x);
-    return (x < 0 ? power : 1.0f) / (1.0f + power);
+    const float power = exponential(-std::fabs(x));
+    return ds::choose(x < 0, power, 1.0f) / (1.0f + power);
 }
 
 // Abramowitz and Stegun, 7.1.26: within 1.5e-7
@@ -158,7 +166,7 @@ DS_INLINE float error_function(float x) {
     const float sum =
         ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
     const float value = 1.0f - sum * exponential(-size * size);
-    return x < 0 ? -value : value;
+    return std::copysign(value, x);
 }
 
 template <int32_t activation>
@@ -167,7 +175,7 @@ DS_INLINE float activated(float x) {
     if constexpr (activation == DS_GELU) return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     // (1 + tanh(u)) / 2 is the sigmoid of 2 u
     if constexpr (activation == DS_GELU_TANH) return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
-    return x < 0 ? 0.0f : x;
+    return ds::choose(x < 0, 0.0f, x);
 }
 
 template <int32_t activation>

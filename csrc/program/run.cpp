@@ -1,5 +1,5 @@
-// A forward as one call: its operations one after another, each by all threads of one parallel region. Between two of them
-// threads meet at a barrier, which costs less than a millionth of a second, and no other language is heard in between.
+// A forward as one call: its operations one after another, each by all threads of one parallel region, which meet between
+// two of them.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -12,6 +12,41 @@
 #include "operations.h"
 
 namespace {
+
+// Where threads meet. They turn for a moment, which is what it takes where each has a processor, and then sleep: one that
+// turns for longer takes the processor from what it waits for.
+class Meeting {
+  public:
+    explicit Meeting(int64_t members) : members_(members) {}
+
+    void meet() {
+        const uint32_t round = round_.load(std::memory_order_acquire);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == members_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            round_.store(round + 1, std::memory_order_release);
+            round_.notify_all();
+            return;
+        }
+        for (int turn = 0; turn < kTurns; ++turn) {
+            if (round_.load(std::memory_order_acquire) != round) return;
+            pause();
+        }
+        round_.wait(round, std::memory_order_acquire);
+    }
+
+  private:
+    static constexpr int kTurns = 4000;
+
+    static void pause() {
+#if defined(__SSE2__)
+        _mm_pause();
+#endif
+    }
+
+    const int64_t members_;
+    std::atomic<int64_t> arrived_{0};
+    std::atomic<uint32_t> round_{0};
+};
 
 int64_t rows_of(const ds_operation &operation, const ds_step &step) {
     return operation.on_last != 0 ? step.count : step.rows;
@@ -43,35 +78,52 @@ int64_t shared_bytes(const ds_operation &operation, const ds_step &step) {
     return ds::product_shared_bytes(*static_cast<const ds_product *>(operation.arguments), rows_of(operation, step));
 }
 
+// Numbers of weights that the products multiply.
+int64_t work_of(const ds_operation &operation, const ds_step &step) {
+    if (operation.kind != DS_PRODUCT) return 0;
+    const ds_product &product = *static_cast<const ds_product *>(operation.arguments);
+    int64_t outputs = 0;
+    for (int64_t m = 0; m < product.count; ++m) outputs += product.matrices[m].outputs;
+    return outputs * product.columns * rows_of(operation, step);
+}
+
 }  // namespace
 
 void ds_run(const ds_operation *operations, int64_t count, const ds_step *step, int32_t threads) {
     static thread_local std::vector<char> shared;
-    int64_t bytes = 0;
-    for (int64_t i = 0; i < count; ++i) bytes = std::max(bytes, shared_bytes(operations[i], *step));
+    int64_t bytes = 0, work = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        bytes = std::max(bytes, shared_bytes(operations[i], *step));
+        work += work_of(operations[i], *step);
+    }
+    if (work < count * ds::kParallelNumel / 4) threads = 1;
     if (int64_t(shared.size()) < bytes) shared.resize(size_t(bytes));
     const std::unique_ptr<std::atomic<int64_t>[]> next(new std::atomic<int64_t>[size_t(count)]());
     char *memory = shared.data();
 
-    const auto each = [&](int64_t thread, int64_t members, const auto &meet) {
+    const auto each = [&](int64_t thread, int64_t members, Meeting &meeting) {
         for (int64_t i = 0; i < count; ++i) {
             const ds::Team team{thread, members, &next[size_t(i)], memory};
             if (shared_bytes(operations[i], *step) > 0) {
                 execute(operations[i], *step, 0, team);
-                meet();
+                meeting.meet();
             }
             execute(operations[i], *step, 1, team);
-            if (i + 1 < count) meet();
+            if (i + 1 < count) meeting.meet();
         }
     };
 #if defined(_OPENMP)
     if (threads > 1) {
+        std::unique_ptr<Meeting> meeting;
 #pragma omp parallel num_threads(threads)
-        each(omp_get_thread_num(), omp_get_num_threads(), [] {
-#pragma omp barrier
-        });
+        {
+#pragma omp single
+            meeting = std::make_unique<Meeting>(omp_get_num_threads());
+            each(omp_get_thread_num(), omp_get_num_threads(), *meeting);
+        }
         return;
     }
 #endif
-    each(0, 1, [] {});
+    Meeting alone(1);
+    each(0, 1, alone);
 }

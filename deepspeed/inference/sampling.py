@@ -34,9 +34,9 @@ class Sampler:
             chosen = logits.argmax(-1).tolist()
         else:
             chosen = [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
-        for row, token, request in zip(logits, chosen, requests, strict=True):
+        for index, (token, request) in enumerate(zip(chosen, requests, strict=True)):
             if request.params.logprobs:
-                request.logprobs.append(float(log_probabilities(row)[token]))
+                request.logprobs.append(float(log_probabilities(logits[index])[token]))
         return {request.id: token for request, token in zip(requests, chosen, strict=True)}
 
     def forget(self, request: Request) -> None:

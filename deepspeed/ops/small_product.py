@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from torch.nn import functional
 from deepspeed.ops.host_program import Matrix, Program, Step, Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = ["QuantizedMatrix", "Weights", "by_kernel", "product", "quantized_product", "takes_bfloat16"]
+__all__ = [
+    "Products",
+    "QuantizedMatrix",
+    "Weights",
+    "by_kernel",
+    "product",
+    "program_rows",
+    "quantized_product",
+    "takes_bfloat16",
+]
 
 MOST_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 1, Weights.INT8: 64, Weights.INT4: 64}
 """For how many rows a product is faster by the kernel than by torch."""
@@ -119,32 +129,61 @@ def takes_bfloat16(weight: Tensor) -> bool:
     )
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. A few rows by the kernel, without a graph."""
+class Products:
+    """Products with one matrix after another, described to the library once for each matrix. Copies know nothing."""
+
+    def __init__(self) -> None:
+        self._matrix: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._program = Program()
+        self._made: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Products, ())
+
+    def __call__(self, input: Tensor, matrix: Matrix) -> Tensor:
+        """[.., columns] -> [.., outputs], in the dtype of the input."""
+        input = input if input.is_contiguous() else input.contiguous()
+        output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
+        if self._made is None or not self._is_of(matrix):
+            self._matrix, self._bias, self._program = matrix.values, matrix.bias, Program()
+            rows = input.view(-1, matrix.columns)
+            self._made = self._program.product(rows, output.view(-1, matrix.outputs), [matrix])
+        made = self._made
+        made.input, made.output = input.data_ptr(), output.data_ptr()
+        made.input_dtype = made.output_dtype = DTYPE_CODES[input.dtype]
+        self._program.run(Step(input.numel() // matrix.columns))
+        return output
+
+    def _is_of(self, matrix: Matrix) -> bool:
+        """Tensors that are kept have their memory for themselves: the same address is the same matrix."""
+        known, bias = self._matrix, self._bias
+        assert known is not None
+        same = (bias is None) == (matrix.bias is None)
+        if same and bias is not None and matrix.bias is not None:
+            same = bias.data_ptr() == matrix.bias.data_ptr()
+        return same and known.data_ptr() == matrix.values.data_ptr()
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:
+    """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. A few rows by the kernel, without a graph.
+    ``products``: of a layer that calls this again and again."""
     columns = weight.shape[1]
     rows = input.numel() // columns if columns else 0
     graph = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
     wanted = by_kernel(Weights.BFLOAT16, rows) and not graph and input.dtype is torch.bfloat16
     if not wanted or not takes_bfloat16(weight):
         return functional.linear(input, weight, bias)
-    return _run(input, Matrix(Weights.BFLOAT16, weight, columns, bias))
+    return (products or Products())(input, Matrix(Weights.BFLOAT16, weight, columns, bias))
 
 
-def quantized_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+def quantized_product(
+    input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: Products | None = None
+) -> Tensor:
     """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel; for more, the values are
     made for the product and forgotten."""
     rows = input.numel() // matrix.columns if matrix.columns else 0
     described = matrix.described(bias)
     if input.device.type != "cpu" or input.dtype not in DTYPE_CODES or not by_kernel(described.kind, rows):
         return functional.linear(input, matrix.values(input.dtype), bias)
-    return _run(input, described)
-
-
-def _run(input: Tensor, matrix: Matrix) -> Tensor:
-    columns = input.shape[-1]
-    rows = input.reshape(-1, columns).contiguous()
-    output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
-    program = Program()
-    program.product(rows, output.view(-1, matrix.outputs), [matrix])
-    program.run(Step(rows.shape[0]))
-    return output
+    return (products or Products())(input, described)

@@ -91,9 +91,9 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """``modules``: the model and all in it that has weights or is called by its layers."""
+    """``watch``: of all modules of the model."""
 
-    modules: tuple[nn.Module, ...]
+    watch: Watch
     embedding: nn.Embedding
     rotations: nn.Module
     layers: tuple[Layer, ...]
@@ -104,21 +104,34 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
-    def weights(self) -> list[int]:
-        """The addresses of all weights: others than before if weights were moved or replaced."""
-        return [
-            each.data_ptr()
-            for module in self.modules
-            for kind in (module._parameters, module._buffers)
-            for each in kind.values()
-            if each is not None
-        ]
 
-    def is_watched(self) -> bool:
-        """Somebody wants to hear of the calls of a module, or has put something in the place of its forward."""
-        return any(
-            module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__
-            for module in self.modules
+class Watch:
+    """Whether modules are still what they were found to be; asked before every forward, so in few steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._attributes = [each.__dict__ for each in modules]
+        self._hooks = [hooks for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)]
+        self._tensors = [
+            (kind, name)
+            for each in modules
+            for kind in (each._parameters, each._buffers)
+            for name, tensor in kind.items()
+            if tensor is not None
+        ]
+        self._children = [(each._modules, tuple(each._modules.values())) for each in modules if each._modules]
+
+    def addresses(self) -> list[int]:
+        """Of all weights: others than before if weights were moved or replaced."""
+        found = [kind.get(name) for kind, name in self._tensors]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+
+    def is_disturbed(self) -> bool:
+        """Somebody wants to hear of the calls of a module, or has put something in the place of it or its forward."""
+        return (
+            any(self._hooks)
+            or any("forward" in each for each in self._attributes)
+            or any(tuple(now.values()) != before for now, before in self._children)
         )
 
 
@@ -143,7 +156,7 @@ def decoder_of(
     if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
         raise LayoutError(f"{type(embedding).__name__} is not a plain embedding")
     decoder = Decoder(
-        tuple(found.modules()),
+        Watch(found),
         embedding,
         _rotations(found.model),
         layers,
@@ -152,7 +165,7 @@ def decoder_of(
     )
     if decoder.dtype not in (torch.float32, torch.bfloat16):
         raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
-    if decoder.is_watched():
+    if decoder.watch.is_disturbed():
         raise LayoutError("some of its modules have hooks or another forward")
     return decoder
 

@@ -47,7 +47,7 @@ class FusedLayout:
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
         return shapes
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         decoder = self._decoder
         assert decoder is not None, "learn() comes first"
@@ -55,12 +55,14 @@ class FusedLayout:
         for piece in pieces:
             rows += piece.count
             last.append(rows - 1)
-        program = self._program
-        if program is None or not program.is_of(cache, rows, max(piece.stop for piece in pieces)):
+        if self._program is not None and not unchanged and not self._program.is_current():
+            self._program = None
+        longest, program = max(piece.stop for piece in pieces), self._program
+        if program is None or not program.takes(cache, rows, longest):
             most = program_rows(matrix_of(decoder.layers[0].down).kind)
-            if rows > most or not cache.is_on_host or decoder.is_watched():
+            if rows > most or not cache.is_on_host or decoder.watch.is_disturbed():
                 return self.packed.forward(pieces, cache)
-            positions = max(_FIRST_POSITIONS, 2 * max(piece.stop for piece in pieces))
+            positions = max(_FIRST_POSITIONS, 2 * longest)
             program = self._program = DecoderProgram(decoder, cache, most, positions)
         return program.run(pieces, rows, last)
 
@@ -75,21 +77,20 @@ class DecoderProgram:
 
     def __init__(self, decoder: Decoder, cache: PagedCache, rows: int, positions: int) -> None:
         self.decoder, self.cache, self.rows, self.positions = decoder, cache, rows, positions
-        self._weights = decoder.weights()
+        self._addresses = decoder.watch.addresses()
         self._program = Program()
         self._rotations = _rotations(decoder.rotations, positions)
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._logits = self._build()
 
-    def is_of(self, cache: PagedCache, rows: int, positions: int) -> bool:
-        """Whether it can run such a forward, and the weights are where they were."""
-        return (
-            cache is self.cache
-            and rows <= self.rows
-            and positions <= self.positions
-            and not self.decoder.is_watched()
-            and self.decoder.weights() == self._weights
-        )
+    def takes(self, cache: PagedCache, rows: int, positions: int) -> bool:
+        """Whether it can run such a forward."""
+        return cache is self.cache and rows <= self.rows and positions <= self.positions
+
+    def is_current(self) -> bool:
+        """Whether the weights are where they were, and the modules what they were."""
+        watch = self.decoder.watch
+        return not watch.is_disturbed() and watch.addresses() == self._addresses
 
     def run(self, pieces: Sequence[Piece], rows: int, last: Sequence[int]) -> Tensor:
         """Logits [pieces, vocabulary]."""

@@ -81,7 +81,7 @@ class PackedLayout:
         self.terms = running.terms
         return running.shapes
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 

@@ -58,10 +58,10 @@ class ModelRunner:
         self._cache = None
         self._cache = PagedCache(self.shapes, num_blocks, self.block_size)
 
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
-        then."""
-        return self.layout.forward(pieces, self.cache)
+        then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
+        return self.layout.forward(pieces, self.cache, unchanged)
 
     def _choose(self) -> tuple[Layout, dict[int, LayerShape]]:
         expected = plain_logits(self.module, self.facts)

@@ -96,7 +96,7 @@ def of_other_kernels() -> dict[str, Speed]:
 
 
 def _decoding() -> dict[str, Speed]:
-    """Kernels of programs that decode: products by what they read of the weights, others by what they read and write."""
+    """Kernels of programs that decode: products by the weights that they read, others by what they read and write."""
     if native.library() is None:
         return {}
     found = {}
