@@ -179,6 +179,15 @@ enum ds_activation {
     DS_RELU = 3
 };
 
+/* The place of the largest number of each row, the first of equals. */
+typedef struct ds_largest {
+    int64_t *output; /* [rows] */
+    const void *input;
+    int64_t size;
+    int64_t input_stride; /* elements of a row */
+    int32_t dtype;
+} ds_largest;
+
 /* output = activation(gate) * up, or without `up` (null) the activation alone. */
 typedef struct ds_gate {
     void *output;
@@ -224,7 +233,8 @@ enum ds_kind {
     DS_PRODUCT = 2,
     DS_ROTARY = 3,
     DS_ATTENTION = 4, /* ds_paged_layer; keys and values of the pieces are stored already */
-    DS_GATE = 5
+    DS_GATE = 5,
+    DS_LARGEST = 6
 };
 
 /* An operation on all rows of a step, or (on_last) on those of the last tokens of its pieces. A norm on these takes them

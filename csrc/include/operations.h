@@ -35,6 +35,7 @@ void embedding(const ds_embedding &embedding, const int64_t *tokens, int64_t row
 void norm(const ds_norm &norm, const int64_t *chosen, int64_t rows, const Team &team);
 void rotary(const ds_rotary &rotary, const ds_step &step, const Team &team);
 void gate(const ds_gate &gate, int64_t rows, const Team &team);
+void largest(const ds_largest &largest, int64_t rows, const Team &team);
 
 // `yes` if the condition holds, else `no`, as loops of the compiler's vectors have it: without a branch.
 DS_INLINE float choose(bool condition, float yes, float no) {

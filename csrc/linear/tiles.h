@@ -60,14 +60,15 @@ DS_INLINE void take_part(Words &to, const Words &words, int32_t part) {
     to = (Words)((Shorts)((Shorts)words << (16 - bits * (part + 1))) >> (16 - bits));
 }
 
-template <int64_t R, int64_t N, int32_t kind>
+// `first`: no tile has read these rows of the matrix yet, and the next ones are asked of the memory.
+template <bool first, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                           Lanes (&sums)[R][N]) {
     constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
     for (int64_t byte = begin * item; byte < end * item; byte += int64_t(sizeof(Words))) {
         Words weights[N];
         for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
-        if constexpr (R == 1)
+        if constexpr (first)
             for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + (n + N) * work.row_bytes + byte);
         for (int64_t r = 0; r < R; ++r) {
             Words input;
@@ -82,13 +83,13 @@ DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inpu
     }
 }
 
-template <int64_t R, int64_t N, int32_t kind>
+template <bool first, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R][N]) {
     constexpr int64_t step = kind == DS_WEIGHTS_BFLOAT16 ? 2 * ds::kLanes : ds::kLanes;
     constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
     Lanes sums[R][N] = {};
     const int64_t whole = work.columns / step * step;
-    add_floats<R, N, kind>(work, matrix, inputs, 0, whole, sums);
+    add_floats<first, R, N, kind>(work, matrix, inputs, 0, whole, sums);
     for (int64_t n = 0; n < N && whole < work.columns; ++n) {
         char rest[sizeof(Words)] = {};
         std::memcpy(rest, matrix + n * work.row_bytes + whole * item, size_t((work.columns - whole) * item));
@@ -105,7 +106,7 @@ DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inpu
     for (int64_t r = 0; r < R; ++r) ds::sums_of<N>(sums[r], totals[r]);
 }
 
-template <int64_t R, int64_t N, int32_t bits>
+template <bool first, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void add_integers(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
                             Words (&sums)[N][R]) {
     constexpr int64_t run = kLanes * 32 / bits;
@@ -113,7 +114,7 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
     for (int64_t column = begin; column < end; column += run) {
         Words given[N];
         for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
-        if constexpr (R == 1)
+        if constexpr (first)
             for (int64_t n = 0; n < N; ++n)
                 __builtin_prefetch(matrix + (n + N) * work.row_bytes + column * bits / 8);
         for (int32_t part = 0; part < parts; ++part) {
@@ -128,15 +129,26 @@ DS_INLINE void add_integers(const Work &work, const char *matrix, const char *in
     }
 }
 
-template <int64_t R, int64_t N, int32_t bits>
+template <bool first, int64_t R, int64_t N, int32_t bits>
 DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
                             float (&totals)[R][N]) {
+    if (work.groups == 1 && work.group <= kExactColumns) {
+        Words sums[N][R] = {};
+        add_integers<first, R, N, bits>(work, matrix, inputs, 0, work.group, sums);
+        for (int64_t r = 0; r < R; ++r) {
+            Lanes wide[N];
+            for (int64_t n = 0; n < N; ++n) wide[n] = __builtin_convertvector(sums[n][r], Lanes);
+            ds::sums_of<N>(wide, totals[r]);
+            for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.scales[output + n] * work.input_scales[row + r];
+        }
+        return;
+    }
     Lanes scaled[R][N] = {};
     for (int64_t g = 0; g < work.groups; ++g) {
         const int64_t end = (g + 1) * work.group;
         for (int64_t begin = g * work.group; begin < end; begin += kExactColumns) {
             Words sums[N][R] = {};
-            add_integers<R, N, bits>(work, matrix, inputs, begin, end < begin + kExactColumns ? end : begin + kExactColumns,
+            add_integers<first, R, N, bits>(work, matrix, inputs, begin, end < begin + kExactColumns ? end : begin + kExactColumns,
                                      sums);
             for (int64_t n = 0; n < N; ++n)
                 for (int64_t r = 0; r < R; ++r)
@@ -150,17 +162,17 @@ DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *in
     }
 }
 
-template <int64_t R, int64_t N, int32_t kind>
+template <bool first, int64_t R, int64_t N, int32_t kind>
 DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
     const char *matrix = work.matrix + output * work.row_bytes;
     const char *inputs = work.inputs + row * work.input_bytes;
     float totals[R][N];
     if constexpr (kind == DS_WEIGHTS_INT8)
-        integer_tile<R, N, 8>(work, matrix, inputs, output, row, totals);
+        integer_tile<first, R, N, 8>(work, matrix, inputs, output, row, totals);
     else if constexpr (kind == DS_WEIGHTS_INT4)
-        integer_tile<R, N, 4>(work, matrix, inputs, output, row, totals);
+        integer_tile<first, R, N, 4>(work, matrix, inputs, output, row, totals);
     else
-        float_tile<R, N, kind>(work, matrix, inputs, totals);
+        float_tile<first, R, N, kind>(work, matrix, inputs, totals);
     for (int64_t r = 0; r < R; ++r) {
         float values[N];
         for (int64_t n = 0; n < N; ++n)
@@ -173,15 +185,20 @@ DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
 template <int64_t N, int32_t kind>
 DS_INLINE void rows_of(const Work &work, int64_t output) {
     constexpr int64_t R = DS_DOT >= 3 ? 4 : 2;
+    if (work.rows == 1) return tile<true, 1, N, kind>(work, output, 0);
     int64_t row = 0;
-    for (; row + R <= work.rows; row += R) tile<R, N, kind>(work, output, row);
+    if (work.rows >= R) {
+        tile<true, R, N, kind>(work, output, 0);
+        row = R;
+    }
+    for (; row + R <= work.rows; row += R) tile<false, R, N, kind>(work, output, row);
     if constexpr (R == 4) {
         if (work.rows - row >= 2) {
-            tile<2, N, kind>(work, output, row);
+            tile<true, 2, N, kind>(work, output, row);
             row += 2;
         }
     }
-    if (row < work.rows) tile<1, N, kind>(work, output, row);
+    if (row < work.rows) tile<false, 1, N, kind>(work, output, row);
 }
 
 template <int32_t kind>

@@ -213,7 +213,39 @@ DS_INLINE void embedding_row_body(const ds_embedding &e, int64_t token, int64_t 
 }
 DS_KERNEL(embedding_row, (const ds_embedding &e, int64_t token, int64_t row), (e, token, row))
 
+DS_INLINE void largest_row_body(const ds_largest &l, int64_t row) {
+    constexpr int64_t kPart = 1024;
+    float buffer[kPart], best = -INFINITY;
+    int64_t place = 0;
+    for (int64_t start = 0; start < l.size; start += kPart) {
+        const int64_t n = l.size - start < kPart ? l.size - start : kPart;
+        const void *from = ds::at(static_cast<const char *>(l.input), row * l.input_stride + start, l.dtype);
+        const float *values = ds::widen(from, l.dtype, buffer, n);
+        float lane[kLanes];
+        for (int64_t j = 0; j < kLanes; ++j) lane[j] = best;
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes)
+            DS_IVDEP for (int64_t j = 0; j < kLanes; ++j) lane[j] = values[i + j] > lane[j] ? values[i + j] : lane[j];
+        for (int64_t j = 0; i + j < n; ++j) lane[j] = values[i + j] > lane[j] ? values[i + j] : lane[j];
+        float here = best;
+        for (int64_t j = 0; j < kLanes; ++j) here = lane[j] > here ? lane[j] : here;
+        if (!(here > best)) continue;
+        best = here;
+        for (int64_t j = 0; j < n; ++j)
+            if (values[j] == best) {
+                place = start + j;
+                break;
+            }
+    }
+    static_cast<int64_t *>(l.output)[row] = place;
+}
+DS_KERNEL(largest_row, (const ds_largest &l, int64_t row), (l, row))
+
 }  // namespace
+
+void ds::largest(const ds_largest &largest, int64_t rows, const Team &team) {
+    for_own_rows(team, rows, [&](int64_t row) { largest_row(largest, row); });
+}
 
 void ds::embedding(const ds_embedding &embedding, const int64_t *tokens, int64_t rows, const Team &team) {
     for_own_rows(team, rows, [&](int64_t row) { embedding_row(embedding, tokens[row], row); });

@@ -68,6 +68,7 @@ void execute(const ds_operation &operation, const ds_step &step, int phase, cons
         case DS_ROTARY: return ds::rotary(*static_cast<const ds_rotary *>(arguments), step, team);
         case DS_ATTENTION: return ds::attention(*static_cast<const ds_paged_layer *>(arguments), step, team);
         case DS_GATE: return ds::gate(*static_cast<const ds_gate *>(arguments), rows, team);
+        case DS_LARGEST: return ds::largest(*static_cast<const ds_largest *>(arguments), rows, team);
         default: return;
     }
 }

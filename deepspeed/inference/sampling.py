@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.ops.host_program import largest_of
 
 __all__ = ["Sampler", "log_probabilities", "processed"]
 
@@ -31,7 +32,7 @@ class Sampler:
         ValueError: logits are not finite.
         """
         if all(request.params.is_plain for request in requests):
-            chosen = logits.argmax(-1).tolist()
+            chosen = largest_of(logits)
         else:
             chosen = [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
         for index, (token, request) in enumerate(zip(chosen, requests, strict=True)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = ["Activation", "Matrix", "PagedLayer", "PagedPiece", "Program", "Step", "Weights"]
+__all__ = ["Activation", "Matrix", "PagedLayer", "PagedPiece", "Program", "Step", "Weights", "largest_of"]
 
 
 class Weights(enum.IntEnum):
@@ -45,6 +45,7 @@ class _Kind(enum.IntEnum):
     ROTARY = 3
     ATTENTION = 4
     GATE = 5
+    LARGEST = 6
 
 
 def _fields(pointers: str, int64s: str = "", floats: str = "", int32s: str = "") -> list[tuple[str, Any]]:
@@ -99,6 +100,10 @@ class _Rotary(ctypes.Structure):
 
 class _Gate(ctypes.Structure):
     _fields_ = _fields("output gate up", "size input_stride output_stride", "", "activation dtype")
+
+
+class _Largest(ctypes.Structure):
+    _fields_ = _fields("output input", "size input_stride", "", "dtype")
 
 
 class _Operation(ctypes.Structure):
@@ -295,6 +300,13 @@ class Program:
         )
         self._add(_Kind.GATE, made, gate, up, output)
 
+    def largest(self, input: Tensor, output: Tensor) -> None:
+        """output [rows] int64 = the place of the largest number of each row, the first of equals."""
+        made = _Largest(
+            *(output.data_ptr(), input.data_ptr(), input.shape[-1], input.stride(0), DTYPE_CODES[input.dtype])
+        )
+        self._add(_Kind.LARGEST, made, input, output)
+
     def run(self, step: Step, threads: int | None = None) -> None:
         """``threads``: at most; None: as many as torch has."""
         lib = library()
@@ -321,6 +333,16 @@ def bind(made: PagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
         made.dtype = code
     else:
         made.cache_dtype = code
+
+
+def largest_of(rows: Tensor) -> list[int]:
+    """The place of the largest number of each of ``rows`` [rows, size]; by torch where there is no kernel."""
+    if rows.device.type != "cpu" or rows.dtype not in DTYPE_CODES or rows.stride(1) != 1 or library() is None:
+        return rows.argmax(-1).tolist()
+    output, program = torch.empty(rows.shape[0], dtype=torch.int64), Program()
+    program.largest(rows, output)
+    program.run(Step(rows.shape[0]))
+    return output.tolist()
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops import native
-from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights, bind
+from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights, bind, largest_of
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import QuantizedMatrix
 
@@ -156,6 +156,17 @@ def test_embedding() -> None:
     program.embedding(table, output)
     program.run(Step(3, tokens=[4, 0, 8]), threads=2)
     assert torch.equal(output, table[[4, 0, 8]].float())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_largest(dtype: torch.dtype) -> None:
+    rows = draw(4, 2500, dtype=dtype)
+    rows[1] = -torch.inf
+    rows[2, [30, 1500]] = 9
+    rows[3, 2499] = 9
+    wanted = [int(rows[0].argmax()), 0, 30, 2499]
+    assert on_every_set(lambda: torch.tensor(largest_of(rows))).tolist() == wanted
+    assert largest_of(rows[:, 1:2499])[2] == 29
 
 
 def matrices(kind: Weights, columns: int) -> tuple[list[Matrix], Tensor]:
