@@ -60,7 +60,8 @@ def requests(count: int, vocabulary: int, longest: int) -> list[tuple[list[int],
 
 
 class Inference:
-    """One rank that decodes, or serves, with ``system``: transformers, ours, kernels (ours with kernel injection)."""
+    """One rank that decodes, or serves, with ``system``: transformers, compiled (the same by torch.compile, with a
+    static cache), ours, kernels (ours with kernel injection)."""
 
     def __init__(self, system: str, shape: str, precision: str, longest: int) -> None:
         import transformers
@@ -77,11 +78,15 @@ class Inference:
             engine = deepspeed.init_inference(module, replace_with_kernel_inject=True, **settings)
             module = engine.module
         self.module, self.vocabulary = module, SHAPES[shape]["vocab_size"]
+        self.settings: dict[str, Any] = {}
+        if system == "compiled":
+            module.forward = torch.compile(module.forward)
+            self.settings = {"cache_implementation": "static"}
         self.generator: Any = None
 
     def run(self, batch: int, prompt: int, tokens: int) -> float:
         """Seconds to generate ``tokens`` for each of ``batch`` prompts, less the time of the prompts."""
-        work = self._by_transformers if self.system == "transformers" else self._by_ours
+        work = self._by_ours if self.system in ("ours", "kernels") else self._by_transformers
         torch.manual_seed(2)
         prompts = torch.randint(0, self.vocabulary, (batch, prompt)).tolist()
         one = work([(each, 1) for each in prompts])
@@ -101,7 +106,13 @@ class Inference:
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in wanted])
         begin = time.perf_counter()
         self.module.generate(
-            ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            **self.settings,
         )
         return time.perf_counter() - begin
 
@@ -111,12 +122,16 @@ class Inference:
 
         if self.generator is None:
             self.generator = Generator(
-                self.module, max_length=2 * self.longest + 1, max_sequences=16, prefix_sharing=False
+                self.module, max_length=2 * self.longest + 1, max_sequences=64, prefix_sharing=False
             )
         settings = [SamplingParams(max_new_tokens=tokens) for _, tokens in wanted]
         begin = time.perf_counter()
         self.generator.generate([prompt for prompt, _ in wanted], settings)
         return time.perf_counter() - begin
+
+    def filled(self) -> list[int]:
+        """Forwards with as many tokens as the budget, and those with fewer although requests were waiting."""
+        return [0, 0] if self.generator is None else [self.generator.counts.full, self.generator.counts.short]
 
     def weights(self) -> int:
         """Bytes of weights that a step of decoding reads: all but the embedding, of which it reads rows."""
@@ -137,6 +152,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds over all contenders")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true", help="torch.compile takes part, too")
+    parser.add_argument("--serving", action=argparse.BooleanOptionalAction, default=True, help="second table")
     arguments = parser.parse_args(argv)
     arguments.shape = "tiny" if arguments.quick else "88M"
     if arguments.quick:
@@ -152,9 +169,8 @@ def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]
         "longest": max(arguments.longest, arguments.prompt + arguments.tokens),
     }
     plain = precision if precision in ("fp32", "bf16") else "bf16"
-    rows = [("transformers", plain)] + [
-        (each, precision) for each in ("ours", "kernels") if plain == precision or each == "kernels"
-    ]
+    rows = [("transformers", plain)] + ([("compiled", plain)] if arguments.compiled else [])
+    rows += [(each, precision) for each in ("ours", "kernels") if plain == precision or each == "kernels"]
     return [
         Contender(
             f"{system}, {of}",
@@ -218,17 +234,22 @@ def decoding(report: Report, arguments: argparse.Namespace, precision: str) -> N
     report.data[precision] = found
 
 
+_PLAIN, _OURS = "transformers, fp32", "ours, fp32"
+
+
 def serving(report: Report, arguments: argparse.Namespace) -> None:
     rows: dict[str, Callable[[dict[str, Job]], float]] = {
-        "Transformers, one by one": lambda jobs: _serve(jobs, "transformers, fp32", arguments, 1),
-        "Transformers, static batches of 16": lambda jobs: _serve(jobs, "transformers, fp32", arguments, 16),
-        "ours, continuous": lambda jobs: _serve(jobs, "ours, fp32", arguments, 16),
+        "Transformers, one by one": lambda jobs: _serve(jobs, _PLAIN, arguments, 1),
+        "Transformers, static batches of 16": lambda jobs: _serve(jobs, _PLAIN, arguments, 16),
+        "ours, continuous": lambda jobs: _serve(jobs, _OURS, arguments, 16),
     }
     times: dict[str, list[float]] = {name: [] for name in rows}
-    with started(contenders(arguments, "fp32")[:2]) as jobs:
+    taking_part = [each for each in contenders(arguments, "fp32") if each.name in (_PLAIN, _OURS)]
+    with started(taking_part) as jobs:
         for _ in range(max(arguments.rounds // 2, 1)):
             for name, work in rows.items():
                 times[name].append(work(jobs))
+        full, short = jobs[_OURS].call("filled")[0]
     own = times["ours, continuous"]
     goals = [">= 5.0", ">= 1.5", ""]
     cells = []
@@ -241,7 +262,8 @@ def serving(report: Report, arguments: argparse.Namespace) -> None:
         ["", "seconds", "to ours, median [min .. max]", "goal"],
         cells,
     )
-    report.data["serving"] = times
+    report.data["serving"] = {**times, "full": full, "short": short}
+    report.line(f"forwards while requests were waiting: {full} with the whole budget, {short} with less")
 
 
 def _serve(jobs: dict[str, Job], name: str, arguments: argparse.Namespace, batch: int) -> float:
@@ -253,7 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("inference", arguments)
     for precision in arguments.precisions:
         decoding(report, arguments, precision)
-    serving(report, arguments)
+    if arguments.serving:
+        serving(report, arguments)
     report.save()
 
 

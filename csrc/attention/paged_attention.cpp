@@ -12,6 +12,7 @@
 
 #include "exponential.h"
 #include "lanes.h"
+#include "operations.h"
 
 namespace {
 
@@ -151,9 +152,9 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         row[r] = {first > 0 ? first : 0, position, -INFINITY, 0.0f};
         const void *source = ds::at(static_cast<const char *>(layer.query),
                                     head * layer.query_head_stride + (piece.row + token) * layer.query_token_stride,
-                                    layer.dtype);
+                                    layer.query_dtype);
         float *query = scratch.query.data() + r * layer.key_size;
-        const float *wide = ds::widen(source, layer.dtype, query, layer.key_size);
+        const float *wide = ds::widen(source, layer.query_dtype, query, layer.key_size);
         if (wide != query) std::memcpy(query, wide, size_t(layer.key_size) * sizeof(float));
         if (layer.sinks != nullptr) {  // takes part in the softmax, without a value
             row[r].largest = layer.sinks[head];
@@ -184,8 +185,9 @@ DS_INLINE void attend_body(const ds_paged_layer &layer, const Item &item, Scratc
         DS_IVDEP for (int64_t d = 0; d < layer.value_size; ++d) sums[d] /= row[r].total;
         const int64_t token = piece.row + (item.first_row + r) / group;
         const int64_t head = item.head * group + (item.first_row + r) % group;
-        ds::narrow(ds::at(static_cast<char *>(layer.output), (token * layer.heads + head) * layer.value_size, layer.dtype),
-                   layer.dtype, sums, layer.value_size);
+        ds::narrow(ds::at(static_cast<char *>(layer.output), (token * layer.heads + head) * layer.value_size,
+                          layer.query_dtype),
+                   layer.query_dtype, sums, layer.value_size);
     }
 }
 
@@ -225,5 +227,21 @@ void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *piece
         static thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < total; ++i) attend(*layer, list[i], scratch);
+    }
+}
+
+void ds::attention(const ds_paged_layer &layer, const ds_step &step, const Team &team) {
+    static thread_local Scratch scratch;
+    const int64_t group = layer.heads / layer.kv_heads;
+    int64_t number = 0, mine = team.next->fetch_add(1);
+    for (int64_t p = 0; p < step.count; ++p) {
+        const ds_paged_piece &piece = step.pieces[p];
+        for (int64_t head = 0; head < layer.kv_heads; ++head)
+            for (int64_t row = 0; row < piece.count * group; row += kRows, ++number) {
+                if (number != mine) continue;
+                const int64_t left = piece.count * group - row;
+                attend(layer, {&piece, head, row, left < kRows ? left : kRows}, scratch);
+                mine = team.next->fetch_add(1);
+            }
     }
 }

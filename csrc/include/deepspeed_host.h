@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Increased whenever a signature or a struct below changes; deepspeed/ops/native.py refuses any other number. */
-#define DS_HOST_ABI 1
+#define DS_HOST_ABI 2
 DS_API int32_t ds_abi(void);
 
 enum ds_dtype { DS_FLOAT32 = 0, DS_BFLOAT16 = 1, DS_FLOAT16 = 2 };
@@ -127,25 +127,95 @@ DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *con
  * has no instruction for it. */
 DS_API int32_t ds_crc32_blocks(const void *data, int64_t bytes, int64_t block, uint32_t *crcs);
 
-enum ds_weights { DS_WEIGHTS_BFLOAT16 = 0, DS_WEIGHTS_INT8 = 1, DS_WEIGHTS_INT4 = 2 };
+/* How a matrix [outputs, columns] is stored. Integers lie in runs of 64 (8 bits) or 128 columns (4 bits), the last padded
+ * with zeros: number n of word i of a run is its column 16 n + i. */
+enum ds_weights { DS_WEIGHTS_BFLOAT16 = 0, DS_WEIGHTS_INT8 = 1, DS_WEIGHTS_INT4 = 2, DS_WEIGHTS_FLOAT32 = 3 };
 
-/* output [rows, outputs] = input [rows, columns] times the transpose of the matrix [outputs, columns], plus the bias
- * [outputs] if it is not null; all but the matrix and its scales are bfloat16. Integers lie in runs of 64 (8 bits) or 128
- * columns (4 bits), the last padded with zeros: number n of word i of a run is its column 16 n + i. */
-typedef struct ds_product {
-    uint16_t *output;
-    const uint16_t *input;
-    const void *matrix;
+typedef struct ds_matrix {
+    const void *values;
     const float *scales; /* of integers: [outputs, padded columns / group] */
-    const uint16_t *bias;
-    int64_t rows, outputs, columns;
-    int64_t row_bytes; /* of the matrix */
-    int64_t group;     /* of integers: columns with one scale, runs that divide the padded columns */
-    int32_t weights;   /* enum ds_weights */
+    const void *bias;    /* [outputs], or null */
+    int64_t outputs;
+    int64_t row_bytes;
+    int64_t group;      /* of integers: columns with one scale, runs that divide the padded columns */
+    int32_t bias_dtype;
+} ds_matrix;
+
+/* output [rows, outputs of all matrices] = input [rows, columns] times the transposes of the matrices, plus their biases.
+ * Inputs are rounded to bfloat16 for matrices of bfloat16, and to integers of 15 bits with a scale for each row for
+ * integers. The rows beside a row do not change its bits. */
+typedef struct ds_product {
+    void *output;
+    const void *input;
+    const ds_matrix *matrices;
+    int64_t count;                       /* of matrices */
+    int64_t columns;
+    int64_t input_stride, output_stride; /* elements of a row */
+    int32_t weights;                     /* enum ds_weights, of all matrices */
+    int32_t input_dtype, output_dtype;
 } ds_product;
 
-/* For up to 8 rows. Returns 0, and does nothing, for more. */
-DS_API int32_t ds_small_product(const ds_product *product, int32_t threads);
+/* Rows of a table of embeddings. */
+typedef struct ds_embedding {
+    void *output; /* [rows, size], fp32 */
+    const void *table;
+    int64_t size;
+    int32_t table_dtype;
+} ds_embedding;
+
+/* stream += delta, where there is one; output = the stream's rows normalised by their root mean square, or (centered) by
+ * mean and deviation, times (weight + offset), plus bias. */
+typedef struct ds_norm {
+    void *stream;      /* [.., size] */
+    const void *delta; /* or null */
+    void *output;
+    const void *weight, *bias; /* [size]; either may be null */
+    int64_t size;
+    float eps, offset;
+    int32_t centered;
+    int32_t dtype; /* of stream, delta and output */
+    int32_t weight_dtype;
+} ds_norm;
+
+/* Rows of queries, keys and values beside each other. Queries and keys of each head are normalised by their root mean
+ * square, where weights for it are given, and rotated; keys and values go to the pages of the step's pieces. */
+typedef struct ds_rotary {
+    void *projected; /* [rows, heads * key_size + kv_heads * (key_size + value_size)]; rotated in place */
+    void *keys, *values; /* the cache, as in ds_paged_layer; null: nothing is stored */
+    const float *cosines, *sines; /* [positions, rotary / 2] */
+    const void *query_weight, *key_weight; /* [key_size], or null */
+    int64_t heads, kv_heads, key_size, value_size, block_size;
+    int64_t rotary;      /* numbers of a head that are rotated, from its first */
+    int32_t interleaved; /* pairs lie beside each other, else in two halves */
+    float eps;
+    int32_t dtype, cache_dtype, weight_dtype;
+} ds_rotary;
+
+enum ds_activation {
+    DS_SILU = 0,
+    DS_GELU = 1,      /* by the error function */
+    DS_GELU_TANH = 2,
+    DS_RELU = 3
+};
+
+/* The place of the largest number of each row, the first of equals. */
+typedef struct ds_largest {
+    int64_t *output; /* [rows] */
+    const void *input;
+    int64_t size;
+    int64_t input_stride; /* elements of a row */
+    int32_t dtype;
+} ds_largest;
+
+/* output = activation(gate) * up, or without `up` (null) the activation alone. */
+typedef struct ds_gate {
+    void *output;
+    const void *gate, *up;
+    int64_t size;
+    int64_t input_stride, output_stride; /* elements of a row */
+    int32_t activation;                  /* enum ds_activation */
+    int32_t dtype;
+} ds_gate;
 
 /* Tokens of one sequence in one forward. */
 typedef struct ds_paged_piece {
@@ -158,7 +228,7 @@ typedef struct ds_paged_piece {
 } ds_paged_piece;
 
 /* One layer. Tensors of the forward's tokens have strides (in elements) for heads and tokens; a head's numbers lie side
- * by side. All but `sinks` are of `dtype`. */
+ * by side. All but `sinks` are of `dtype`, queries and output of `query_dtype`. */
 typedef struct ds_paged_layer {
     void *keys, *values; /* the cache: [blocks, kv_heads, key_size, block_size], [.., block_size, value_size] */
     const void *query, *new_keys, *new_values;
@@ -169,7 +239,7 @@ typedef struct ds_paged_layer {
         value_token_stride;
     int64_t window; /* a token sees itself and the window - 1 before it; 0: all before it */
     float scale, softcap; /* scores s become softcap * tanh(s / softcap); 0: they do not */
-    int32_t dtype;
+    int32_t dtype, query_dtype;
 } ds_paged_layer;
 
 /* Causal attention of each piece over its own sequence. */
@@ -204,6 +274,37 @@ typedef struct ds_sparse_attention {
 /* Both return 0, and do nothing, where they are not available. */
 DS_API int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads);
 DS_API int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads);
+
+enum ds_kind {
+    DS_EMBEDDING = 0,
+    DS_NORM = 1,
+    DS_PRODUCT = 2,
+    DS_ROTARY = 3,
+    DS_ATTENTION = 4, /* ds_paged_layer; keys and values of the pieces are stored already */
+    DS_GATE = 5,
+    DS_LARGEST = 6
+};
+
+/* An operation on all rows of a step, or (on_last) on those of the last tokens of its pieces. A norm on these takes them
+ * from among all rows of its stream; the output of every operation on them has their number of rows. */
+typedef struct ds_operation {
+    const void *arguments; /* the struct of its kind */
+    int32_t kind;          /* enum ds_kind */
+    int32_t on_last;
+} ds_operation;
+
+/* The tokens of a forward: those of its pieces, one after another. */
+typedef struct ds_step {
+    int64_t rows;
+    const int64_t *tokens;    /* [rows], for embeddings */
+    const int64_t *positions; /* [rows], for rotations */
+    const int64_t *last;      /* [count]: the row of each piece's last token */
+    const ds_paged_piece *pieces;
+    int64_t count;
+} ds_step;
+
+/* One operation after another, each by all threads. */
+DS_API void ds_run(const ds_operation *operations, int64_t count, const ds_step *step, int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -71,4 +71,31 @@ DS_INLINE float sum(const Lanes &lanes) {
     return parts[0];
 }
 
+// totals[n] = sum(lanes[n]), with the same additions, of four at a time.
+template <int64_t N>
+DS_INLINE void sums_of(const Lanes (&lanes)[N], float (&totals)[N]) {
+#if defined(__GNUC__) && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+    if constexpr (N == 4) {
+        using Eight = float __attribute__((vector_size(32)));
+        using Four = float __attribute__((vector_size(16)));
+        Four of[4];
+        for (int64_t n = 0; n < 4; ++n) {
+            const Eight eight = __builtin_shufflevector(lanes[n], lanes[n], 0, 1, 2, 3, 4, 5, 6, 7) +
+                                __builtin_shufflevector(lanes[n], lanes[n], 8, 9, 10, 11, 12, 13, 14, 15);
+            of[n] = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+        }
+        const Four first = __builtin_shufflevector(of[0], of[1], 0, 1, 4, 5) + __builtin_shufflevector(of[0], of[1], 2, 3, 6, 7);
+        const Four second =
+            __builtin_shufflevector(of[2], of[3], 0, 1, 4, 5) + __builtin_shufflevector(of[2], of[3], 2, 3, 6, 7);
+        const Four sums =
+            __builtin_shufflevector(first, second, 0, 2, 4, 6) + __builtin_shufflevector(first, second, 1, 3, 5, 7);
+        std::memcpy(totals, &sums, sizeof sums);
+        return;
+    }
+#endif
+#endif
+    for (int64_t n = 0; n < N; ++n) totals[n] = sum(lanes[n]);
+}
+
 }  // namespace ds

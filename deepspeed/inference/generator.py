@@ -116,8 +116,9 @@ class Generator:
         self.scheduler.cancel(request)
         self.sampler.forget(request)
 
-    def step(self) -> list[Request]:
-        """One forward, if there is work. Returns the requests that got a token."""
+    def step(self, unchanged: bool = False) -> list[Request]:
+        """One forward, if there is work. Returns the requests that got a token. ``unchanged``: the module was not
+        touched since the last one."""
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
@@ -129,10 +130,12 @@ class Generator:
             )
             for chunk in chunks
         ]
-        logits = self.runner.forward(pieces)
+        logits = self.runner.forward(pieces, unchanged)
         last = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         requests = [chunks[index].request for index in last]
-        chosen = self.sampler.choose(logits[last], requests) if requests else {}
+        if len(last) < len(chunks):
+            logits = logits[last]
+        chosen = self.sampler.choose(logits, requests) if requests else {}
         for request in self.scheduler.complete(chunks, chosen):
             self.sampler.forget(request)
         return requests
@@ -145,8 +148,9 @@ class Generator:
         """The finished requests, in the order of the prompts. ``params``: one for all, or one for each."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         requests = [self.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        self.step()
         while self.has_work:
-            self.step()
+            self.step(unchanged=True)
         return requests
 
     def stream(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Iterator[int]:

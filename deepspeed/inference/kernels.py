@@ -9,16 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.ops.small_product import QuantizedMatrix, product, quantized_product, takes_bfloat16
+from deepspeed.ops.small_product import (
+    Products,
+    QuantizedMatrix,
+    product,
+    quantized_product,
+    takes_bfloat16,
+)
 
 __all__ = ["HostLinear", "QuantizedLinear", "inject_kernels", "quantize_linears"]
 
 
 class HostLinear(nn.Linear):
-    """A linear layer of bfloat16 on the host; a single row is as fast as its weights are read."""
+    """A linear layer of bfloat16 on the host; a few rows are as fast as its weights are read."""
+
+    products: Products
 
     def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias)
+        return product(input, self.weight, self.bias, self.products)
 
 
 class QuantizedLinear(nn.Module):
@@ -41,6 +49,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("words", matrix.words)
         self.register_buffer("scales", matrix.scales)
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        self.products = Products()
 
     @property
     def matrix(self) -> QuantizedMatrix:
@@ -52,7 +61,7 @@ class QuantizedLinear(nn.Module):
         return self.matrix.values(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        return quantized_product(input, self.matrix, self.bias)
+        return quantized_product(input, self.matrix, self.bias, self.products)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Scales keep their dtype."""
@@ -71,6 +80,7 @@ def inject_kernels(module: nn.Module) -> str:
     for layer in module.modules():
         if type(layer) is nn.Linear and takes_bfloat16(layer.weight) and _is_right(layer):
             layer.__class__ = HostLinear
+            layer.products = Products()  # type: ignore[assignment]
             changed += 1
     left = Counter(
         type(layer).__name__

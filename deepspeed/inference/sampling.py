@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.ops.host_program import largest_of
 
 __all__ = ["Sampler", "log_probabilities", "processed"]
 
@@ -31,7 +32,7 @@ class Sampler:
         ValueError: logits are not finite.
         """
         if all(request.params.is_plain for request in requests):
-            chosen = logits.argmax(-1).tolist()
+            chosen = largest_of(logits)
         elif all(request.params.draws_from_all for request in requests):
             temperatures = torch.tensor([[request.params.temperature] for request in requests])
             chosen = self._drawn(logits.float() / temperatures.to(logits.device), requests)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.utils.logging import log_dist
 
-ABI = 1
+ABI = 2
 """Version of `deepspeed_host.h` that the table below describes."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_sum_of_squares": (_double, (_pointer, _int64, _pointer, _int32)),
     "ds_scale_copy": (None, (_pointer, _int64, _double, _int32)),
     "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
-    "ds_small_product": (_int32, (_pointer, _int32)),
+    "ds_run": (None, (_pointer, _int64, _pointer, _int32)),
     "ds_paged_attention": (None, (_pointer, _pointer, _int64, _int32)),
     "ds_sparse_attention_forward": (_int32, (_pointer, _int32)),
     "ds_sparse_attention_backward": (_int32, (_pointer, _int32)),

@@ -8,38 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.ops.host_program import PagedLayer, PagedPiece
 from deepspeed.ops.native import DTYPE_CODES, library
 
 __all__ = ["PagedPieces", "paged_attention", "takes"]
-
-
-class _Piece(ctypes.Structure):
-    _fields_ = [
-        ("blocks", ctypes.c_void_p),
-        ("start", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("writes", ctypes.c_int32),
-        ("attends", ctypes.c_int32),
-    ]
-
-
-_POINTERS = ("keys", "values", "query", "new_keys", "new_values", "output", "sinks")
-_SIZES = (
-    *("heads", "kv_heads", "block_size", "key_size", "value_size"),
-    *("query_head_stride", "query_token_stride", "key_head_stride", "key_token_stride"),
-    *("value_head_stride", "value_token_stride", "window"),
-)
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _SIZES),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("dtype", ctypes.c_int32),
-    ]
 
 
 class PagedPieces:
@@ -54,7 +26,7 @@ class PagedPieces:
             self._blocks.append(numbers)  # the array below has their address only
             made.append((ctypes.addressof(numbers), start, count, row, 1, int(wanted)))
             row += count
-        self.array = (_Piece * len(made))(*made)
+        self.array = (PagedPiece * len(made))(*made)
         self.tokens = row
 
 
@@ -96,7 +68,7 @@ def paged_attention(
     heads, tokens, key_size = query.shape
     output = torch.empty(tokens, heads, value.shape[-1], dtype=query.dtype)
     wide = None if sinks is None else sinks.float().contiguous()
-    layer = _Layer(
+    layer = PagedLayer(
         keys.data_ptr(),
         values.data_ptr(),
         query.data_ptr(),
@@ -107,7 +79,7 @@ def paged_attention(
         heads,
         *(keys.shape[1], keys.shape[3], key_size, value.shape[-1]),
         *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-        *(window, scale, softcap, DTYPE_CODES[query.dtype]),
+        *(window, scale, softcap, DTYPE_CODES[key.dtype], DTYPE_CODES[query.dtype]),
     )
     lib.ds_paged_attention(ctypes.byref(layer), pieces.array, len(pieces.array), torch.get_num_threads())
     return output

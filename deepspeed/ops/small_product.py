@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
-import enum
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops.native import library
+from deepspeed.ops.host_program import Matrix, Program, Step, Weights
+from deepspeed.ops.native import DTYPE_CODES, library
 
-__all__ = ["QuantizedMatrix", "Weights", "product", "quantized_product", "takes_bfloat16"]
+__all__ = [
+    "Products",
+    "QuantizedMatrix",
+    "Weights",
+    "by_kernel",
+    "product",
+    "program_rows",
+    "quantized_product",
+    "takes_bfloat16",
+]
 
-CALL_ROWS = 8
-"""Rows that one call takes."""
-MOST_ROWS = 64
-"""From here on it is cheaper to make the values of integer weights than to read the weights once for every 8 rows."""
+MOST_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weights.INT4: 512}
+"""For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""
+PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
+"""Likewise for a whole forward as one program, which spares what torch's small operations cost."""
 LANES = 16
 RUNS = {8: 64, 4: 128}
 """Columns that lie together, by the bits of an integer: groups are multiples of it."""
-
-
-class Weights(enum.IntEnum):
-    """How a matrix is stored."""
-
-    BFLOAT16 = 0
-    INT8 = 1
-    INT4 = 2
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("output", "input", "matrix", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("rows", "outputs", "columns", "row_bytes", "group")),
-        ("weights", ctypes.c_int32),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +83,11 @@ class QuantizedMatrix:
         """Columns with one scale."""
         return self.words.shape[1] * (32 // self.bits) // self.scales.shape[1]
 
+    def described(self, bias: Tensor | None = None) -> Matrix:
+        """For the kernels."""
+        kind = Weights.INT8 if self.bits == 8 else Weights.INT4
+        return Matrix(kind, self.words, self.columns, bias, self.scales, self.group)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """[outputs, columns]."""
         whole = _unpacked(self.words, self.bits)
@@ -111,6 +109,16 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
     return ((runs << (32 - bits * (numbers + 1))) >> (32 - bits)).reshape(words.shape[0], -1)
 
 
+def by_kernel(kind: Weights, rows: int) -> bool:
+    """Whether a product of ``rows`` rows is computed by the host kernel, or by torch: the one place that decides it."""
+    return 1 <= rows <= MOST_ROWS[kind] and library() is not None
+
+
+def program_rows(kind: Weights) -> int:
+    """Up to how many rows a whole forward is faster as a program of kernels than by torch, with weights of ``kind``."""
+    return PROGRAM_ROWS[kind]
+
+
 def takes_bfloat16(weight: Tensor) -> bool:
     """Whether ``product`` has a kernel for such a weight."""
     return (
@@ -121,56 +129,61 @@ def takes_bfloat16(weight: Tensor) -> bool:
     )
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. One row by the kernel, without a graph: for
-    more, torch is as fast."""
-    one = input.numel() == weight.shape[1] > 0
+class Products:
+    """Products with one matrix after another, described to the library once for each matrix. Copies know nothing."""
+
+    def __init__(self) -> None:
+        self._matrix: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._program = Program()
+        self._made: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Products, ())
+
+    def __call__(self, input: Tensor, matrix: Matrix) -> Tensor:
+        """[.., columns] -> [.., outputs], in the dtype of the input."""
+        input = input if input.is_contiguous() else input.contiguous()
+        output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
+        if self._made is None or not self._is_of(matrix):
+            self._matrix, self._bias, self._program = matrix.values, matrix.bias, Program()
+            rows = input.view(-1, matrix.columns)
+            self._made = self._program.product(rows, output.view(-1, matrix.outputs), [matrix])
+        made = self._made
+        made.input, made.output = input.data_ptr(), output.data_ptr()
+        made.input_dtype = made.output_dtype = DTYPE_CODES[input.dtype]
+        self._program.run(Step(input.numel() // matrix.columns))
+        return output
+
+    def _is_of(self, matrix: Matrix) -> bool:
+        """Tensors that are kept have their memory for themselves: the same address is the same matrix."""
+        known, bias = self._matrix, self._bias
+        assert known is not None
+        same = (bias is None) == (matrix.bias is None)
+        if same and bias is not None and matrix.bias is not None:
+            same = bias.data_ptr() == matrix.bias.data_ptr()
+        return same and known.data_ptr() == matrix.values.data_ptr()
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:
+    """``functional.linear`` of bfloat16: [.., columns] -> [.., outputs]. A few rows by the kernel, without a graph.
+    ``products``: of a layer that calls this again and again."""
+    columns = weight.shape[1]
+    rows = input.numel() // columns if columns else 0
     graph = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-    if not one or graph or input.dtype is not torch.bfloat16 or not takes_bfloat16(weight):
+    wanted = by_kernel(Weights.BFLOAT16, rows) and not graph and input.dtype is torch.bfloat16
+    if not wanted or not takes_bfloat16(weight):
         return functional.linear(input, weight, bias)
-    row_bytes = weight.stride(0) * weight.itemsize
-    return _run(input, weight, None, bias, Weights.BFLOAT16, weight.shape[1], row_bytes)
+    return (products or Products())(input, Matrix(Weights.BFLOAT16, weight, columns, bias))
 
 
-def quantized_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """[.., columns] -> [.., outputs], in the dtype of the input. Up to 64 rows of bfloat16 by the kernel; else the
-    values are made for the product and forgotten."""
-    rows = input.numel() // matrix.columns if matrix.columns else 0
-    host = input.device.type == "cpu" and library() is not None
-    if not 1 <= rows <= MOST_ROWS or input.dtype is not torch.bfloat16 or not host:
-        return functional.linear(input, matrix.values(input.dtype), bias)
-    kind = Weights.INT8 if matrix.bits == 8 else Weights.INT4
-    row_bytes = matrix.words.shape[1] * matrix.words.itemsize
-    parts = [
-        _run(part, matrix.words, matrix.scales, bias, kind, matrix.group, row_bytes)
-        for part in input.reshape(rows, matrix.columns).split(CALL_ROWS)
-    ]
-    output = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return output.view(*input.shape[:-1], matrix.shape[0])
-
-
-def _run(
-    input: Tensor,
-    matrix: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    kind: Weights,
-    group: int,
-    row_bytes: int,
+def quantized_product(
+    input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: Products | None = None
 ) -> Tensor:
-    lib = library()
-    assert lib is not None
-    input = input if input.is_contiguous() else input.contiguous()
-    output = torch.empty(*input.shape[:-1], matrix.shape[0], dtype=torch.bfloat16)
-    columns = input.shape[-1]
-    described = _Product(
-        output.data_ptr(),
-        input.data_ptr(),
-        matrix.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        *(input.numel() // columns, matrix.shape[0], columns, row_bytes, group),
-        kind,
-    )
-    lib.ds_small_product(ctypes.byref(described), torch.get_num_threads())
-    return output
+    """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel; for more, the values are
+    made for the product and forgotten."""
+    rows = input.numel() // matrix.columns if matrix.columns else 0
+    described = matrix.described(bias)
+    if input.device.type != "cpu" or input.dtype not in DTYPE_CODES or not by_kernel(described.kind, rows):
+        return functional.linear(input, matrix.values(input.dtype), bias)
+    return (products or Products())(input, described)

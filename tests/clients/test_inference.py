@@ -13,6 +13,7 @@ from deepspeed.inference.generator import Generator
 from deepspeed.inference.model.facts import LayoutError
 from deepspeed.inference.model.runner import ModelRunner
 from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.ops.native import library
 
 transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
 
@@ -24,6 +25,7 @@ PACKED = (
     "llama mistral qwen2 qwen3 gemma gemma2 gemma3 phi phi3 gpt2 gpt_neox gpt_bigcode opt olmo2 cohere2 starcoder2 "
     "mixtral qwen2_moe deepseek_v3 gpt_oss"
 ).split()
+FUSED = "llama mistral qwen2 qwen3 phi3".split()
 PADDED = "gptj gpt_neo bloom mpt falcon falcon_grouped falcon_alibi".split()
 WINDOWS = ("mistral", "gemma2", "gemma3", "phi3", "cohere2", "starcoder2", "gpt_oss")
 
@@ -58,7 +60,8 @@ def test_mixed_lengths_give_the_tokens_of_generate(name: str) -> None:
     module = model(name, **more)
     wanted = expected(module, prompts())
     engine = generator(module, num_blocks=14)
-    assert engine.runner.layout.name == ("packed" if name in PACKED else "padded")
+    layout = "fused" if name in FUSED and library() is not None else "packed" if name in PACKED else "padded"
+    assert engine.runner.layout.name == layout
     params = SamplingParams(max_new_tokens=NEW, stop_token_ids=engine.runner.facts.stop_token_ids)
     found = engine.generate(prompts(), params)
     assert [request.tokens for request in found] == wanted

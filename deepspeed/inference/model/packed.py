@@ -32,13 +32,13 @@ _REFUSED = ("position_bias", "head_mask", "layer_head_mask", "cache", "encoder_h
 
 @dataclass(eq=False)
 class Running:
-    """One forward. ``learning``: the cache is not touched, and what the layers say is noted: their shapes and windows,
+    """One forward. ``learning``: the cache is not touched, and what the layers say is noted: their shapes and terms,
     and of which parts the model makes its masks."""
 
     batch: PackedBatch
     learning: bool = False
     shapes: dict[int, LayerShape] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)
+    terms: dict[int, AttentionTerms] = field(default_factory=dict)
     masks: set[str] = field(default_factory=set)
 
 
@@ -53,6 +53,8 @@ class PackedLayout:
     def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
         self.module = module
         self.facts = facts
+        self.terms: dict[int, AttentionTerms] = {}
+        """By the number of the layer, once they are learned."""
         _register()
 
     def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
@@ -72,13 +74,14 @@ class PackedLayout:
         unknown = running.masks - _CAUSAL - _SLIDING - _JOINING
         if unknown:
             raise LayoutError(f"it makes its mask with {', '.join(sorted(unknown))}")
-        told = sum(window is not None for window in running.windows.values())
+        told = sum(terms.window is not None for terms in running.terms.values())
         expected = self.facts.sliding_layers
         if told != expected if expected is not None else bool(running.masks & _SLIDING) and not told:
             raise LayoutError("layers have a sliding window that they do not tell their attention")
+        self.terms = running.terms
         return running.shapes
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))
 
@@ -145,7 +148,7 @@ def _forward(
     batch = running.batch
     if running.learning:
         running.shapes[layer] = LayerShape.of(key, value)
-        running.windows[layer] = sliding_window
+        running.terms[layer] = terms
         out = query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
     else:
         out = paged_attention(query, key, value, batch, layer, terms)

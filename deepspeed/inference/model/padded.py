@@ -51,7 +51,7 @@ class PaddedLayout:
             raise LayoutError(f"{len(shapes)} of its {self.facts.layers} layers keep keys and values")
         return shapes
 
-    def forward(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token: one forward of the model for each length."""
         by_length: dict[int, list[int]] = defaultdict(list)
         for index, piece in enumerate(pieces):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.fused import FusedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
 from deepspeed.inference.model.probing import (
@@ -19,7 +20,7 @@ from deepspeed.inference.model.probing import (
     tolerance,
 )
 
-_LAYOUTS = (PackedLayout, PaddedLayout)
+_LAYOUTS = (FusedLayout, PackedLayout, PaddedLayout)
 
 
 class ModelRunner:
@@ -61,10 +62,10 @@ class ModelRunner:
         """The cache is gone until ``allocate``."""
         self._cache = None
 
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
-        then."""
-        return self.layout.forward(pieces, self.cache)
+        then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
+        return self.layout.forward(pieces, self.cache, unchanged)
 
     def _choose(self) -> tuple[Layout, dict[int, LayerShape]]:
         expected = plain_logits(self.module, self.facts)

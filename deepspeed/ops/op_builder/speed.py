@@ -22,12 +22,14 @@ from deepspeed.ops import native
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.aio.async_io import aio_handle
+from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.flat_tensors import flatten
 from deepspeed.ops.sgd import SGD
+from deepspeed.ops.small_product import QuantizedMatrix
 from deepspeed.utils.numa import available_cores
 
 SECONDS = 0.25  # per measurement, at least three calls
@@ -89,7 +91,40 @@ def of_other_kernels() -> dict[str, Speed]:
         "sum_of_squares": Speed("fp32, summed in fp64", 4 * NUMEL, sums, NUMEL),
         "scale_copy": Speed("fp32 to bf16", 6 * NUMEL, copies, NUMEL),
         "reduce_chunks": Speed("sum of 2 in fp32", 12 * NUMEL, reduced, NUMEL),
+        **_decoding(),
     }
+
+
+def _decoding() -> dict[str, Speed]:
+    """Kernels of programs that decode: products by the weights that they read, others by what they read and write."""
+    if native.library() is None:
+        return {}
+    found = {}
+    columns, weight = 2048, torch.randn(2 * NUMEL // 2048, 2048)
+    integers = {bits: QuantizedMatrix.of(weight, bits).described() for bits in (8, 4)}
+    kinds = {
+        "fp32": Matrix(Weights.FLOAT32, weight, columns),
+        "bf16": Matrix(Weights.BFLOAT16, weight.bfloat16(), columns),
+        **{f"int{bits}": matrix for bits, matrix in integers.items()},
+    }
+    for rows in (1, 16):
+        input, output = torch.randn(rows, columns), torch.empty(rows, weight.shape[0])
+        for name, matrix in kinds.items():
+            program, step = Program(), Step(rows)
+            program.product(input, output, [matrix])
+            seconds = _seconds(partial(program.run, step))
+            found[f"product_{name}_{rows}"] = Speed(f"rows: {rows}", matrix.values.nbytes, seconds)
+    stream, delta, output = (torch.randn(64, columns) for _ in range(3))
+    programs = {"norm_residual": Program(), "gated_silu": Program(), "rotary": Program()}
+    programs["norm_residual"].norm(stream, output, stream[0], delta=delta)
+    programs["gated_silu"].gate(stream, delta, output, Activation.SILU)
+    table = torch.ones(64, 32)
+    programs["rotary"].rotary(output, table, table, heads=16, kv_heads=8, key_size=64, value_size=64)
+    moved = {"norm_residual": 4, "gated_silu": 3, "rotary": 2}
+    for name, program in programs.items():
+        seconds = _seconds(partial(program.run, Step(64, positions=range(64))))
+        found[name] = Speed("fp32, 64 rows", moved[name] * stream.nbytes, seconds, stream.numel())
+    return found
 
 
 def _seconds(run: Callable[[], Any], synchronize: Callable[[], Any] = lambda: None) -> float:

@@ -1,0 +1,219 @@
+// Products of R rows of prepared inputs with N rows of a matrix. Included once for each instruction set, in a namespace of
+// its own and with DS_DOT set to what that set has: 0 nothing, 1 SSE2, 2 AVX2, 3 AVX-512, 4 AVX-512 with VNNI and BF16.
+//
+// [Note: products with equal bits] Of 16 lanes, number i adds up pairs of columns in the order of the columns; lanes are
+// added up at the end. For integers the sums are exact. Products of two numbers of bfloat16 are exact in fp32, so that a
+// fused multiply-add is a multiplication and an addition, and the dot product of AVX-512 BF16 is two of each (the odd
+// column of a pair first). So every set gives the same bits, and R and N make no difference to a sum: what a row's output
+// is depends on no other row. Subnormal numbers, which that dot product takes for zero, are the exception.
+
+using Words = ds::IntLanes;
+
+DS_INLINE void load_words(Words &to, const void *from) { std::memcpy(&to, from, sizeof to); }
+
+// sum += low halves * low halves + high halves * high halves, of 16-bit integers.
+DS_INLINE void dot_integers(Words &sum, const Words &a, const Words &b) {
+#if DS_DOT == 4
+    sum = (Words)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif DS_DOT == 3
+    sum += (Words)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif DS_DOT == 2
+    struct Parts {
+        __m256i of[2];
+    };
+    const Parts left = std::bit_cast<Parts>(a), right = std::bit_cast<Parts>(b);
+    Parts product;
+    for (int i = 0; i < 2; ++i) product.of[i] = _mm256_madd_epi16(left.of[i], right.of[i]);
+    Words wide;
+    std::memcpy(&wide, &product, sizeof wide);
+    sum += wide;
+#elif DS_DOT == 1
+    struct Parts {
+        __m128i of[4];
+    };
+    const Parts left = std::bit_cast<Parts>(a), right = std::bit_cast<Parts>(b);
+    Parts product;
+    for (int i = 0; i < 4; ++i) product.of[i] = _mm_madd_epi16(left.of[i], right.of[i]);
+    Words wide;
+    std::memcpy(&wide, &product, sizeof wide);
+    sum += wide;
+#else
+    for (int64_t i = 0; i < ds::kLanes; ++i)
+        sum[i] += int32_t(int16_t(a[i])) * int32_t(int16_t(b[i])) + (a[i] >> 16) * (b[i] >> 16);
+#endif
+}
+
+// sum += high halves * high halves, then low halves * low halves, of bfloat16.
+DS_INLINE void dot_bfloat16(Lanes &sum, const Words &a, const Words &b) {
+#if DS_DOT == 4
+    sum = (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum += (Lanes)(a & ~0xffff) * (Lanes)(b & ~0xffff);
+    sum += (Lanes)(a << 16) * (Lanes)(b << 16);
+#endif
+}
+
+// Number `part` of each 16 bits of words that hold integers of `bits` bits, widened to 16 bits.
+template <int32_t bits>
+DS_INLINE void take_part(Words &to, const Words &words, int32_t part) {
+    using Shorts = int16_t __attribute__((vector_size(sizeof(Words))));
+    to = (Words)((Shorts)((Shorts)words << (16 - bits * (part + 1))) >> (16 - bits));
+}
+
+// `first`: no tile has read these rows of the matrix yet, and the next ones are asked of the memory.
+template <bool first, int64_t R, int64_t N, int32_t kind>
+DS_INLINE void add_floats(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
+                          Lanes (&sums)[R][N]) {
+    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
+    for (int64_t byte = begin * item; byte < end * item; byte += int64_t(sizeof(Words))) {
+        Words weights[N];
+        for (int64_t n = 0; n < N; ++n) load_words(weights[n], matrix + n * work.row_bytes + byte);
+        if constexpr (first)
+            for (int64_t n = 0; n < N; ++n) __builtin_prefetch(matrix + (n + N) * work.row_bytes + byte);
+        for (int64_t r = 0; r < R; ++r) {
+            Words input;
+            load_words(input, inputs + r * work.input_bytes + byte);
+            for (int64_t n = 0; n < N; ++n) {
+                if constexpr (kind == DS_WEIGHTS_BFLOAT16)
+                    dot_bfloat16(sums[r][n], weights[n], input);
+                else
+                    sums[r][n] += (Lanes)weights[n] * (Lanes)input;
+            }
+        }
+    }
+}
+
+template <bool first, int64_t R, int64_t N, int32_t kind>
+DS_INLINE void float_tile(const Work &work, const char *matrix, const char *inputs, float (&totals)[R][N]) {
+    constexpr int64_t step = kind == DS_WEIGHTS_BFLOAT16 ? 2 * ds::kLanes : ds::kLanes;
+    constexpr int64_t item = kind == DS_WEIGHTS_BFLOAT16 ? 2 : 4;
+    Lanes sums[R][N] = {};
+    const int64_t whole = work.columns / step * step;
+    add_floats<first, R, N, kind>(work, matrix, inputs, 0, whole, sums);
+    for (int64_t n = 0; n < N && whole < work.columns; ++n) {
+        char rest[sizeof(Words)] = {};
+        std::memcpy(rest, matrix + n * work.row_bytes + whole * item, size_t((work.columns - whole) * item));
+        Words weights, input;
+        load_words(weights, rest);
+        for (int64_t r = 0; r < R; ++r) {
+            load_words(input, inputs + r * work.input_bytes + whole * item);
+            if constexpr (kind == DS_WEIGHTS_BFLOAT16)
+                dot_bfloat16(sums[r][n], weights, input);
+            else
+                sums[r][n] += (Lanes)weights * (Lanes)input;
+        }
+    }
+    for (int64_t r = 0; r < R; ++r) ds::sums_of<N>(sums[r], totals[r]);
+}
+
+template <bool first, int64_t R, int64_t N, int32_t bits>
+DS_INLINE void add_integers(const Work &work, const char *matrix, const char *inputs, int64_t begin, int64_t end,
+                            Words (&sums)[N][R]) {
+    constexpr int64_t run = kLanes * 32 / bits;
+    constexpr int32_t parts = 16 / bits;
+    for (int64_t column = begin; column < end; column += run) {
+        Words given[N];
+        for (int64_t n = 0; n < N; ++n) load_words(given[n], matrix + n * work.row_bytes + column * bits / 8);
+        if constexpr (first)
+            for (int64_t n = 0; n < N; ++n)
+                __builtin_prefetch(matrix + (n + N) * work.row_bytes + column * bits / 8);
+        for (int32_t part = 0; part < parts; ++part) {
+            Words weights[N];
+            for (int64_t n = 0; n < N; ++n) take_part<bits>(weights[n], given[n], part);
+            for (int64_t r = 0; r < R; ++r) {
+                Words input;
+                load_words(input, inputs + r * work.input_bytes + column * 2 + part * int64_t(sizeof(Words)));
+                for (int64_t n = 0; n < N; ++n) dot_integers(sums[n][r], weights[n], input);
+            }
+        }
+    }
+}
+
+template <bool first, int64_t R, int64_t N, int32_t bits>
+DS_INLINE void integer_tile(const Work &work, const char *matrix, const char *inputs, int64_t output, int64_t row,
+                            float (&totals)[R][N]) {
+    if (work.groups == 1 && work.group <= kExactColumns) {
+        Words sums[N][R] = {};
+        add_integers<first, R, N, bits>(work, matrix, inputs, 0, work.group, sums);
+        for (int64_t r = 0; r < R; ++r) {
+            Lanes wide[N];
+            for (int64_t n = 0; n < N; ++n) wide[n] = __builtin_convertvector(sums[n][r], Lanes);
+            ds::sums_of<N>(wide, totals[r]);
+            for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.scales[output + n] * work.input_scales[row + r];
+        }
+        return;
+    }
+    Lanes scaled[R][N] = {};
+    for (int64_t g = 0; g < work.groups; ++g) {
+        const int64_t end = (g + 1) * work.group;
+        for (int64_t begin = g * work.group; begin < end; begin += kExactColumns) {
+            Words sums[N][R] = {};
+            add_integers<first, R, N, bits>(work, matrix, inputs, begin, end < begin + kExactColumns ? end : begin + kExactColumns,
+                                     sums);
+            for (int64_t n = 0; n < N; ++n)
+                for (int64_t r = 0; r < R; ++r)
+                    scaled[r][n] +=
+                        work.scales[(output + n) * work.groups + g] * __builtin_convertvector(sums[n][r], Lanes);
+        }
+    }
+    for (int64_t r = 0; r < R; ++r) {
+        ds::sums_of<N>(scaled[r], totals[r]);
+        for (int64_t n = 0; n < N; ++n) totals[r][n] *= work.input_scales[row + r];
+    }
+}
+
+template <bool first, int64_t R, int64_t N, int32_t kind>
+DS_INLINE void tile(const Work &work, int64_t output, int64_t row) {
+    const char *matrix = work.matrix + output * work.row_bytes;
+    const char *inputs = work.inputs + row * work.input_bytes;
+    float totals[R][N];
+    if constexpr (kind == DS_WEIGHTS_INT8)
+        integer_tile<first, R, N, 8>(work, matrix, inputs, output, row, totals);
+    else if constexpr (kind == DS_WEIGHTS_INT4)
+        integer_tile<first, R, N, 4>(work, matrix, inputs, output, row, totals);
+    else
+        float_tile<first, R, N, kind>(work, matrix, inputs, totals);
+    for (int64_t r = 0; r < R; ++r) {
+        float values[N];
+        for (int64_t n = 0; n < N; ++n)
+            values[n] = totals[r][n] + (work.bias == nullptr ? 0.0f : number_at(work.bias, work.bias_dtype, output + n));
+        char *target = work.output + ((row + r) * work.output_stride + output) * ds::item_size(work.output_dtype);
+        ds::narrow(target, work.output_dtype, values, N);
+    }
+}
+
+template <int64_t N, int32_t kind>
+DS_INLINE void rows_of(const Work &work, int64_t output) {
+    constexpr int64_t R = DS_DOT >= 3 ? 4 : 2;
+    if (work.rows == 1) return tile<true, 1, N, kind>(work, output, 0);
+    int64_t row = 0;
+    if (work.rows >= R) {
+        tile<true, R, N, kind>(work, output, 0);
+        row = R;
+    }
+    for (; row + R <= work.rows; row += R) tile<false, R, N, kind>(work, output, row);
+    if constexpr (R == 4) {
+        if (work.rows - row >= 2) {
+            tile<true, 2, N, kind>(work, output, row);
+            row += 2;
+        }
+    }
+    if (row < work.rows) tile<false, 1, N, kind>(work, output, row);
+}
+
+template <int32_t kind>
+static void outputs_of(const Work &work, int64_t begin, int64_t end) {
+    constexpr int64_t N = DS_DOT >= 3 ? 4 : 2;
+    int64_t output = begin;
+    for (; output + N <= end; output += N) rows_of<N, kind>(work, output);
+    for (; output < end; ++output) rows_of<1, kind>(work, output);
+}
+
+static void compute(const Work &work, int32_t kind, int64_t begin, int64_t end) {
+    switch (kind) {
+        case DS_WEIGHTS_FLOAT32: return outputs_of<DS_WEIGHTS_FLOAT32>(work, begin, end);
+        case DS_WEIGHTS_BFLOAT16: return outputs_of<DS_WEIGHTS_BFLOAT16>(work, begin, end);
+        case DS_WEIGHTS_INT8: return outputs_of<DS_WEIGHTS_INT8>(work, begin, end);
+        default: return outputs_of<DS_WEIGHTS_INT4>(work, begin, end);
+    }
+}

@@ -1,0 +1,259 @@
+"""The parts of a decoder of the usual build, found in a model by what its modules are and what their code reads.
+
+The usual build is: embedding, then layers of norm, attention with rotated queries and keys, norm, gated MLP, each added
+to its input; a norm, and a linear layer to the vocabulary. Llama, Mistral, Qwen 2 and 3 and Phi-3 are built so.
+
+Two things keep a model of another build out. A value that the code of a module reads and that is not known here (a
+clamp, a cap of the logits) is a reason to refuse, as it may act only on values that no trial shows. What reads the same
+names and computes something else gives other logits when it is tried (`probing.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape
+from deepspeed.inference.kernels import HostLinear, QuantizedLinear
+from deepspeed.inference.model.attention import AttentionTerms
+from deepspeed.inference.model.facts import LayoutError
+from deepspeed.ops.host_program import Activation, Matrix, Weights
+
+_LINEAR = (nn.Linear, HostLinear, QuantizedLinear)
+_ROPE = {"default", "linear", "llama3", "yarn"}
+"""Rotations that do not depend on the length of the sequence."""
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+_READS = {
+    "norm": "dtype to torch float32 pow mean rsqrt variance_epsilon weight",
+    "mlp": "act_fn activation_fn gate_proj up_proj down_proj gate_up_proj chunk",
+    "attention": (
+        "shape head_dim q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm view transpose apply_rotary_pos_emb update "
+        "layer_idx ALL_ATTENTION_FUNCTIONS get_interface config _attn_implementation eager_attention_forward training "
+        "attention_dropout scaling sliding_window getattr reshape contiguous num_attention_heads num_key_value_heads"
+    ),
+    "layer": (
+        "input_layernorm self_attn post_attention_layernorm mlp resid_attn_dropout resid_mlp_dropout "
+        "attention_type"
+    ),
+    "model": (
+        "ValueError embed_tokens DynamicCache config get_seq_length torch arange shape device unsqueeze isinstance "
+        "dict create_causal_mask create_sliding_window_causal_mask sliding_window has_sliding_layers layer_types "
+        "enumerate rotary_emb layers num_hidden_layers norm BaseModelOutputWithPast attention_type"
+    ),
+    "head": (
+        "model last_hidden_state isinstance int slice slice_logits_to_keep lm_head loss_function vocab_size config "
+        "CausalLMOutputWithPast past_key_values hidden_states attentions"
+    ),
+}
+"""By the role of a module, the names that its forward may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """By the root mean square."""
+
+    module: nn.Module
+    eps: float
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """``projections``: to queries, keys and values, or one to all; likewise ``gated``, to gates and values."""
+
+    before_attention: Norm
+    projections: tuple[nn.Module, ...]
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: nn.Module
+    before_mlp: Norm
+    gated: tuple[nn.Module, ...]
+    activation: Activation
+    down: nn.Module
+    shape: LayerShape
+    terms: AttentionTerms
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """``watch``: of all modules of the model."""
+
+    watch: Watch
+    embedding: nn.Embedding
+    rotations: nn.Module
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: nn.Module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+
+class Watch:
+    """Whether modules are still what they were found to be; asked before every forward, so in few steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._attributes = [each.__dict__ for each in modules]
+        self._hooks = [hooks for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)]
+        self._tensors = [
+            (kind, name)
+            for each in modules
+            for kind in (each._parameters, each._buffers)
+            for name, tensor in kind.items()
+            if tensor is not None
+        ]
+        self._children = [(each._modules, tuple(each._modules.values())) for each in modules if each._modules]
+
+    def addresses(self) -> list[int]:
+        """Of all weights: others than before if weights were moved or replaced."""
+        found = [kind.get(name) for kind, name in self._tensors]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+
+    def is_disturbed(self) -> bool:
+        """Somebody wants to hear of the calls of a module, or has put something in the place of it or its forward."""
+        return (
+            any(self._hooks)
+            or any("forward" in each for each in self._attributes)
+            or any(tuple(now.values()) != before for now, before in self._children)
+        )
+
+
+def decoder_of(
+    module: nn.Module, shapes: Mapping[int, LayerShape], terms: Mapping[int, AttentionTerms]
+) -> Decoder:
+    """What ``module``, a causal model of Transformers, consists of. ``shapes`` and ``terms``: what its layers keep and
+    say about their attention.
+
+    LayoutError: it is not of the usual build, or not on the host.
+    """
+    if any(each.device.type != "cpu" for each in module.parameters()):
+        raise LayoutError("its weights are not on the host")
+    found: Any = module
+    _check(found, "head")
+    _check(found.model, "model")
+    layers = tuple(
+        _layer(layer, shapes[index], terms[index])
+        for index, layer in enumerate(_child(found.model, "layers"))
+    )
+    embedding = _child(found.model, "embed_tokens")
+    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+        raise LayoutError(f"{type(embedding).__name__} is not a plain embedding")
+    decoder = Decoder(
+        Watch(found),
+        embedding,
+        _rotations(found.model),
+        layers,
+        _norm(found.model, "norm"),
+        _linear(found, "lm_head"),
+    )
+    if decoder.dtype not in (torch.float32, torch.bfloat16):
+        raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
+    if decoder.watch.is_disturbed():
+        raise LayoutError("some of its modules have hooks or another forward")
+    return decoder
+
+
+def matrix_of(linear: nn.Module) -> Matrix:
+    """Its weights for the kernels."""
+    if isinstance(linear, QuantizedLinear):
+        return linear.matrix.described(linear.bias)
+    assert isinstance(linear, nn.Linear)
+    kind = Weights.FLOAT32 if linear.weight.dtype is torch.float32 else Weights.BFLOAT16
+    return Matrix(kind, linear.weight.detach(), linear.in_features, linear.bias)
+
+
+def _layer(layer: Any, shape: LayerShape, terms: AttentionTerms) -> Layer:
+    _check(layer, "layer")
+    attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+    _check(attention, "attention")
+    _check(mlp, "mlp")
+    if terms.sinks is not None:
+        raise LayoutError("its attention has sinks")
+    apart = hasattr(attention, "q_proj")
+    activation = _ACTIVATIONS.get(getattr(attention.config, "hidden_act", None) or "")
+    if activation is None:
+        raise LayoutError("its activation is not known")
+    made = Layer(
+        _norm(layer, "input_layernorm"),
+        tuple(
+            _linear(attention, name) for name in (("q_proj", "k_proj", "v_proj") if apart else ("qkv_proj",))
+        ),
+        _norm(attention, "q_norm") if hasattr(attention, "q_norm") else None,
+        _norm(attention, "k_norm") if hasattr(attention, "k_norm") else None,
+        _linear(attention, "o_proj"),
+        _norm(layer, "post_attention_layernorm"),
+        tuple(
+            _linear(mlp, name)
+            for name in (("gate_proj", "up_proj") if hasattr(mlp, "gate_proj") else ("gate_up_proj",))
+        ),
+        activation,
+        _linear(mlp, "down_proj"),
+        shape,
+        terms,
+    )
+    if (
+        len({matrix_of(each).kind for each in made.projections})
+        + len({matrix_of(each).kind for each in made.gated})
+        != 2
+    ):
+        raise LayoutError("layers that have the same input have weights of several kinds")
+    return made
+
+
+def _rotations(model: Any) -> nn.Module:
+    module = _child(model, "rotary_emb")
+    kind = getattr(module, "rope_type", None)
+    if kind not in _ROPE:
+        raise LayoutError(f"its rotations of type {kind} may depend on the length of a sequence")
+    return module
+
+
+def _norm(parent: nn.Module, name: str) -> Norm:
+    module: Any = _child(parent, name)
+    _check(module, "norm")
+    return Norm(module, float(module.variance_epsilon))
+
+
+def _linear(parent: nn.Module, name: str) -> nn.Module:
+    module = _child(parent, name)
+    if type(module) not in _LINEAR:
+        raise LayoutError(f"{name} is a {type(module).__name__}, no plain linear layer")
+    if isinstance(module, nn.Linear) and not module.weight.is_contiguous():
+        raise LayoutError(f"the weight of {name} does not lie row by row")
+    return module
+
+
+def _child(parent: nn.Module, name: str) -> Any:
+    found = parent._modules.get(name)
+    if found is None:
+        raise LayoutError(f"{type(parent).__name__} has no {name}")
+    return found
+
+
+def _check(module: nn.Module, role: str) -> None:
+    """LayoutError: its forward reads what that of a module in this role does not."""
+    unknown = sorted(set(_names(module)) - set(_READS[role].split()))
+    if unknown:
+        raise LayoutError(f"{type(module).__name__} reads {', '.join(unknown)}")
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    forward = inspect.unwrap(type(module).forward)
+    yield from forward.__code__.co_names

@@ -1,0 +1,192 @@
+"""The fused layout: for decoders of the usual build on the host, a forward of few tokens is one call of the native
+library, which runs a program of kernels over the model's own weights.
+
+A step of decoding reads each weight once and computes little; what a model's Python code and the dispatch of its small
+operations cost then is as much as the weights. Here it costs one call. Between products, numbers are fp32 whatever the
+dtype of the model. Forwards of many tokens are left to the packed layout: they cost what their products cost, and
+torch's are made for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of, matrix_of
+from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.packed import PackedLayout
+from deepspeed.ops.host_program import Program, Step, bind
+from deepspeed.ops.native import library
+from deepspeed.ops.paged_attention import PagedPieces
+from deepspeed.ops.small_product import program_rows
+
+_FIRST_POSITIONS = 512
+"""Of the tables of rotations, which double as sequences become longer."""
+
+
+class FusedLayout:
+    """Runs ``module``, a causal model of Transformers."""
+
+    name = "fused"
+
+    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.packed = PackedLayout(module, facts)
+        self._decoder: Decoder | None = None
+        self._program: DecoderProgram | None = None
+
+    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+        """As the packed layout does. LayoutError: the model is of another build, or there is no native library."""
+        if library() is None:
+            raise LayoutError("the native library is not there")
+        shapes = self.packed.learn(pieces, block_size)
+        self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
+        return shapes
+
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Logits [pieces, vocabulary] after each piece's last token."""
+        decoder = self._decoder
+        assert decoder is not None, "learn() comes first"
+        rows, last = 0, []
+        for piece in pieces:
+            rows += piece.count
+            last.append(rows - 1)
+        if self._program is not None and not unchanged and not self._program.is_current():
+            self._program = None
+        longest, program = max(piece.stop for piece in pieces), self._program
+        if program is None or not program.takes(cache, rows, longest):
+            most = program_rows(matrix_of(decoder.layers[0].down).kind)
+            if rows > most or not cache.is_on_host or decoder.watch.is_disturbed():
+                return self.packed.forward(pieces, cache)
+            positions = max(_FIRST_POSITIONS, 2 * longest)
+            program = self._program = DecoderProgram(decoder, cache, most, positions)
+        return program.run(pieces, rows, last)
+
+
+class DecoderProgram:
+    """The program of a decoder over one cache.
+
+    Args:
+        rows: the most tokens of a forward.
+        positions: the longest sequence.
+    """
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, rows: int, positions: int) -> None:
+        self.decoder, self.cache, self.rows, self.positions = decoder, cache, rows, positions
+        self._addresses = decoder.watch.addresses()
+        self._program = Program()
+        self._rotations = _rotations(decoder.rotations, positions)
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._logits = self._build()
+
+    def takes(self, cache: PagedCache, rows: int, positions: int) -> bool:
+        """Whether it can run such a forward."""
+        return cache is self.cache and rows <= self.rows and positions <= self.positions
+
+    def is_current(self) -> bool:
+        """Whether the weights are where they were, and the modules what they were."""
+        watch = self.decoder.watch
+        return not watch.is_disturbed() and watch.addresses() == self._addresses
+
+    def run(self, pieces: Sequence[Piece], rows: int, last: Sequence[int]) -> Tensor:
+        """Logits [pieces, vocabulary]."""
+        described = PagedPieces(
+            [(each.blocks, each.start, each.count) for each in pieces], [True] * len(pieces)
+        )
+        tokens = [token for piece in pieces for token in piece.tokens]
+        positions = [at for piece in pieces for at in range(piece.start, piece.stop)]
+        logits = torch.empty(len(pieces), self.decoder.head.out_features, dtype=self.decoder.dtype)  # type: ignore[arg-type]
+        self._logits.output = logits.data_ptr()
+        self._program.run(Step(rows, tokens, positions, last, described.array))
+        return logits
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        """[rows, width] of fp32, shared by all layers."""
+        known = self._buffers.get((name, width))
+        if known is None:
+            known = self._buffers[name, width] = torch.zeros(self.rows, width)
+        return known
+
+    def _build(self) -> Any:
+        """Returns the product that gives the logits."""
+        decoder, program = self.decoder, self._program
+        width = decoder.embedding.embedding_dim
+        stream, normed = self._buffer("stream", width), self._buffer("normed", width)
+        program.embedding(decoder.embedding.weight.detach(), stream)
+        delta = None
+        for index, layer in enumerate(decoder.layers):
+            delta = self._add_layer(layer, index, stream, normed, delta)
+        # every row gets the last sum; the norm is of the chosen ones
+        program.norm(stream, normed, decoder.norm.weight, delta=delta, eps=decoder.norm.eps, on_last=True)
+        head = matrix_of(decoder.head)
+        logits = torch.empty(1, head.outputs, dtype=decoder.dtype)
+        return program.product(normed, logits, [head], on_last=True)
+
+    def _add_layer(
+        self, layer: Layer, index: int, stream: Tensor, normed: Tensor, delta: Tensor | None
+    ) -> Tensor:
+        """Returns what is to be added to the stream."""
+        program, shape, terms = self._program, layer.shape, layer.terms
+        width = stream.shape[1]
+        output, down = matrix_of(layer.output), matrix_of(layer.down)
+        projections, gated = [[matrix_of(one) for one in each] for each in (layer.projections, layer.gated)]
+        heads = output.columns // shape.value_size
+        sizes = {
+            "heads": heads,
+            "kv_heads": shape.heads,
+            "key_size": shape.key_size,
+            "value_size": shape.value_size,
+        }
+        projected = self._buffer("projected", sum(each.outputs for each in projections))
+        attended = self._buffer("attended", output.columns)
+        hidden = self._buffer("hidden", 2 * down.columns)
+        gates = self._buffer("gates", down.columns)
+        added = self._buffer("added", width)
+
+        norm = layer.before_attention
+        program.norm(stream, normed, norm.weight, delta=delta, eps=norm.eps)
+        program.product(normed, projected, projections)
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        rotary = program.rotary(
+            projected,
+            *self._rotations,
+            **sizes,
+            query_weight=None if query_norm is None else query_norm.weight,
+            key_weight=None if key_norm is None else key_norm.weight,
+            eps=query_norm.eps if query_norm is not None else 1e-6,
+        )
+        attention = program.attention(
+            projected,
+            attended,
+            **sizes,
+            scale=terms.scale,
+            window=terms.window or 0,
+            softcap=terms.softcap or 0.0,
+        )
+        for made in (rotary, attention):
+            bind(made, self.cache.pages(index))
+        program.product(attended, added, [output])
+        norm = layer.before_mlp
+        program.norm(stream, normed, norm.weight, delta=added, eps=norm.eps)
+        program.product(normed, hidden, gated)
+        program.gate(hidden[:, : down.columns], hidden[:, down.columns :], gates, layer.activation)
+        program.product(gates, added, [down])
+        return added
+
+
+def _rotations(module: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [positions, pairs], from the model's own module. LayoutError: the two numbers of a pair do not
+    have the same."""
+    with torch.no_grad():
+        made = module(torch.zeros(1, 1, 1), torch.arange(positions)[None])
+    tables = []
+    for table in made:
+        first, second = table[0].float().chunk(2, dim=-1)
+        if not torch.equal(first, second):
+            raise LayoutError("the rotations of the two numbers of a pair differ")
+        tables.append(first.contiguous())
+    return tables[0], tables[1]

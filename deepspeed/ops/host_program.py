@@ -1,0 +1,349 @@
+"""Programs of host kernels: the operations of a whole forward, given to the native library in one call (`ds_run`).
+
+An operation is described once, with the addresses of its tensors; a run then costs one call, whatever the number of
+operations. Tensors must stay where they are as long as the program is used; it keeps them alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.native import DTYPE_CODES, library
+
+__all__ = ["Activation", "Matrix", "PagedLayer", "PagedPiece", "Program", "Step", "Weights", "largest_of"]
+
+
+class Weights(enum.IntEnum):
+    """How a matrix is stored."""
+
+    BFLOAT16 = 0
+    INT8 = 1
+    INT4 = 2
+    FLOAT32 = 3
+
+
+class Activation(enum.IntEnum):
+    """GELU by the error function; GELU_TANH by the hyperbolic tangent."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    RELU = 3
+
+
+class _Kind(enum.IntEnum):
+    EMBEDDING = 0
+    NORM = 1
+    PRODUCT = 2
+    ROTARY = 3
+    ATTENTION = 4
+    GATE = 5
+    LARGEST = 6
+
+
+def _fields(pointers: str, int64s: str = "", floats: str = "", int32s: str = "") -> list[tuple[str, Any]]:
+    """Fields in this order of types, as the structs of the header have them."""
+    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32)
+    names = (pointers, int64s, floats, int32s)
+    return [(name, kind) for kind, each in zip(kinds, names, strict=True) for name in each.split()]
+
+
+class PagedPiece(ctypes.Structure):
+    _fields_ = _fields("blocks", "start count row", "", "writes attends")
+
+
+class PagedLayer(ctypes.Structure):
+    _fields_ = _fields(
+        "keys values query new_keys new_values output sinks",
+        "heads kv_heads block_size key_size value_size query_head_stride query_token_stride key_head_stride "
+        "key_token_stride value_head_stride value_token_stride window",
+        "scale softcap",
+        "dtype query_dtype",
+    )
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = _fields("values scales bias", "outputs row_bytes group", "", "bias_dtype")
+
+
+class _Product(ctypes.Structure):
+    _fields_ = _fields(
+        "output input matrices",
+        "count columns input_stride output_stride",
+        "",
+        "weights input_dtype output_dtype",
+    )
+
+
+class _Embedding(ctypes.Structure):
+    _fields_ = _fields("output table", "size", "", "table_dtype")
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = _fields("stream delta output weight bias", "size", "eps offset", "centered dtype weight_dtype")
+
+
+class _Rotary(ctypes.Structure):
+    _fields_ = [
+        *_fields("projected keys values cosines sines query_weight key_weight"),
+        *_fields("", "heads kv_heads key_size value_size block_size rotary", "", "interleaved"),
+        *_fields("", "", "eps", "dtype cache_dtype weight_dtype"),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = _fields("output gate up", "size input_stride output_stride", "", "activation dtype")
+
+
+class _Largest(ctypes.Structure):
+    _fields_ = _fields("output input", "size input_stride", "", "dtype")
+
+
+class _Operation(ctypes.Structure):
+    _fields_ = _fields("arguments", "", "", "kind on_last")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        *_fields("tokens positions last pieces"),
+        ("count", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights [outputs, columns] of a product.
+
+    ``values``: [outputs, columns] of fp32 or bfloat16, or the words of a ``QuantizedMatrix`` with its ``scales`` and
+    ``group``.
+    """
+
+    kind: Weights
+    values: Tensor
+    columns: int
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    group: int = 0
+
+    @property
+    def outputs(self) -> int:
+        return self.values.shape[0]
+
+
+class Step:
+    """The tokens of a forward. ``tokens`` and ``positions``: of each row; ``last``: the rows of the last tokens of the
+    ``pieces``."""
+
+    __slots__ = ("_kept", "count", "rows", "struct")
+
+    def __init__(
+        self,
+        rows: int,
+        tokens: Sequence[int] = (),
+        positions: Sequence[int] = (),
+        last: Sequence[int] = (),
+        pieces: Any = None,
+    ) -> None:
+        self.rows, self.count = rows, len(last)
+        numbers = (ctypes.c_int64 * (len(tokens) + len(positions) + len(last)))(*tokens, *positions, *last)
+        start = ctypes.addressof(numbers)
+        at = start + 8 * len(tokens), start + 8 * (len(tokens) + len(positions))
+        self._kept = numbers, pieces
+        described = None if pieces is None else ctypes.addressof(pieces)
+        self.struct = _Step(rows, start, *at, described, self.count)
+
+
+class Program:
+    """Operations in their order, each on all rows of a step, or on those of its last tokens (``on_last``). Tensors are
+    on the host and contiguous, with at least as many rows as a step that is run."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._kept: list[Any] = []
+        self._array: Any = None
+
+    def embedding(self, table: Tensor, output: Tensor) -> None:
+        """output [rows, size] fp32 = the rows of the step's tokens."""
+        made = _Embedding(output.data_ptr(), table.data_ptr(), table.shape[1], DTYPE_CODES[table.dtype])
+        self._add(_Kind.EMBEDDING, made, table, output)
+
+    def norm(
+        self,
+        stream: Tensor,
+        output: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        *,
+        delta: Tensor | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        centered: bool = False,
+        on_last: bool = False,
+    ) -> None:
+        """stream += delta, and output = its normalised rows times (weight + offset), plus bias. ``centered``: by mean
+        and deviation, else by the root mean square. ``on_last`` takes rows of the stream; delta has them all."""
+        code = DTYPE_CODES[stream.dtype]
+        weights = weight if weight is not None else bias
+        made = _Norm(
+            *map(_address, (stream, delta, output, weight, bias)),
+            *(stream.shape[-1], eps, offset, int(centered), code),
+            code if weights is None else DTYPE_CODES[weights.dtype],
+        )
+        self._add(_Kind.NORM, made, stream, delta, output, weight, bias, on_last=on_last)
+
+    def product(
+        self, input: Tensor, output: Tensor, matrices: Sequence[Matrix], *, on_last: bool = False
+    ) -> _Product:
+        """output [rows, outputs of all matrices] = input [rows, columns] times their transposes, plus their biases.
+        Rows of both may lie further apart than they are long. ``matrices`` are all of one kind. In what is returned,
+        ``output`` is the address of the output, which may change."""
+        described = (_Matrix * len(matrices))(
+            *[
+                (
+                    *map(_address, (each.values, each.scales, each.bias)),
+                    each.outputs,
+                    each.values.stride(0) * each.values.itemsize,
+                    each.group,
+                    0 if each.bias is None else DTYPE_CODES[each.bias.dtype],
+                )
+                for each in matrices
+            ]
+        )
+        first = matrices[0]
+        made = _Product(
+            *(output.data_ptr(), input.data_ptr(), ctypes.addressof(described)),
+            *(len(matrices), first.columns, input.stride(0), output.stride(0), first.kind),
+            *(DTYPE_CODES[input.dtype], DTYPE_CODES[output.dtype]),
+        )
+        self._add(_Kind.PRODUCT, made, described, input, output, *matrices, on_last=on_last)
+        return made
+
+    def rotary(
+        self,
+        projected: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        key_size: int,
+        value_size: int,
+        interleaved: bool = False,
+        query_weight: Tensor | None = None,
+        key_weight: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> _Rotary:
+        """Rotate the queries and keys in rows of ``projected`` in place, after a norm of each head where there are
+        weights for it, by ``cosines`` and ``sines`` [positions, pairs]. The caller sets where keys and values are
+        stored in what is returned, by ``bind``."""
+        weight = query_weight if query_weight is not None else key_weight
+        code = DTYPE_CODES[projected.dtype]
+        made = _Rotary(
+            *(projected.data_ptr(), None, None, cosines.data_ptr(), sines.data_ptr()),
+            *(_address(query_weight), _address(key_weight)),
+            *(
+                heads,
+                kv_heads,
+                key_size,
+                value_size,
+                1,
+                2 * cosines.shape[1],
+                int(interleaved),
+                eps,
+                code,
+                code,
+            ),
+            code if weight is None else DTYPE_CODES[weight.dtype],
+        )
+        self._add(_Kind.ROTARY, made, projected, cosines, sines, query_weight, key_weight)
+        return made
+
+    def attention(
+        self,
+        projected: Tensor,
+        output: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        key_size: int,
+        value_size: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> PagedLayer:
+        """output [rows, heads * value size] = attention of the queries in rows of ``projected`` over the pages. The
+        caller sets the pages in what is returned, by ``bind``."""
+        code = DTYPE_CODES[projected.dtype]
+        row = projected.stride(0)
+        made = PagedLayer(
+            *(None, None, projected.data_ptr(), None, None, output.data_ptr(), _address(sinks)),
+            *(heads, kv_heads, 1, key_size, value_size, key_size, row, 0, 0, 0, 0, window),
+            *(scale, softcap, code, code),
+        )
+        self._add(_Kind.ATTENTION, made, projected, output, sinks)
+        return made
+
+    def gate(self, gate: Tensor, up: Tensor | None, output: Tensor, activation: Activation) -> None:
+        """output = activation(gate) * up, of [rows, size]. Rows may lie further apart than they are long."""
+        made = _Gate(
+            *map(_address, (output, gate, up)),
+            *(gate.shape[-1], gate.stride(0), output.stride(0), activation, DTYPE_CODES[gate.dtype]),
+        )
+        self._add(_Kind.GATE, made, gate, up, output)
+
+    def largest(self, input: Tensor, output: Tensor) -> None:
+        """output [rows] int64 = the place of the largest number of each row, the first of equals."""
+        made = _Largest(
+            *(output.data_ptr(), input.data_ptr(), input.shape[-1], input.stride(0), DTYPE_CODES[input.dtype])
+        )
+        self._add(_Kind.LARGEST, made, input, output)
+
+    def run(self, step: Step, threads: int | None = None) -> None:
+        """``threads``: at most; None: as many as torch has."""
+        lib = library()
+        assert lib is not None
+        if self._array is None:
+            self._array = (_Operation * len(self._operations))(*self._operations)
+        lib.ds_run(
+            self._array, len(self._operations), ctypes.byref(step.struct), threads or torch.get_num_threads()
+        )
+
+    def _add(self, kind: _Kind, made: ctypes.Structure, *kept: Any, on_last: bool = False) -> None:
+        self._operations.append(_Operation(ctypes.addressof(made), kind, int(on_last)))
+        self._kept.append((made, *kept))
+        self._array = None
+
+
+def bind(made: PagedLayer | _Rotary, pages: tuple[Tensor, Tensor]) -> None:
+    """Where an operation finds keys [blocks, kv heads, size, block size] and values. They must outlive its use."""
+    keys, values = pages
+    made.keys, made.values = keys.data_ptr(), values.data_ptr()
+    made.block_size = keys.shape[3]
+    code = DTYPE_CODES[keys.dtype]
+    if isinstance(made, PagedLayer):
+        made.dtype = code
+    else:
+        made.cache_dtype = code
+
+
+def largest_of(rows: Tensor) -> list[int]:
+    """The place of the largest number of each of ``rows`` [rows, size]; by torch where there is no kernel."""
+    if rows.device.type != "cpu" or rows.dtype not in DTYPE_CODES or rows.stride(1) != 1 or library() is None:
+        return rows.argmax(-1).tolist()
+    output, program = torch.empty(rows.shape[0], dtype=torch.int64), Program()
+    program.largest(rows, output)
+    program.run(Step(rows.shape[0]))
+    return output.tolist()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

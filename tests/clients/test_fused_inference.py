@@ -1,0 +1,145 @@
+"""Forwards as one call of the native library: what they give, and when they are left to the model's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import Piece
+from deepspeed.inference.generator import Generator
+from deepspeed.inference.kernels import quantize_linears
+from deepspeed.inference.model import fused
+from deepspeed.inference.model.runner import ModelRunner
+from deepspeed.inference.scheduling.requests import SamplingParams
+from deepspeed.ops import native
+from deepspeed.ops.host_program import Program
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+from tests.clients.architectures import make  # noqa: E402
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library")
+
+PROMPT = [5, 17, 3, 60, 22, 9, 41]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each program that ran."""
+    rows: list[int] = []
+    plain = Program.run
+
+    def run(self: Program, step: Any, threads: int | None = None) -> None:
+        rows.append(step.rows)
+        plain(self, step, threads)
+
+    monkeypatch.setattr(Program, "run", run)
+    return rows
+
+
+def runner_of(module: nn.Module) -> ModelRunner:
+    runner = ModelRunner(module, block_size=4)
+    runner.allocate(40)
+    return runner
+
+
+def logits_of(module: Any, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return module(torch.tensor([tokens])).logits[0, -1]
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    for module in (make("llama").eval(), make("qwen3").eval().to(torch.bfloat16)):
+        runner = runner_of(module)
+        assert runner.layout.name == "fused"
+        alone = runner.forward([Piece(PROMPT, 0, [0, 1])])
+        others = [Piece([8, 9, 10], 0, [2]), Piece(PROMPT, 0, [3, 4]), Piece(PROMPT[::-1], 0, [5, 6])]
+        assert torch.equal(runner.forward(others)[1], alone[0])
+        in_parts = [runner.forward([Piece(PROMPT[i : i + 1], i, [7, 8])]) for i in range(len(PROMPT))]
+        assert torch.equal(in_parts[-1], alone)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_other_precisions_are_close_to_the_model(bits: int, runs: list[int]) -> None:
+    module = make("llama").eval()
+    if bits < 16:
+        quantize_linears(module, bits, 1, torch.bfloat16)
+    module = module.to(torch.bfloat16)
+    runner = runner_of(module)
+    assert runner.layout.name == "fused" and runs
+    wanted = logits_of(module, PROMPT).float()
+    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    assert found.dtype is torch.bfloat16
+    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_long_forwards_are_left_to_torch_and_tables_grow(
+    monkeypatch: pytest.MonkeyPatch, runs: list[int]
+) -> None:
+    monkeypatch.setattr(fused, "_FIRST_POSITIONS", 8)
+    module: Any = make("llama", max_position_embeddings=256).eval()
+    prompts = [(PROMPT * 12)[:length] for length in (70, 9, 30)]
+    settings = transformers.GenerationConfig(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    wanted = [
+        module.generate(torch.tensor([each]), generation_config=settings)[0].tolist() for each in prompts
+    ]
+    engine = Generator(module, token_budget=80, max_sequences=4, num_blocks=64, max_length=128)
+    runs.clear()
+    found = engine.generate(prompts, SamplingParams(max_new_tokens=40))
+    assert [each.tokens for each in found] == wanted
+    assert runs and max(runs) <= 64 and engine.counts.forwards > len(runs)
+
+
+def test_weights_that_were_replaced_are_used(runs: list[int]) -> None:
+    module: Any = make("mistral").eval()
+    runner = runner_of(module)
+    runner.forward([Piece(PROMPT, 0, [0, 1])])
+    down = module.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        down.weight.mul_(3)  # in place
+        module.model.norm.weight.data = 2 * module.model.norm.weight.data  # elsewhere
+    runs.clear()
+    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
+    assert runs
+
+
+@pytest.mark.parametrize("what", ["hook", "forward", "module"])
+def test_who_listens_to_modules_is_heard(what: str, runs: list[int]) -> None:
+    module: Any = make("llama").eval()
+    runner = runner_of(module)
+    mlp, heard = module.model.layers[1].mlp, []
+    plain = mlp.forward
+
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heard.append(1)
+            return 2 * plain(x)
+
+    if what == "hook":
+        mlp.register_forward_hook(lambda *_: heard.append(1))
+    elif what == "forward":
+        mlp.forward = lambda x: (heard.append(1), plain(x))[1]
+    else:
+        module.model.layers[1].mlp = Doubled()
+    runs.clear()
+    found = runner.forward([Piece(PROMPT, 0, [0, 1])])[0]
+    assert heard and not runs
+    torch.testing.assert_close(found, logits_of(module, PROMPT), rtol=1e-4, atol=1e-5)
+
+
+def test_code_that_reads_something_else_is_left_to_torch() -> None:
+    """The cap acts on values only that no trial shows."""
+    module: Any = make("llama").eval()
+    kind = type(module.model.layers[0].mlp)
+
+    class Clamped(kind):  # type: ignore[valid-type,misc]
+        def forward(self, x: Tensor) -> Tensor:
+            up = self.up_proj(x).clamp(-1e3, 1e3)
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+    module.model.layers[1].mlp.__class__ = Clamped
+    assert ModelRunner(module).layout.name == "packed"
