@@ -132,7 +132,7 @@ class GradBucket:
     @property
     def summed_over_ranks(self) -> GradientSum:
         """The format of sums over all ranks, whether it is in use or not."""
-        return self._formats[True]
+        return self._formats[1]
 
     def sum_over_ranks(self, yes: bool) -> None:
         """Whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way is

@@ -66,9 +66,9 @@ class OwnState:
             notes + self._load_optimizer(saved, rank, ranks) if self.store.traits.own_communication else notes
         )
 
-    def _load_optimizer(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
-        if len(saved) and BY_PARAMETER not in saved[0]:  # of another optimizer
-            saved = ()
+    def _load_optimizer(self, parts: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
+        # Another optimizer may have saved errors of gradients alone.
+        saved = parts if len(parts) and BY_PARAMETER in parts[0] else list[Mapping[str, Any]]()
         optimizer: Any = self.store.optimizer
         alike = len(saved) == ranks and self._same_pieces(saved[rank])
         if self.store.traits.rank_state and len(saved):
