@@ -123,6 +123,20 @@ DS_API void ds_scale_copy(const ds_copy *copies, int64_t count, double scale, in
 DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *const *inputs, int64_t count,
                              int32_t input_dtype, int64_t numel, double scale, int32_t threads);
 
+/* Packets [rows, stride] of rows of `numel` elements: fp32 scales of all blocks of a row, then its codes, then zeros. */
+typedef struct ds_packets {
+    uint8_t *data;
+    int64_t rows, stride; /* bytes */
+    int64_t numel, block; /* elements of a row, and of those with one scale: an even number, for signs a multiple of 8 */
+    int32_t bits;         /* 1: signs and the mean of magnitudes; 4, 8: integers */
+} ds_packets;
+
+/* Encodes values [rows, numel] of `dtype`. `errors`, if not null, [rows, numel], are added first, and become what
+ * encoding took away. */
+DS_API void ds_encode(const ds_packets *packets, const void *values, int32_t dtype, float *errors, int32_t threads);
+/* Decodes to values [rows, numel] of `dtype`; with `sum` to values [numel], the sum of all rows in their order. */
+DS_API void ds_decode(const ds_packets *packets, void *values, int32_t dtype, int32_t sum, int32_t threads);
+
 /* CRC-32 of each block of `block` bytes (the last may be shorter) to crcs. Returns 0, and does nothing, where the machine
  * has no instruction for it. */
 DS_API int32_t ds_crc32_blocks(const void *data, int64_t bytes, int64_t block, uint32_t *crcs);

@@ -6,7 +6,8 @@ scales, so that it can be sent, stored and decoded alone, and its size is what t
 [Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, divided and not multiplied by an
 inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE arithmetic
 without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence every rank
-decodes the same numbers from the same packet.
+decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory
+(``ops/packets.py``), with the same bits.
 
 [Note: what is not finite] A block with a NaN or an infinity has a scale that is not finite, and decodes to numbers that
 are not finite: an overflow of gradients stays visible after the sum over ranks.
@@ -14,39 +15,101 @@ are not finite: an overflow of gradients stays visible after the sum over ranks.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepspeed.ops import packets as native
+
 BLOCK = 256
 """Elements that share a scale, unless said otherwise: 1.6 % of the bytes of int8 codes are scales."""
 SIGN_BLOCK = 2048
+_FLOAT_MAX = 448.0
 _ALIGNMENT = 4
 _SCALE = 4  # bytes
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Packets of fixed size for rows of a given length."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Bytes of the packet of ``numel`` elements."""
-        ...
 
-    def encode(self, values: Tensor) -> Tensor:
+    @abstractmethod
+    def pack(self, values: Tensor) -> Tensor:
         """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n]."""
-        ...
 
-    def decode(self, packets: Tensor, numel: int) -> Tensor:
+    @abstractmethod
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
         """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)]."""
-        ...
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        """uint8 packets [..., nbytes(n)] of floating-point ``values`` [..., n].
+
+        ``errors``: fp32 of the same shape, what earlier packets lacked. They are added first, and become what is
+        lacking now: feedback of errors.
+        """
+        if errors is None:
+            return self.pack(values)
+        wanted = values.float() + errors
+        packets = self.pack(wanted)
+        torch.sub(wanted, self.unpack(packets, values.shape[-1]), out=errors)
+        return packets
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """fp32 values [..., numel] of ``packets`` [..., nbytes(numel)], or ``out`` of that shape with them."""
+        values = self.unpack(packets, numel)
+        return values if out is None else out.copy_(values)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        """fp32 [numel]: the sum of what ``packets`` [rows, nbytes(numel)] hold, in their order."""
+        result = torch.zeros(numel, dtype=torch.float32, device=packets.device)
+        for packet in packets:
+            result.add_(self.decode(packet, numel))
+        return result
+
+
+class _NativeCodec(Codec):
+    """One that the native library knows: ``bits`` per element, a scale for each ``block``."""
+
+    __slots__ = ()
+    bits: int
+    block: int
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        if values.is_cpu:
+            shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
+            packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
+            if native.encode(packets, values.contiguous(), self.bits, self.block, errors):
+                return packets
+        return super().encode(values, errors)
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
+            if native.decode(packets.contiguous(), values, self.bits, self.block):
+                return values
+        return super().decode(packets, numel, out)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, numel)
+            if native.decode(packets.contiguous(), values, self.bits, self.block, total=True):
+                return values
+        return super().total(packets, numel)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCodec:
+class BlockCodec(_NativeCodec):
     """Symmetric integers of 8 or 4 bits, each ``block`` of elements with its own scale: its largest magnitude becomes
     the largest code (G. Wang et al. 2023, ZeRO++, section 3.1). No element is off by more than half a scale. Two codes
     of 4 bits share a byte, the first in its lower half."""
@@ -69,7 +132,7 @@ class BlockCodec:
         codes = -(-numel * self.bits // 8)
         return _round_up(_SCALE * -(-numel // self.block) + codes)
 
-    def encode(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         numel = values.shape[-1]
         blocks = _blocks(values, self.block)
         scales = blocks.abs().amax(-1) / self.largest
@@ -78,7 +141,7 @@ class BlockCodec:
         whole = codes.to(torch.int8).flatten(-2)[..., :numel].contiguous().view(torch.uint8)
         return _packet(self.nbytes(numel), scales, whole if self.bits == 8 else _join_halves(whole))
 
-    def decode(self, packets: Tensor, numel: int) -> Tensor:
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
         scales, data = _open(packets, -(-numel // self.block))
         codes = data if self.bits == 8 else _split_halves(data)
         whole = codes[..., :numel].contiguous().view(torch.int8)
@@ -87,12 +150,13 @@ class BlockCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class SignCodec:
+class SignCodec(_NativeCodec):
     """One bit per element, its sign, and for each ``block`` the mean of the magnitudes: of all scales the one with the
     smallest squared error, which is below the square of the values whatever they are, as feedback of errors needs it
     (Karimireddy et al. 2019, Error feedback fixes SignSGD)."""
 
     block: int = SIGN_BLOCK
+    bits: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:
@@ -101,7 +165,7 @@ class SignCodec:
     def nbytes(self, numel: int) -> int:
         return _round_up(_SCALE * -(-numel // self.block) + -(-numel // 8))
 
-    def encode(self, values: Tensor) -> Tensor:
+    def pack(self, values: Tensor) -> Tensor:
         numel = values.shape[-1]
         blocks = _blocks(values, self.block)
         counts = torch.full((blocks.shape[-2],), float(self.block), dtype=torch.float64, device=values.device)
@@ -110,10 +174,84 @@ class SignCodec:
         means = (blocks.abs().sum(-1, dtype=torch.float64) / counts).float()
         return _packet(self.nbytes(numel), means, pack_signs(values))
 
-    def decode(self, packets: Tensor, numel: int) -> Tensor:
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
         scales, data = _open(packets, -(-numel // self.block))
         signs = unpack_signs(data[..., : -(-numel // 8)], numel)
         return _blocks(signs, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCodec(Codec):
+    """8-bit floating-point numbers (e4m3), each ``block`` of elements with its own scale: its largest magnitude becomes
+    448, the largest such number. Small elements of a block keep three bits where integers would lose them."""
+
+    block: int = BLOCK
+
+    def nbytes(self, numel: int) -> int:
+        return _round_up(_SCALE * -(-numel // self.block) + numel)
+
+    def pack(self, values: Tensor) -> Tensor:
+        numel = values.shape[-1]
+        blocks = _blocks(values, self.block)
+        scales = blocks.abs().amax(-1) / _FLOAT_MAX
+        divisors = torch.where(scales > 0, scales, 1.0)
+        codes = (blocks / divisors.unsqueeze(-1)).clamp_(-_FLOAT_MAX, _FLOAT_MAX).to(torch.float8_e4m3fn)
+        return _packet(
+            self.nbytes(numel), scales, codes.view(torch.uint8).flatten(-2)[..., :numel].contiguous()
+        )
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        scales, data = _open(packets, -(-numel // self.block))
+        codes = data[..., :numel].contiguous().view(torch.float8_e4m3fn)
+        return _blocks(codes, self.block).mul_(scales.unsqueeze(-1)).flatten(-2)[..., :numel]
+
+
+@dataclass(frozen=True, slots=True)
+class TopCodec(Codec):
+    """The ``share`` of the elements with the largest magnitudes, as they are, with their places (A. F. Aji, K. Heafield
+    2017, Sparse communication for distributed gradient descent). The rest is zero, for feedback of errors to send."""
+
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share={self.share!r} must be above 0 and at most 1")
+
+    def _count(self, numel: int) -> int:
+        return min(numel, math.ceil(numel * self.share))
+
+    def nbytes(self, numel: int) -> int:
+        return 8 * self._count(numel)
+
+    def pack(self, values: Tensor) -> Tensor:
+        wide = values.float()
+        places = wide.abs().topk(self._count(wide.shape[-1]), dim=-1, sorted=False).indices
+        chosen = wide.gather(-1, places).contiguous().view(torch.uint8)
+        return torch.cat([chosen, places.int().contiguous().view(torch.uint8)], dim=-1)
+
+    def unpack(self, packets: Tensor, numel: int) -> Tensor:
+        chosen, places = packets.contiguous().chunk(2, dim=-1)
+        result = torch.zeros(*packets.shape[:-1], numel, dtype=torch.float32, device=packets.device)
+        wide = chosen.contiguous().view(torch.float32)
+        return result.scatter_(-1, places.contiguous().view(torch.int32).long(), wide)
+
+
+CODECS = ("int8", "int4", "fp8", "signs", "top_k")
+
+
+def codec_named(name: str, share: float = 0.01) -> Codec:
+    """One of ``CODECS``; ``share``: of the elements, for "top_k"."""
+    if name == "top_k":
+        return TopCodec(share)
+    known: dict[str, Codec] = {
+        "int8": BlockCodec(8),
+        "int4": BlockCodec(4),
+        "fp8": FloatCodec(),
+        "signs": SignCodec(),
+    }
+    if name not in known:
+        raise ValueError(f"codec {name!r} is unknown: use one of {', '.join(CODECS)}")
+    return known[name]
 
 
 def pack_signs(values: Tensor) -> Tensor:
@@ -136,6 +274,10 @@ def _signs_of_bytes(device: torch.device) -> Tensor:
     """[256, 8]: the signs that each byte stands for."""
     bits = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
     return (bits * 2 - 1).float().to(device)
+
+
+def _floats(beside: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=beside.device)
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:

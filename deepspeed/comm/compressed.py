@@ -24,27 +24,28 @@ def part_numel(numel: int, ranks: int) -> int:
 
 
 def compressed_mean(
-    values: Tensor, worker_error: Tensor, server_error: Tensor, ranks: Communicator, codec: Codec
+    values: Tensor,
+    worker_error: Tensor | None,
+    server_error: Tensor | None,
+    ranks: Communicator,
+    codec: Codec,
 ) -> None:
     """``values`` [ranks * part] become their mean over ``ranks``, the same on all of them. Collective.
+
+    Without errors, what encoding takes away is lost.
 
     Args:
         values: fp32, this rank's own, in place.
         worker_error: [ranks * part] fp32, what encoding took from this rank's values, in place.
         server_error: [part] fp32, what encoding took from the average that this rank serves, in place.
     """
-    part = server_error.numel()
-    wanted = values.add_(worker_error).view(ranks.size, part)
-    sent = codec.encode(wanted)
-    worker_error.view(ranks.size, part).copy_(wanted).sub_(codec.decode(sent, part))
+    rows = values.view(ranks.size, -1)
+    part = rows.shape[-1]
+    sent = codec.encode(rows, None if worker_error is None else worker_error.view(ranks.size, part))
     received = torch.empty_like(sent)
     ranks.all_to_all(received.view(-1), sent.view(-1)).wait()
-    average = torch.zeros_like(server_error)
-    for packet in received:
-        average.add_(codec.decode(packet, part))
-    average.mul_(1.0 / ranks.size).add_(server_error)
-    mine = codec.encode(average)
-    server_error.copy_(average).sub_(codec.decode(mine, part))
+    average = codec.total(received, part).mul_(1.0 / ranks.size)
+    mine = codec.encode(average, server_error)
     everyone = mine.new_empty(ranks.size * mine.numel())
     ranks.all_gather(everyone, mine).wait()
-    wanted.copy_(codec.decode(everyone.view(ranks.size, -1), part))
+    codec.decode(everyone.view(ranks.size, -1), part, out=rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,20 @@ class CommConfig(DeepSpeedConfigModel):
         default=30.0,
         ge=0,
         description="After so long without progress in communication, a report says who waits for whom; 0: never.",
+    )
+
+
+class GradientCompressionConfig(DeepSpeedConfigModel):
+    """Gradients travel in a few bits per element, at every stage."""
+
+    codec: Literal["int8", "int4", "fp8", "signs", "top_k"] = Field(
+        description="How numbers become bytes: integers or 8-bit floats with a scale per block, signs, or the largest.",
+    )
+    share: Float = Field(
+        default=0.01, gt=0, le=1, description='Share of the elements that travel; only for "top_k".'
+    )
+    error_feedback: bool = Field(
+        default=True, description="What encoding takes away is added to the next gradients."
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.comm.codecs import Codec, codec_named
 from deepspeed.config.aio import storage_options
 from deepspeed.config.axes import Axes
 from deepspeed.ops.aio.engine import Options
@@ -28,7 +29,7 @@ class Cadence(enum.Enum):
 
     AT_BOUNDARY = "once per optimizer step, after the last micro-batch"
     EVERY_MICRO_BATCH = "after the backward of every micro-batch"
-    NEVER = "not at all: each rank updates with its own"
+    NEVER = "not at all: each rank, or group of ranks that share a copy, updates with its own"
 
 
 AUTOCAST_MODULES = tuple(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
@@ -87,6 +88,8 @@ class ZeroPlan:
     shard_params: bool
     shard_grads: bool
     shard_state: bool
+    in_groups: bool
+    """Whether groups of ranks share a copy each (MiCS), so that copies can differ for a while."""
     cadence: Cadence
     overlap: bool
     reduce_scatter: bool
@@ -196,8 +199,17 @@ class Packing:
     """Bits of gradients where each rank keeps a slice of their sum (qgZ)."""
     feedback: tuple[float, int] | None = None
     """Weight of the old error, and sums after which it is dropped (LoCo)."""
+    codec: Codec | None = None
+    """How gradients travel at every stage (``gradient_compression``); None: by ``gradients``."""
+    keeps_errors: bool = False
+    """Whether what it takes away is added to the next gradients."""
     group: int = 1
     """Neighbouring ranks that hold a copy of all weights together (hpZ); gathers stay among them."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether sums of gradients are not exact."""
+        return self.gradients > 0 or self.codec is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +255,15 @@ def make_plan(config: DeepSpeedConfig) -> Plan:
 
 
 def _packing(config: DeepSpeedConfig) -> Packing:
+    packing = _zero_packing(config)
+    section = config.gradient_compression
+    if section is None:
+        return packing
+    codec = codec_named(section.codec, float(section.share))
+    return replace(packing, codec=codec, keeps_errors=section.error_feedback)
+
+
+def _zero_packing(config: DeepSpeedConfig) -> Packing:
     zero = config.zero_config
     if zero.stage < 1:
         return Packing()
@@ -251,10 +272,11 @@ def _packing(config: DeepSpeedConfig) -> Packing:
     feedback = (float(loco.err_beta), int(loco.reset_T)) if loco is not None and gradients else None
     if zero.stage < 3:
         return Packing(gradients=gradients, feedback=feedback)
-    weights = 8 if zero.zero_quantized_weights else 0
+    bits = int(zero.zero_quantized_weights_bits)
+    weights = bits if zero.zero_quantized_weights else 0
     return Packing(
         weights=weights,
-        frozen_weights=8 if zero.zero_quantized_nontrainable_weights else weights,
+        frozen_weights=bits if zero.zero_quantized_nontrainable_weights else weights,
         gradients=gradients,
         feedback=feedback,
         group=max(1, int(zero.zero_hpz_partition_size)),
@@ -335,6 +357,7 @@ def _zero(config: DeepSpeedConfig) -> ZeroPlan:
         shard_params=stage >= 3,
         shard_grads=stage >= 2,
         shard_state=stage >= 1,
+        in_groups=stage >= 1 and zero.mics_shard_size > 0,
         cadence=cadence,
         # Without managed accumulation only a reduction per micro-batch can start before step() is called.
         overlap=bool(overlap) and (config.managed_gradient_accumulation or stage >= 2),

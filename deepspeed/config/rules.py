@@ -26,7 +26,6 @@ from deepspeed.config.schema import TrainingConfig
 from deepspeed.elasticity.config import ElasticityConfigError
 from deepspeed.runtime.constants import (
     BUILT_IN_OPTIMIZERS,
-    ONE_BIT_OPTIMIZERS,
     VALID_LR_SCHEDULES,
 )
 
@@ -43,7 +42,9 @@ class Finding:
 Rule = Callable[[TrainingConfig], Iterator[Finding]]
 FP16, BF16, AMP = "fp16.enabled", "bf16.enabled", "amp.enabled"
 STAGE = "zero_optimization.stage"
-ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
+IN_SLICES = ("onebitadam", "zerooneadam", "diloco")
+"""Those whose state may lie in slices."""
 OFFLOAD = "zero_optimization.offload_optimizer"
 
 
@@ -234,10 +235,10 @@ def zenflow_makes_sense(config: TrainingConfig) -> Iterator[Finding]:
             yield Finding((f"{key}.{name}",), f"{value} is not allowed: a number of at least 1, or 'auto'")
 
 
-def mics_needs_stage_3(config: TrainingConfig) -> Iterator[Finding]:
+def mics_needs_slices(config: TrainingConfig) -> Iterator[Finding]:
     zero = config.zero_optimization
-    if zero.mics_shard_size > 0 and zero.stage < 3:
-        what = f"has no effect at stage {zero.stage}; it needs stage 3"
+    if zero.mics_shard_size > 0 and zero.stage == 0:
+        what = "has no effect at stage 0; it needs stage 1 or higher"
         yield Finding(("zero_optimization.mics_shard_size", STAGE), what, False)
 
 
@@ -261,6 +262,11 @@ def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
             ("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients"),
             "has no effect without zero_quantized_gradients: it corrects errors of their quantization",
             False,
+        )
+    if config.gradient_compression is not None and zero.zero_quantized_gradients:
+        yield Finding(
+            ("gradient_compression", "zero_optimization.zero_quantized_gradients"),
+            "cannot be combined with zero_quantized_gradients: both say how gradients travel; choose one",
         )
     if group > 1 and zero.mics_shard_size > 0 and zero.stage == 3:
         yield Finding(
@@ -293,11 +299,6 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
                 ("optimizer.type",), "is missing although optimizer.params is given: name the optimizer"
             )
         return
-    if name.lower() in ONE_BIT_OPTIMIZERS and config.zero_optimization.stage > 0:
-        yield Finding(
-            ("optimizer.type", STAGE),
-            f"{name} cannot be combined with ZeRO (stage is {config.zero_optimization.stage})",
-        )
     found = getattr(torch.optim, name, None)
     if name.lower() not in BUILT_IN_OPTIMIZERS and not (
         isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
@@ -307,15 +308,23 @@ def optimizer_is_known(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
-def one_bit_needs_stage_0(config: TrainingConfig) -> Iterator[Finding]:
+def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
     zero, section = config.zero_optimization, config.optimizer
-    if section is None or zero.stage == 0 or (section.type or "").lower() not in ONE_BIT:
+    kind = "" if section is None else (section.type or "").lower()
+    if section is None or zero.stage == 0 or kind not in ONE_BIT:
         return
-    yield Finding(
-        ("optimizer.type", STAGE),
-        f"{section.type!r} exchanges momenta instead of gradients, so that stage {zero.stage} has nothing to partition "
-        "its state by; use stage 0, or another optimizer with zero_quantized_gradients",
-    )
+    if zero.stage == 3 or kind not in IN_SLICES:
+        yield Finding(
+            ("optimizer.type", STAGE),
+            f"{section.type!r} exchanges momenta instead of gradients, of which stage {zero.stage} has only parts; use "
+            f"stage 0{' to 2' if kind in IN_SLICES else ''}, or another optimizer with zero_quantized_gradients",
+        )
+    elif zero.mics_shard_size <= 0:
+        yield Finding(
+            ("optimizer.type", STAGE),
+            f"{section.type!r} exchanges signs between copies of the weights, and stage {zero.stage} keeps one copy; "
+            "set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0",
+        )
 
 
 def scheduler_is_known(config: TrainingConfig) -> Iterator[Finding]:
@@ -426,11 +435,11 @@ RULES: tuple[Rule, ...] = (
     summed_gradients,
     offload_makes_sense,
     zenflow_makes_sense,
-    mics_needs_stage_3,
+    mics_needs_slices,
     packets_make_sense,
     old_stage_one,
     optimizer_is_known,
-    one_bit_needs_stage_0,
+    one_bit_needs_copies,
     scheduler_is_known,
     arguments_make_sense,
     contiguous_checkpoints,

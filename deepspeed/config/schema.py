@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_v
 
 from deepspeed.audit.config import AuditConfig
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-from deepspeed.comm.config import CommConfig, CommsLoggerConfig
+from deepspeed.comm.config import CommConfig, CommsLoggerConfig, GradientCompressionConfig
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compression.config import CompressionConfig, QuantizeTrainingConfig, WeightQuantConfig
 from deepspeed.config.aio import AioConfig
@@ -231,6 +231,9 @@ class TrainingConfig(LenientConfigModel):
     )
     flops_profiler: DeepSpeedFlopsProfilerConfig = Field(
         default=DeepSpeedFlopsProfilerConfig(), description="FLOPs profiler."
+    )
+    gradient_compression: GradientCompressionConfig | None = Field(
+        default=None, description="Gradients in a few bits per element; see slow_links.md."
     )
     audit: AuditConfig | None = Field(
         default=None, description="Fingerprints of every step, for `ds diff`; see diff.md."

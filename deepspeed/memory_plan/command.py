@@ -25,8 +25,9 @@ from deepspeed.config_tools.clients import read_any, read_client
 from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.advice import advise
+from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
-from deepspeed.memory_plan.request import Request, answer
+from deepspeed.memory_plan.request import Answer, Request, answer
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 
@@ -99,6 +100,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="change a key of the config: bf16.enabled=true",
     )
+    made.add_argument(
+        "--link-mbits",
+        type=_positive_number,
+        metavar="RATE",
+        help="Mbit/s between nodes: also say how long a step takes, with and without what sends less",
+    )
+    made.add_argument(
+        "--compute-seconds",
+        type=_positive_number,
+        default=1.0,
+        metavar="T",
+        help="with --link-mbits: how long a step computes (default: 1)",
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
     return made
 
@@ -112,11 +126,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DeepSpeedConfigError, ModelError) as error:
         print(f"ds plan: {error}", file=sys.stderr)
         return 2
+    times = _link_times(args, found)
     if args.json:
-        print(json.dumps(report.as_json(found, advice), indent=2))
+        links = {} if times is None else {"link": times.as_json()}
+        print(json.dumps({**report.as_json(found, advice), **links}, indent=2))
     else:
         print(report.full_report(found, advice))
+        print(*([] if times is None else ["", *times.lines()]), sep="\n", end="" if times is None else "\n")
     return 1 if found.lacking() else 0
+
+
+def _link_times(args: argparse.Namespace, found: Answer) -> LinkTimes | None:
+    if args.link_mbits is None:
+        return None
+    if args.nodes < 2:
+        raise SystemExit("ds plan: --link-mbits is the rate between nodes; give --nodes 2 or more")
+    return link_times(found, args.compute_seconds, args.link_mbits * 1e6 / 8)
 
 
 class ModelError(ValueError):
@@ -271,6 +296,16 @@ def _set(config: dict[str, Any], text: str) -> None:
         node[last] = json.loads(value)
     except json.JSONDecodeError:
         node[last] = value
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
 
 
 def _bytes(text: str) -> int:

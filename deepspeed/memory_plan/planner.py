@@ -56,7 +56,7 @@ class Setting:
     def shards_by_scope(self) -> dict[str, int]:
         """Ranks that share one copy, by the scope of the weights."""
         size = int(self.zero.mics_shard_size)
-        wanted = size if self.plan.zero.shard_params and size > 0 else self.ranks
+        wanted = size if self.plan.zero.in_groups else self.ranks
         names = {DENSE, *(spec.scope for spec in self.facts.specs)}
         return {name: min(wanted, self.ranks // expert_parallel_size(name, self.ranks)) for name in names}
 

@@ -62,8 +62,8 @@ class UpdateTraits:
     """The norm of the whole gradient, of all groups and ranks (LAMB's own clipping)."""
     own_communication: bool = False
     """Whether it may ask for gradients that are not summed over ranks, and then exchanges what it needs itself (1-bit
-    Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned there is no such update: what a rank would
-    exchange is as large as its whole gradient, and belongs into a wire format of gradients."""
+    Adam); it is a ``CommunicatingOptimizer``. Where tensors are partitioned, groups of ranks share a copy each, and
+    gradients are those of a group: were there one copy, no rank could say what another one's slice lacks."""
     rank_state: tuple[str, ...] = ()
     """Entries of its state that differ between ranks with the same weights (error feedback); per element."""
 
@@ -94,6 +94,8 @@ class UpdateContext:
     holders: HoldersOf | None = None
     """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges
     what keeps the masters equal on all holders. ``gradient_norm`` is the root mean square of the holders' norms."""
+    parts: Communicator | None = None
+    """The ranks that share one copy, if masters are slices of it; only for updates with ``own_communication``."""
 
 
 ALONE = UpdateContext()
@@ -152,6 +154,15 @@ class CommunicatingOptimizer(FragmentOptimizer, Protocol):
 
         They are as soon as every rank says so, and summed again as soon as one does not; the update is told which by
         ``UpdateContext.holders``. Asked before each step, maybe repeatedly."""
+        ...
+
+    def debts(self, masters: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        """By id of a master: what this rank owes it as the one that averages, and where in the master it begins.
+        ``masters``: all of them, by group; asked before a checkpoint reads the state."""
+        ...
+
+    def forget_debts(self) -> None:
+        """They have become part of ``rank_state``."""
         ...
 
     def own_state(self) -> dict[str, Any]:

@@ -229,6 +229,7 @@ class DeepSpeedConfig:
         self.monitor_config = DeepSpeedMonitorConfig(**{name: getattr(c, name) for name in MONITORS})
         self.flops_profiler_config = c.flops_profiler
         self.timers_config = c.timers.throughput
+        self.gradient_compression = c.gradient_compression
         self.audit_config = c.audit
         self.trace_config = c.trace
         self.comms_config = DeepSpeedCommsConfig({"comms_logger": c.comms_logger})

@@ -49,7 +49,7 @@ DEEPSPEED_OPTIMIZERS = (
 )
 ONE_BIT_OPTIMIZERS = (ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER)
 # Every name that `optimizer.type` accepts, in upper or lower case.
-BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd")
+BUILT_IN_OPTIMIZERS = (*DEEPSPEED_OPTIMIZERS, "fusedadam", "fusedlamb", "sgd", "diloco")
 
 WARMUP_LR_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", *WARMUP_LR_SCHEDULES)

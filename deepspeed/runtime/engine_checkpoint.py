@@ -402,6 +402,8 @@ def _load_own_state(engine: EngineBase, catalog: Catalog, ranks: Ranks, report: 
     report.notes += core.own_state.load(OwnStates(catalog), ranks.rank, ranks.size)
     if not core.store.traits.own_communication:
         return
+    if engine.plan.zero.shard_state:  # copies differ, and each is in slices
+        core.executor.publisher.publish()
     sums = catalog.index.get("sums_gradients", True)
     core.reducer.clear()
     core.reducer.change_cadence(engine.plan.zero.cadence if sums else Cadence.NEVER)

@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = {
     "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
+    "codecs.py": ["encode signs", "of the stream"],
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
     "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],

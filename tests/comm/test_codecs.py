@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.codecs import BlockCodec, SignCodec, pack_signs, unpack_signs
+from deepspeed.comm.codecs import (
+    CODECS,
+    BlockCodec,
+    FloatCodec,
+    SignCodec,
+    TopCodec,
+    codec_named,
+    pack_signs,
+    unpack_signs,
+)
 from tests.pool import distributed
 
 
@@ -62,6 +71,39 @@ def test_signs_and_their_mean_magnitude(numel: int) -> None:
             assert (found[start : start + 32] - block).norm() <= block.norm()
 
 
+@pytest.mark.parametrize("numel", [1, 16, 77])
+def test_small_floats(numel: int) -> None:
+    codec, x = FloatCodec(16), values(3, numel)
+    decoded = codec.decode(codec.encode(x), numel)
+    for row, found in zip(x, decoded, strict=True):
+        for block, out in zip(row.split(16), found.split(16), strict=True):
+            scale = block.abs().max() / 448
+            assert torch.equal(out, (block / scale).to(torch.float8_e4m3fn).float() * scale)
+            assert ((out - block).abs() <= torch.maximum(block.abs() / 16, scale / 512) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.2, 1.0])
+def test_the_largest(share: float) -> None:
+    codec, x = TopCodec(share), values(3, 50)
+    packets = codec.encode(x)
+    count = max(1, round(share * 50))
+    assert packets.shape == (3, codec.nbytes(50)) and codec.nbytes(50) == 8 * count
+    for row, found in zip(x, codec.decode(packets, 50), strict=True):
+        limit = row.abs().sort(descending=True).values[count - 1]
+        assert torch.equal(found, torch.where(row.abs() >= limit, row, 0.0))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_errors_of_every_codec_are_fed_back(name: str) -> None:
+    """The sum of what is decoded follows the sum of what was encoded."""
+    codec, errors, total, wanted = codec_named(name, 0.2), torch.zeros(2, 300), 0.0, 0.0
+    for step in range(4):
+        x = values(2, 300, seed=step)
+        total = total + codec.decode(codec.encode(x, errors), 300)
+        wanted = wanted + x
+    torch.testing.assert_close(total + errors, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_bits_of_signs() -> None:
     x = torch.tensor([1.0, -1.0, 0.0, -0.0, -2.0, 3.0, -1.0, -1.0, 5.0])
     packed = pack_signs(x)
@@ -69,7 +111,7 @@ def test_bits_of_signs() -> None:
     assert unpack_signs(packed, 9).tolist() == [1, -1, 1, 1, -1, 1, -1, -1, 1]
 
 
-@pytest.mark.parametrize("codec", [BlockCodec(8, 16), BlockCodec(4, 16), SignCodec(16)])
+@pytest.mark.parametrize("codec", [BlockCodec(8, 16), BlockCodec(4, 16), FloatCodec(16), SignCodec(16)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(codec: Any, bad: float) -> None:
     x = values(48)
@@ -96,6 +138,10 @@ def test_impossible_codecs(options: dict[str, int]) -> None:
         BlockCodec(**options)
     with pytest.raises(ValueError, match="block=12"):
         SignCodec(12)
+    with pytest.raises(ValueError, match="share=0"):
+        TopCodec(0)
+    with pytest.raises(ValueError, match="'pigeon' is unknown"):
+        codec_named("pigeon")
 
 
 @pytest.mark.parametrize("name", ["compressed.CompressedBackend", "nccl.NcclBackend", "hccl.HcclBackend"])

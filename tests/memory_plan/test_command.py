@@ -295,3 +295,61 @@ def test_more_ranks_where_no_change_is_enough() -> None:
 def test_what_is_there_is_respected_everywhere() -> None:
     current = answer(request(10**9, host=1 * MIB))
     assert set(current.lacking()) == {Place.HOST}
+
+
+def link(config: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    arguments = [config, "--model", MODEL, "--gpus", "2", "--nodes", "2", "--device", "cpu", "--json", *more]
+    assert main([*arguments, "--host-memory", "1G"]) == 0
+    return json.loads(capsys.readouterr().out)["link"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "plain"),
+    [(0, 4), (1, 4), (2, 4), (3, 6)],  # bf16: a sum and what comes back; at stage 3 two gathers and a sum
+)
+def test_seconds_over_a_link(
+    stage: int, plain: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of what two nodes exchange leaves each, and the first option that is enough is recommended."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config_for(stage, bf16=True)))
+    numel = 525_312
+    found = link(str(path), capsys, "--link-mbits", "8", "--compute-seconds", "2")
+    now = found["options"][0]
+    assert now["bytes"] == numel * plain / 2
+    assert now["seconds"] == pytest.approx(2 + now["bytes"] / 1e6)
+    by_name = {option["name"]: option for option in found["options"]}
+    assert found["recommended"] == ("hpZ, qwZ in 4 bits, qgZ" if stage == 3 else "OneBitAdam after warm-up")
+    if stage == 3:
+        assert by_name["hpZ, qwZ, qgZ"]["bytes"] == pytest.approx(numel * 1.53125 / 2)
+    else:
+        assert by_name["OneBitAdam after warm-up"]["bytes"] == pytest.approx(numel * 0.25390625 / 2)
+    fast = link(str(path), capsys, "--link-mbits", "100000")
+    assert fast["recommended"] == "as it is"
+
+
+def test_a_config_that_sends_less_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**config_for(0, bf16=True), "gradient_compression": {"codec": "int8"}}))
+    found = link(str(path), capsys, "--link-mbits", "100")
+    by_name = {option["name"]: option["bytes"] for option in found["options"]}
+    assert by_name["as it is"] == by_name["gradients in int8"]
+    arguments = [
+        str(path),
+        "--model",
+        MODEL,
+        "--gpus",
+        "2",
+        "--nodes",
+        "2",
+        "--device",
+        "cpu",
+        "--link-mbits",
+        "9",
+    ]
+    assert main([*arguments, "--host-memory", "1G"]) == 0
+    assert "recommended: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([str(path), "--model", MODEL, "--link-mbits", "9"])
+    with pytest.raises(SystemExit):
+        main([str(path), "--model", MODEL, "--nodes", "2", "--link-mbits", "0"])

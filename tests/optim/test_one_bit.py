@@ -60,18 +60,42 @@ def signs(x: Tensor) -> Tensor:
     return torch.cat(blocks)
 
 
-class Ranks:
-    """Models, momenta and errors of all ranks in one process."""
+def config_of(stage: int) -> dict[str, Any]:
+    """Stage 0, or two groups of ranks that share a copy each."""
+    return (
+        {"zero_optimization": {"stage": stage, "mics_shard_size": dist.get_world_size() // 2}}
+        if stage
+        else {}
+    )
 
-    def __init__(self, ranks: int) -> None:
-        self.models = [make_model() for _ in range(ranks)]
+
+def lines_of(engine: Any) -> list[list[tuple[int, int, int]]]:
+    """Of each slice what travels end to end: number of the parameter, begin, elements."""
+    mine = [(o.param_index, o.fragment.param_offset, o.fragment.numel) for o in engine.core.store.by_group[0]]
+    shard = engine.scopes.dense.shard
+    every: list[Any] = [mine]
+    if engine.plan.zero.shard_state and shard.size > 1:
+        every = [None] * shard.size
+        dist.all_gather_object(every, mine, group=shard.group)
+    return every
+
+
+class Ranks:
+    """Models, momenta and errors of all workers in one process: ranks, or groups of ``size`` ranks."""
+
+    def __init__(
+        self, workers: int, size: int = 1, lines: list[list[tuple[int, int, int]]] | None = None
+    ) -> None:
+        self.size = size
+        self.models = [make_model() for _ in range(workers)]
         shapes = [p.shape for p in self.models[0].parameters()]
-        self.momenta = [[torch.zeros(s) for s in shapes] for _ in range(ranks)]
+        self.momenta = [[torch.zeros(s) for s in shapes] for _ in range(workers)]
         self.variance = [torch.zeros(s) for s in shapes]
-        numel = sum(s.numel() for s in shapes)
-        self.part = -(-numel // (ranks * 8)) * 8
-        self.worker = [torch.zeros(self.part * ranks) for _ in range(ranks)]
-        self.server = [torch.zeros(self.part) for _ in range(ranks)]
+        self.lines = lines or [[(i, 0, s.numel()) for i, s in enumerate(shapes)]]
+        numels = [sum(numel for _, _, numel in line) for line in self.lines]
+        self.parts = [-(-numel // (workers * 8)) * 8 for numel in numels]
+        self.worker = [[torch.zeros(part * workers) for part in self.parts] for _ in range(workers)]
+        self.server = [[torch.zeros(part) for part in self.parts] for _ in range(workers)]
 
     @property
     def params(self) -> list[list[Tensor]]:
@@ -79,32 +103,41 @@ class Ranks:
 
     def gradients(self, step: int) -> list[list[Tensor]]:
         found = []
-        for rank, model in enumerate(self.models):
+        for worker, model in enumerate(self.models):
             model.zero_grad()
-            loss_of(model, step, rank).backward()
+            for rank in range(worker * self.size, (worker + 1) * self.size):
+                (loss_of(model, step, rank) / self.size).backward()
             found.append([p.grad for p in model.parameters()])
         return found
 
     def mean(self, values: list[list[Tensor]]) -> list[Tensor]:
-        """The compressed mean of every rank's tensors; errors are kept."""
-        ranks, numel = len(values), sum(v.numel() for v in values[0])
+        """The compressed mean of every worker's tensors; errors are kept."""
+        result = [torch.zeros_like(v) for v in values[0]]
+        for number, line in enumerate(self.lines):
+            flats = [torch.cat([own[i].reshape(-1)[b : b + n] for i, b, n in line]) for own in values]
+            average = self.mean_of_line(number, flats)
+            for (i, b, n), piece in zip(line, average.split([n for _, _, n in line]), strict=True):
+                result[i].view(-1)[b : b + n] = piece
+        return result
+
+    def mean_of_line(self, number: int, flats: list[Tensor]) -> Tensor:
+        workers, numel, part = len(flats), flats[0].numel(), self.parts[number]
         sent = []
-        for rank, own in enumerate(values):
-            flat = torch.zeros(self.part * ranks)
-            flat[:numel] = torch.cat([v.reshape(-1) for v in own])
-            self.worker[rank][numel:] = 0
-            wanted = flat + self.worker[rank]
-            trip = torch.cat([signs(part) for part in wanted.split(self.part)])
-            self.worker[rank] = wanted - trip
+        for worker, own in enumerate(flats):
+            wanted = torch.zeros(part * workers)
+            wanted[:numel] = own
+            self.worker[worker][number][numel:] = 0
+            wanted += self.worker[worker][number]
+            trip = torch.cat([signs(piece) for piece in wanted.split(part)])
+            self.worker[worker][number] = wanted - trip
             sent.append(trip)
         whole = []
-        for rank in range(ranks):
-            parts = [trip[rank * self.part : (rank + 1) * self.part] for trip in sent]
-            average = sum(parts) * (1.0 / ranks) + self.server[rank]
-            self.server[rank] = average - signs(average)
+        for worker in range(workers):
+            parts = [trip[worker * part : (worker + 1) * part] for trip in sent]
+            average = sum(parts) * (1.0 / workers) + self.server[worker][number]
+            self.server[worker][number] = average - signs(average)
             whole.append(signs(average))
-        pieces = torch.cat(whole)[:numel].split([v.numel() for v in values[0]])
-        return [piece.view(v.shape) for piece, v in zip(pieces, values[0], strict=True)]
+        return torch.cat(whole)[:numel]
 
     def adam(self, rates: float = LR) -> None:
         for params, momenta in zip(self.params, self.momenta, strict=True):
@@ -132,12 +165,15 @@ def assert_weights(engine: Any, expected: list[Tensor]) -> None:
         torch.testing.assert_close(found.detach(), value, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=[2, 4])
-def test_one_bit_adam(world_size: int, tmp_path: Path) -> None:
+def test_one_bit_adam(world_size: int, stage: int, tmp_path: Path) -> None:
     """Equal to plain PyTorch; a resumed run is exact; and what an exchange costs."""
-    engine = start("OneBitAdam", {"freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl"})
-    assert type(engine.optimizer) is OnebitAdam
-    oracle, rank = Ranks(world_size), dist.get_rank()
+    keys = {"freeze_step": 3, "cuda_aware": False, "comm_backend_name": "nccl"}
+    engine = start("OneBitAdam", keys, **config_of(stage))
+    assert type(engine.optimizer) is OnebitAdam or stage
+    size = world_size // 2 if stage else 1
+    oracle, rank = Ranks(world_size // size, size, lines_of(engine)), dist.get_rank()
     for step in range(8):
         grads = oracle.gradients(step)
         if step < 3:
@@ -147,30 +183,34 @@ def test_one_bit_adam(world_size: int, tmp_path: Path) -> None:
             oracle.share()
         oracle.adam()
         train(engine, step, step + 1)
-        assert_weights(engine, oracle.params[rank])
+        assert_weights(engine, oracle.params[rank // size])
         if step == 5:
             engine.save_checkpoint(tmp_path)
     assert engine.core.reducer.cadence is Cadence.NEVER
-    everyone = engine.scopes.everyone
+    dense = engine.scopes.dense
+    link = dense.replicas if stage else dense.everyone
     numel = sum(p.numel() for p in engine.module.parameters())
-    before = everyone.bytes_sent
+    before = link.bytes_sent
     train(engine, 8, 9)
     facts = 2 * 8 * 8 * (world_size - 1) // world_size + 64
-    assert everyone.bytes_sent - before - facts <= 0.27 * numel
-    resumed = start("OneBitAdam", {"freeze_step": 3})
+    assert link.bytes_sent - before - facts <= 0.27 * numel / size
+    resumed = start("OneBitAdam", {"freeze_step": 3}, **config_of(stage))
     resumed.load_checkpoint(tmp_path)
     train(resumed, 6, 9)
     for found, value in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
         assert torch.equal(found, value)
 
 
-@distributed(world_size=2)
-def test_zero_one_adam(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=[2, 4])
+def test_zero_one_adam(world_size: int, stage: int, tmp_path: Path) -> None:
     """Variance updates, exchanges of signs, and updates without communication; checkpoints in the middle of those."""
     keys = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4}
-    engine = start("ZeroOneAdam", keys)
-    assert type(engine.optimizer) is ZeroOneAdam
-    oracle, rank = Ranks(2), dist.get_rank()
+    engine = start("ZeroOneAdam", keys, **config_of(stage))
+    assert type(engine.optimizer) is ZeroOneAdam or stage
+    size = world_size // 2 if stage else 1
+    oracle, rank = Ranks(world_size // size, size, lines_of(engine)), dist.get_rank()
+    link = engine.scopes.dense.replicas if stage else engine.scopes.everyone
     synced, done, rates = oracle.params, None, 0.0
     saved: dict[int, list[Tensor]] = {}
     for update in range(1, 17):
@@ -204,16 +244,16 @@ def test_zero_one_adam(tmp_path: Path) -> None:
                     p.copy_(s - u / (v.sqrt() + EPS))
             if exchanges:
                 done, rates = None, 0.0
-        before = engine.scopes.everyone.collectives["all_to_all"]
+        before = link.collectives["all_to_all"]
         train(engine, update, update + 1)
-        assert_weights(engine, oracle.params[rank])
-        signs_sent = engine.scopes.everyone.collectives["all_to_all"] - before
+        assert_weights(engine, oracle.params[rank // size])
+        signs_sent = link.collectives["all_to_all"] - before
         assert signs_sent == (update in (3, 5) or (update > 6 and done is None)), update
         if update == 13:
             assert done is not None
             engine.save_checkpoint(tmp_path)
             saved[13] = [p.detach().clone() for p in engine.module.parameters()]
-    resumed = start("ZeroOneAdam", keys)
+    resumed = start("ZeroOneAdam", keys, **config_of(stage))
     resumed.load_checkpoint(tmp_path)
     for found, value in zip(resumed.module.parameters(), saved[13], strict=True):
         assert torch.equal(found, value)
@@ -379,8 +419,51 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=1)
 def test_stages_are_refused(kind: str, stage: int) -> None:
+    """One copy in slices, and what needs whole tensors."""
     with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
         start(kind, {}, zero_optimization={"stage": stage})
+    if stage == 3 or kind == "OneBitLamb":
+        with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
+            start(kind, {}, zero_optimization={"stage": stage, "mics_shard_size": 1})
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+@distributed(world_size=4)
+def test_another_layout(kind: str, tmp_path: Path) -> None:
+    """Two groups in slices save; four copies that are whole resume, and the other way: the mean over copies of what is
+    owed, to senders and as averages, stays."""
+    keys = {"OneBitAdam": {"freeze_step": 2}, "ZeroOneAdam": {"var_freeze_step": 3, "local_step_clipper": 4}}
+    first, other = config_of(2), {"zero_optimization": {"stage": 1, "mics_shard_size": 1}}
+    for before, after in ((first, other), (other, first), (other, {}), ({}, first)):
+        engine = start(kind, keys[kind], **before)
+        train(engine, 0, 6)
+        engine.save_checkpoint(tmp_path)
+        owed = everything_owed(engine)
+        resumed = start(kind, keys[kind], **after)
+        resumed.load_checkpoint(tmp_path)
+        torch.testing.assert_close(everything_owed(resumed), owed, rtol=1e-5, atol=1e-7)
+        assert any(value.any() for value in owed)
+        losses = train(resumed, 6, 10)
+        assert all(loss < 10 for loss in losses)
+
+
+def everything_owed(engine: Any) -> list[Tensor]:
+    """By parameter, the sum over ranks of errors of senders divided by copies, and those of averages."""
+    store = engine.core.store
+    totals = [torch.zeros(p.numel()) for p in store.params]
+    dense = engine.scopes.dense
+    copies = dense.replicas.size if engine.plan.zero.shard_state else dense.everyone.size
+    debts = engine.core.store.optimizer.debts([[o.master for o in group] for group in store.by_group])
+    for owned in store.fragments:
+        begin = owned.fragment.param_offset
+        error = store.state_of(owned)["worker_error"].reshape(-1) / copies
+        totals[owned.param_index][begin : begin + error.numel()] += error
+        for start_at, debt in debts.get(id(owned.master), ()):
+            low = begin + start_at
+            totals[owned.param_index][low : low + debt.numel()] += debt
+    for total in totals:
+        dist.all_reduce(total)
+    return totals
 
 
 def test_arguments() -> None:

@@ -52,6 +52,18 @@ def test_equals_stage_3(size: int, budget: str) -> None:
     assert_ranks_agree(weights)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@distributed(world_size=4)
+def test_stages_with_whole_parameters(stage: int) -> None:
+    """Gradients and states in slices of a group; the same training."""
+    losses, weights, norms = engine_losses(make_zoo, config_for(stage, gas=2, mics_shard_size=2), STEPS)
+    expected_losses, expected, expected_norms = engine_losses(make_zoo, config_for(stage, gas=2), STEPS)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-6)
+    assert_close(weights, expected)
+    assert_ranks_agree(weights)
+
+
 @pytest.mark.parametrize(("world", "size"), [(2, 1), (2, 2)])
 @distributed(world_size=2)
 def test_bit_for_bit_where_sums_have_one_order(world: int, size: int) -> None:

@@ -18,6 +18,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.zero.gathering import sharded_model
 from deepspeed.runtime.zero.norms import clip_coefficient
+from deepspeed.runtime.zero.quantized_sum import keeper_of
 from tests.pool import distributed
 from tests.zero.models import Block, assert_same, config_for, engine_losses, make_zoo
 
@@ -81,8 +82,9 @@ class Simulated:
             ([(names[id(p)], s.offset, s.numel) for p, s in zip(b.params, b.layout.slots, strict=True)], b)
             for b in engine.sharded.buckets
         ]
-        self.weights = BlockCodec(8) if zero.get("zero_quantized_weights") else None
-        self.frozen = BlockCodec(8) if zero.get("zero_quantized_nontrainable_weights") else self.weights
+        weights = BlockCodec(zero.get("zero_quantized_weights_bits", 8))
+        self.weights = weights if zero.get("zero_quantized_weights") else None
+        self.frozen = weights if zero.get("zero_quantized_nontrainable_weights") else self.weights
         self.gradients = BlockCodec(4) if zero.get("zero_quantized_gradients") else None
         self.group = zero.get("zero_hpz_partition_size", 1) if ranks > 2 else 1
         self.loco = zero.get("zeropp_loco_param")
@@ -174,6 +176,7 @@ COMBINATIONS = {
     "qgZ": QGZ,
     "LoCo": LOCO,
     "all": {**ALL, **LOCO},
+    "all, 4 bits": {**ALL, "zero_quantized_weights_bits": 4},
 }
 
 
@@ -217,11 +220,12 @@ def test_scheduled_collectives(zero: dict[str, Any]) -> None:
         sharded_model.prefers_collectives = chosen
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @distributed(world_size=4)
-def test_bytes_across_groups() -> None:
-    """Of two groups of two ranks, per parameter and step: 1 byte of weights, half a byte of gradients, and scales, for
-    the half that the other group needs; plain stage 3 sends 12 (fp32, three times)."""
-    engine = start(ALL)
+def test_bytes_across_groups(bits: int) -> None:
+    """Of two groups of two ranks, per parameter and step: 1 byte of weights or half a byte, half a byte of gradients,
+    and scales, for the half that the other group needs; plain stage 3 sends 12 (fp32, three times)."""
+    engine = start({**ALL, "zero_quantized_weights_bits": bits})
     train(engine, 2)
     scope = engine.scopes.dense
     across = scope.levels.across
@@ -229,11 +233,13 @@ def test_bytes_across_groups() -> None:
     everyone, before = scope.shard.bytes_sent, across.bytes_sent
     train(engine, 1, 2)
     weights = [b for b in engine.sharded.buckets if not b.persistent]
-    packed = sum(BlockCodec(8).nbytes(b.layout.shard_numel) for b in weights)
+    packed = sum(BlockCodec(bits).nbytes(b.layout.shard_numel) for b in weights)
     grads = sum(BlockCodec(4).nbytes(b.layout.shard_numel) for b in weights if b.layout.requires_grad)
     assert across.bytes_sent - before == packed + grads
     numel = sum(b.layout.shard_numel for b in weights)
-    assert (packed + grads) / numel < 1.56
+    assert (packed + grads) / numel < {8: 1.56, 4: 1.06}[bits]
+    whole = sum(b.layout.padded_numel for b in weights)
+    assert 2 * (packed + grads) / whole < {8: 0.78, 4: 0.53}[bits]  # a group of two, per parameter
     small = sum(b.layout.padded_numel * 4 for b in engine.sharded.buckets if b.persistent)
     assert scope.shard.bytes_sent - everyone < 4 * small + 4096  # norms and biases, and the facts of the step
     engine.destroy()
@@ -289,6 +295,32 @@ def test_quantized_gradients_below_stage_3(stage: int) -> None:
     packed, after = run(**QGZ)
     assert packed == pytest.approx(plain, rel=0.05) and packed != plain
     assert after < 0.65 * before  # gradients to an eighth, weights as they are, and the start
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=2)
+def test_errors_of_gradients_are_resumed(stage: int, tmp_path: Path) -> None:
+    """LoCo's errors are in checkpoints: a resumed run is exact."""
+
+    def start_again() -> Any:
+        config = {**config_for(stage, lr=LR, **(NOTHING if stage == 3 else {})), "zero_optimization": zero}
+        return deepspeed.initialize(model=make_model(), config=config)[0]
+
+    zero = {**config_for(stage, **(NOTHING if stage == 3 else {}), **LOCO)["zero_optimization"]}
+    engine = start_again()
+    train(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    expected = train(engine, 3, 4)
+    resumed = start_again()
+    resumed.load_checkpoint(tmp_path)
+    assert train(resumed, 3, 4) == expected
+    plain = start_again()
+    plain.load_checkpoint(tmp_path)
+    for bucket in plain.core.reducer.buckets:
+        keeper = keeper_of(bucket.summed_over_ranks)
+        if keeper is not None:
+            keeper.error = None  # type: ignore[attr-defined]
+    assert train(plain, 3, 4) != expected
 
 
 @distributed(world_size=2)

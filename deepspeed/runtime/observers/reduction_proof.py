@@ -135,6 +135,4 @@ def _trained(bucket: GradBucket) -> list[int]:
 def _applies(engine: EngineBase) -> bool:
     """Whether sums are plain ones: not where packets of a few bits travel, or nothing does."""
     core = engine.core
-    return (
-        core is not None and not engine.plan.packing.gradients and core.reducer.cadence is not Cadence.NEVER
-    )
+    return core is not None and not engine.plan.packing.loses and core.reducer.cadence is not Cadence.NEVER

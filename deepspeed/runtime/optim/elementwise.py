@@ -45,10 +45,7 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
         return
     name, traits = type(optimizer).__name__, traits_of(optimizer)
     if traits.own_communication:
-        raise DeepSpeedConfigError(
-            f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
-            "cannot partition its tensors across ranks; use stage 0."
-        )
+        _check_groups(name, traits.elementwise is True, plan)
     if plan.zero.refuses_untested and not type(optimizer).__module__.startswith(
         ("torch.optim", "deepspeed.")
     ):
@@ -63,6 +60,20 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
         f"{name} does not update elements independently, so zero_optimization.stage={plan.zero.stage} cannot partition "
         "its tensors across ranks; use stage 0, or set zero_allow_untested_optimizer: true to try."
     )
+
+
+def _check_groups(name: str, elementwise: bool, plan: Plan) -> None:
+    """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole."""
+    if plan.zero.shard_params or not elementwise:
+        raise DeepSpeedConfigError(
+            f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
+            f"cannot partition its tensors across ranks; use stage 0{' to 2' if elementwise else ''}."
+        )
+    if not plan.zero.in_groups:
+        raise DeepSpeedConfigError(
+            f"{name} exchanges signs between copies of the weights, and zero_optimization.stage={plan.zero.stage} "
+            "keeps one copy: set zero_optimization.mics_shard_size to the number of ranks per host, or use stage 0."
+        )
 
 
 @torch.no_grad()

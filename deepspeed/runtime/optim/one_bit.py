@@ -50,7 +50,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
         """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if not ``holders``)."""
         raise NotImplementedError
 
-    def warmed_up(self) -> None:
+    def warmed_up(self, context: UpdateContext) -> None:
         """An update with gradients in full was made."""
 
     # The protocol (``deepspeed/ops/update.py``) ---------------------------------------------------------------
@@ -64,12 +64,18 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self.updates += 1
         if self.warms_up(self.updates):
             super().step_fragments(fragments, grad_scale=grad_scale, context=context)
-            self.warmed_up()
+            self.warmed_up(context)
             return
         with torch.no_grad():
             for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
                 if part.masters:
                     self.update_own(number, group, part, grad_scale, context.holders)
+
+    def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        return self.exchange.debts(masters)
+
+    def forget_debts(self) -> None:
+        self.exchange.lines.clear()
 
     def own_state(self) -> dict[str, Any]:
         return {"updates": self.updates, "exchange": self.exchange.saved()}

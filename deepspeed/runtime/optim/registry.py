@@ -23,6 +23,7 @@ from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.sgd import SGD
 from deepspeed.runtime.fp16.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from deepspeed.runtime.optim.elementwise import is_elementwise
+from deepspeed.runtime.optim.local_steps import DiLoCo
 from deepspeed.runtime.optim.mu_parametrization import mu_adam, mu_adamw, mu_sgd
 from deepspeed.runtime.zero.muon.muon_optimizer import build_muon
 
@@ -59,6 +60,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "onebitadam": BuiltIn(OnebitAdam),
     "onebitlamb": BuiltIn(OnebitLamb),
     "zerooneadam": BuiltIn(ZeroOneAdam),
+    "diloco": BuiltIn(DiLoCo),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.comm.codecs import SignCodec
+from deepspeed.comm.codecs import Codec, SignCodec
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.compressed import compressed_mean, part_numel
 
@@ -27,10 +27,22 @@ class Line:
     """Addresses of the objects; fewer than ``numels`` after loading, until they are seen again."""
     server_error: Tensor | None = None
     """[part] of what this rank serves."""
+    place: int = 0
+    """Of this rank among them."""
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
+
+    def recognise(self, masters: Sequence[Tensor]) -> None:
+        """The next members, if ``masters`` has tensors of their sizes in this order."""
+        known = set(self.members)
+        rest = iter([master for master in masters if id(master) not in known])
+        for numel in self.numels[len(self.members) :]:
+            found = next((master for master in rest if master.numel() == numel), None)
+            if found is None:
+                return
+            self.members.append(id(found))
 
     def starts(self) -> dict[int, int]:
         """Where each member begins."""
@@ -44,8 +56,8 @@ class Line:
 class SignExchange:
     """Keeps the errors of what it averages: those of senders in the states, those of servers here."""
 
-    def __init__(self) -> None:
-        self.codec = SignCodec()
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.codec = codec or SignCodec()
         self.lines: dict[Hashable, Line] = {}
 
     def mean(
@@ -64,6 +76,7 @@ class SignExchange:
             return
         line = self.lines.setdefault(key, Line(ranks.ranks))
         self._admit(line, ranks, masters)
+        line.place = ranks.rank
         starts = line.starts()
         places = [slice(starts[id(m)], starts[id(m)] + m.numel()) for m in masters]
         device = values[0].device
@@ -102,9 +115,31 @@ class SignExchange:
             error = _cut(whole[:before], part, ranks)
         line.server_error = torch.zeros(part, device=device) if error is None else error
 
+    def debts(self, groups: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
+        """By member: where the part of it that this rank serves begins, and what is owed to that. ``groups``: all
+        masters, to recognise those of lines that were loaded and have not travelled since."""
+        found: dict[int, list[tuple[int, Tensor]]] = {}
+        for key, line in self.lines.items():
+            if line.server_error is None:
+                continue
+            line.recognise(groups[key[0]] if isinstance(key, tuple) else ())
+            part = line.server_error.numel()
+            begin = line.place * part
+            for (member, start), numel in zip(line.starts().items(), line.numels, strict=False):
+                low, high = max(begin, start), min(begin + part, start + numel)
+                if low < high:
+                    debt = line.server_error[low - begin : high - begin]
+                    found.setdefault(member, []).append((low - start, debt))
+        return found
+
     def saved(self) -> dict[Hashable, dict[str, Any]]:
         return {
-            key: {"ranks": line.ranks, "numels": list(line.numels), "server_error": line.server_error}
+            key: {
+                "ranks": line.ranks,
+                "numels": list(line.numels),
+                "server_error": line.server_error,
+                "place": line.place,
+            }
             for key, line in self.lines.items()
         }
 
@@ -114,6 +149,7 @@ class SignExchange:
         self.lines.clear()
         for key, entry in (saved[rank % len(saved)] if len(saved) else {}).items():
             line = self.lines[key] = Line(tuple(entry["ranks"]), list(entry["numels"]))
+            line.place = int(entry.get("place", rank))
             if len(saved) == ranks:
                 line.server_error = entry["server_error"]
             elif line.ranks == tuple(range(len(saved))):
@@ -122,7 +158,7 @@ class SignExchange:
                 padded = torch.zeros(part * ranks)
                 padded[: whole.numel()] = whole
                 line.server_error = padded[rank * part : (rank + 1) * part].clone()
-                line.ranks = tuple(range(ranks))
+                line.ranks, line.place = tuple(range(ranks)), rank
 
 
 def _cut(whole: Tensor, part: int, ranks: Communicator) -> Tensor:

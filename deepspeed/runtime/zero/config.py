@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -176,6 +176,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         description="Ranks that hold a second copy of the shards nearby (ZeRO++ hpZ); 1: off.",
     )
     zero_quantized_weights: bool = Field(default=False, description="Gather weights in 8 bits (ZeRO++ qwZ).")
+    zero_quantized_weights_bits: Literal[4, 8] = Field(
+        default=8, description="Bits of quantized weights; 4 are rougher."
+    )
     zero_quantized_nontrainable_weights: bool = Field(
         default=False, description="Keep frozen weights in 8 bits."
     )

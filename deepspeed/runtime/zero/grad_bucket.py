@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.runtime.zero.buffer_pool import BufferPool
-from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight, LocalSum
+from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.host_copies import HostCopies
 
@@ -26,7 +26,8 @@ class GradBucket:
     round, and only the slice is kept.
 
     ``shapes``: of the parameters, whole; one per slot.
-    ``over_ranks``: how the sum over the ``holders`` of its weights is taken, times ``factors`` before and after;
+    ``over_ranks``: how the sum over all ranks with its weights is taken, times ``factors`` before and after; ``own``:
+    the one that is taken where ranks, or groups that share a copy, keep gradients of their own (None: they cannot);
     ``rank``: which slice is this rank's; ``counts``: whether its norm counts, as no other rank's counts the same ones.
     ``host``: set if the slice leaves the device (ZeRO-Offload) as soon as it is summed; ``reduced`` is then in host
     memory. ``new_slice(numel, dtype)`` creates the tensor that holds ``reduced`` if it has its own memory.
@@ -41,7 +42,7 @@ class GradBucket:
         device: torch.device,
         *,
         rank: int,
-        holders: int = 1,
+        own: GradientSum | None = None,
         factors: tuple[float, float] = (1.0, 1.0),
         counts: bool = True,
         accumulate_dtype: torch.dtype,
@@ -55,7 +56,7 @@ class GradBucket:
         self.shapes = tuple(shapes)
         self._gaps = layout.gaps()
         self.over_ranks = over_ranks
-        self._formats: tuple[GradientSum, GradientSum] = (LocalSum(holders), over_ranks)
+        self._formats: tuple[GradientSum | None, GradientSum] = (own, over_ranks)
         self.pool = pool
         self.device = device
         self.dtype = accumulate_dtype
@@ -98,6 +99,7 @@ class GradBucket:
             if self.reduced is not None and self.host is None:
                 self.reduced = self.reduced.clone()
             self.local = self._owned
+            self._clear_gaps(self.local)  # a format may have put something there
             return
         numel = self.layout.padded_numel
         if self.keep_local:
@@ -108,8 +110,11 @@ class GradBucket:
             dtype = self.dtype if lasting else self.layout.wire_dtype
             self.local = self.pool.take(numel, dtype, self.device)
             self.views = self.pool.parts(self.local, self.layout.index, self._parts)
+        self._clear_gaps(self.local)
+
+    def _clear_gaps(self, local: Tensor) -> None:
         for low, high in self._gaps:
-            self.local[low:high].zero_()
+            local[low:high].zero_()
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         slots = zip(self.layout.slots, self.shapes, strict=True)
@@ -119,15 +124,22 @@ class GradBucket:
 
     def check_whole(self) -> None:
         """ValueError: this rank keeps only a slice of the sum, so that it cannot go without one."""
-        if not self.keep_local or self.layout.num_shards > 1:
+        if self._formats[False] is None:
             raise ValueError(
                 "gradients that are partitioned (ZeRO stage 1 to 3) have to be summed over ranks"
             )
 
+    @property
+    def summed_over_ranks(self) -> GradientSum:
+        """The format of sums over all ranks, whether it is in use or not."""
+        return self._formats[1]
+
     def sum_over_ranks(self, yes: bool) -> None:
         """Whether later launches sum over ranks or keep this rank's own sum. The scratch memory of the former way is
         released."""
-        self.over_ranks = self._formats[yes]
+        chosen = self._formats[yes]
+        assert chosen is not None, "checked by check_whole"
+        self.over_ranks = chosen
         self.pool.clear()
 
     def launch(self) -> None:

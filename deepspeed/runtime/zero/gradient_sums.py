@@ -96,6 +96,20 @@ class LocalSum:
         return InFlight(DONE, local, local, True)
 
 
+class GroupSum:
+    """The sum of ``inner`` over the ranks that share one copy, and no further (``Cadence.NEVER`` where states are in
+    slices): scaled such that the mean over the ``copies`` is what the sum over all ranks would have been."""
+
+    def __init__(self, inner: GradientSum, copies: int) -> None:
+        self.inner = inner
+        self.copies = copies
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        return self.inner.start(local, kept, before, after * self.copies)
+
+
 class ReplicatedSum:
     """The sum of ``inner`` over the ranks that share one copy of the states, then one over those with the same slice
     (MiCS, Z. Zhang et al. 2022).

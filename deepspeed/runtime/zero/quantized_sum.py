@@ -10,15 +10,16 @@ groups: a slow link between groups then carries as many bytes as with one rank p
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed.comm.codecs import BLOCK, BlockCodec, Codec
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.runtime.zero.gradient_sums import InFlight
+from deepspeed.comm.compressed import compressed_mean, part_numel
+from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.scopes import Levels
 
@@ -48,11 +49,26 @@ class ErrorFeedback:
         if self.error is None or self.sums % self.reset == 0:
             self.error = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
         self.sums += 1
-        wanted = values.float() + self.error
-        packets = self.codec.encode(wanted)
-        lost = wanted.sub_(self.codec.decode(packets, values.shape[-1]))
+        lost = self.error.clone()
+        packets = self.codec.encode(values, lost)
         self.error.lerp_(lost.nan_to_num_(0.0, 0.0, 0.0), 1.0 - self.beta)
         return packets
+
+    def kept(self) -> dict[str, Any] | None:
+        return None if self.error is None else {"sums": self.sums, "error": self.error}
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        self.sums, self.error = int(kept["sums"]), kept["error"].to(device)
+
+
+class Keeper(Protocol):
+    """Of a wire format: what it took away from this rank's gradients, and adds to the next."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """What a checkpoint must hold of it; None: nothing yet."""
+        ...
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None: ...
 
 
 class QuantizedSum:
@@ -95,10 +111,7 @@ class QuantizedSum:
 
         def finish() -> None:
             pending.wait()
-            total = torch.zeros(self.numel, dtype=torch.float32, device=out.device)
-            for packet in received:
-                total.add_(self.codec.decode(packet, self.numel))
-            out.copy_(total.mul_(after))
+            out.copy_(self.codec.total(received, self.numel).mul_(after))
 
         return finish
 
@@ -115,6 +128,59 @@ class QuantizedSum:
             self._exchange(out, own.view(across.size, self.numel), across, after)()
 
         return finish
+
+
+def keeper_of(over_ranks: GradientSum) -> Keeper | None:
+    """The one inside of a format and those that it wraps."""
+    found: Any = over_ranks
+    while found is not None:
+        if isinstance(found, CompressedSum):
+            return found if found.keeps_errors else None
+        if isinstance(found, QuantizedSum):
+            return found.encode if isinstance(found.encode, ErrorFeedback) else None
+        found = getattr(found, "inner", None) or getattr(found, "dense", None)
+    return None
+
+
+class CompressedSum:
+    """Replaces ``DenseSum`` where every rank keeps the whole sum (stage 0): each serves a part, and both ways are
+    encoded (``compressed_mean``). ``keeps_errors``: what either takes away is added to the next sum."""
+
+    def __init__(self, ranks: Communicator, codec: Codec, *, keeps_errors: bool) -> None:
+        self.ranks = ranks
+        self.codec = codec
+        self.keeps_errors = keeps_errors
+        self.worker_error: Tensor | None = None
+        self.server_error: Tensor | None = None
+
+    def start(
+        self, local: Tensor, kept: Callable[[], Tensor] | None, before: float, after: float
+    ) -> InFlight:
+        def finish() -> None:
+            # Buckets are collected in the order in which they were launched, which all ranks share.
+            numel, ranks = local.numel(), self.ranks.size
+            part = part_numel(numel, ranks)
+            wanted = torch.zeros(part * ranks, dtype=torch.float32, device=local.device)
+            wanted[:numel] = local
+            if before != 1.0:
+                wanted.mul_(before)
+            if self.keeps_errors and self.worker_error is None:
+                self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
+            compressed_mean(wanted, self.worker_error, self.server_error, self.ranks, self.codec)
+            for error in (self.worker_error, self.server_error):
+                if error is not None:  # of a step that is going to be skipped
+                    error.nan_to_num_(0.0, 0.0, 0.0)
+            local.copy_(wanted[:numel].mul_(after * ranks))
+
+        return InFlight(Pending(finish), local, local, True)
+
+    def kept(self) -> dict[str, Any] | None:
+        if self.worker_error is None:
+            return None
+        return {"worker": self.worker_error, "server": self.server_error}
+
+    def restore(self, kept: Mapping[str, Any], device: torch.device) -> None:
+        self.worker_error, self.server_error = kept["worker"].to(device), kept["server"].to(device)
 
 
 def codec_for(layout: BucketLayout, bits: int) -> BlockCodec | None:

@@ -73,7 +73,7 @@ class GradReducer:
         self.params = list(params)
         self.buckets = list(buckets)
         self.communicator = communicator
-        self.cadence = cadence
+        self.cadence = self._usual = cadence
         self.overlap = overlap
         self.expose = expose
         self.at_boundary = at_boundary
@@ -208,7 +208,8 @@ class GradReducer:
     def will_sync(self) -> bool:
         if not self.sync_enabled:
             return False
-        return self.cadence is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
+        often = self._usual if self.cadence is Cadence.NEVER else self.cadence
+        return often is Cadence.EVERY_MICRO_BATCH or self.at_boundary()
 
     def _launch_full(self) -> None:
         while self._next < len(self._order):

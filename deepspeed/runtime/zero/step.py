@@ -168,7 +168,7 @@ class StepExecutor:
     def _exchange(self) -> GradReport:
         self._gradient_lists()
         alone = self.reducer.cadence is Cadence.NEVER
-        squares = local_squares(self.store, self.members) if alone else self._squares()
+        squares = local_squares(self.store, self.members, sharded=self.sharded) if alone else self._squares()
         used, late = self.reducer.used, self.reducer.has_late()
         waiting = self.reducer.waiting
         woken = [param.grad is not None for param in waiting] if waiting else []

@@ -34,7 +34,9 @@ class Surroundings:
             self._sums = SegmentSums(self.store, self.scopes, sharded=sharded)
         self._matrices = WholeMatrices(self.store, self.scopes) if traits.whole_matrices and sharded else None
 
-        self._holders = Holders(self.store, self.scopes) if traits.own_communication else None
+        self._holders = (
+            Holders(self.store, self.scopes, sharded=sharded) if traits.own_communication else None
+        )
 
     def context(self, gradient_norm: float, *, own_gradients: bool) -> UpdateContext:
         """``gradient_norm``: after clipping. ``own_gradients``: they have not been summed over ranks."""
@@ -43,6 +45,7 @@ class Surroundings:
             segment_sum=self._sums,
             whole_matrices=self._matrices,
             holders=self._holders if own_gradients else None,
+            parts=self.scopes.dense.shard if self.sharded and self.store.traits.own_communication else None,
         )
 
 
@@ -74,9 +77,11 @@ class SegmentSums:
 
 
 class Holders:
-    """Sorts masters by who holds the same ones."""
+    """Sorts masters by who holds the same ones: all ranks with these weights, or, where they are in slices
+    (``sharded``), those with the same slice."""
 
-    def __init__(self, store: StateStore, scopes: Scopes) -> None:
+    def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
+        self.sharded = sharded
         self.order = list(params_by_scope(store, scopes))
         self.scope_of = {id(o.master): scopes.of(store.params[o.param_index]) for o in store.fragments}
 
@@ -84,7 +89,13 @@ class Holders:
         found: dict[Scope, list[int]] = {scope: [] for scope in self.order}
         for position, master in enumerate(masters):
             found[self.scope_of[id(master)]].append(position)
-        return [(scope.everyone, positions) for scope, positions in found.items() if positions]
+        return [
+            (holders_of(s, sharded=self.sharded), positions) for s, positions in found.items() if positions
+        ]
+
+
+def holders_of(scope: Scope, *, sharded: bool) -> Communicator:
+    return scope.replicas if sharded else scope.everyone
 
 
 class LentStep:
@@ -133,7 +144,9 @@ def params_by_scope(store: StateStore, scopes: Scopes) -> dict[Scope, list[int]]
     return found
 
 
-def local_squares(store: StateStore, members: Mapping[Scope, Sequence[int]]) -> float:
+def local_squares(
+    store: StateStore, members: Mapping[Scope, Sequence[int]], *, sharded: bool = False
+) -> float:
     """This rank's share of the squared norm where every rank has gradients of its own (``Cadence.NEVER``).
 
     Their mean is not known to anybody. The norm is the root mean square of the holders' norms: at least that of the
@@ -151,5 +164,5 @@ def local_squares(store: StateStore, members: Mapping[Scope, Sequence[int]]) -> 
                 store.params[owned.param_index], owned.gradient(), owned.fragment.param_offset
             )
         ]
-        total += sum_of_squares(grads) / scope.everyone.size
+        total += sum_of_squares(grads) / holders_of(scope, sharded=sharded).size
     return total

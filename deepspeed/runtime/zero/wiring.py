@@ -6,6 +6,7 @@ immediately and memory that is only counted. So what is planned is what is built
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from deepspeed.comm.codecs import BLOCK
 from deepspeed.comm.collectives import Communicator
 from deepspeed.config.plan import Cadence, Plan
 from deepspeed.runtime.zero.bucket import ParamBucket
@@ -20,12 +22,19 @@ from deepspeed.runtime.zero.buffer_pool import BufferPool
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.scheduled_gather import ScheduledGather
 from deepspeed.runtime.zero.grad_bucket import GradBucket
-from deepspeed.runtime.zero.gradient_sums import DenseSum, GradientSum, ReplicatedSum, RowSum
+from deepspeed.runtime.zero.gradient_sums import (
+    DenseSum,
+    GradientSum,
+    GroupSum,
+    LocalSum,
+    ReplicatedSum,
+    RowSum,
+)
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.offload.host_copies import HostCopies, off_host
 from deepspeed.runtime.zero.offload.tiers import ResidentTier
 from deepspeed.runtime.zero.params import full_shape
-from deepspeed.runtime.zero.quantized_sum import ErrorFeedback, QuantizedSum, codec_for
+from deepspeed.runtime.zero.quantized_sum import CompressedSum, ErrorFeedback, QuantizedSum, codec_for
 from deepspeed.runtime.zero.reducer import GradReducer
 from deepspeed.runtime.zero.scopes import Scope, ScopeTable
 
@@ -69,7 +78,7 @@ def make_grad_buckets(
                 pool,
                 first.device,
                 rank=bucket.rank,
-                holders=scope.everyone.size,
+                own=own_sum(layout, scope, pool, plan),
                 factors=plan.gradients.factors(scope.divisor),
                 counts=first_holder,
                 accumulate_dtype=plan.precision.accumulate or layout.dtype,
@@ -89,18 +98,41 @@ def gradient_sum(
     rows_of: torch.Size | None = None,
 ) -> GradientSum:
     """The format of one bucket. ``rows_of``: the shape of the embedding that is alone in it, if its rows travel."""
-    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
-    codec = codec_for(layout, plan.packing.gradients)
-    if codec is not None:
-        feedback = plan.packing.feedback
-        encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
-        result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
+    result = _sum_of_one_copy(layout, scope, pool, plan)
     for wrap in plan.gradients.formats:
         result = wrap(result)
     if rows_of is not None:
         result = RowSum(result, layout, scope.shard, rows_of)
     if scope.replicas.size > 1:
         result = ReplicatedSum(result, scope.replicas)
+    return result
+
+
+def own_sum(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum | None:
+    """The format of one bucket while gradients are not summed over all ranks; None: its slices have one owner each."""
+    if not plan.zero.shard_state:
+        return LocalSum(scope.everyone.size)
+    if plan.zero.shard_params or not (plan.zero.in_groups or scope.shard.size == 1):
+        return None
+    return GroupSum(_sum_of_one_copy(layout, scope, pool, plan), scope.replicas.size)
+
+
+def _sum_of_one_copy(layout: BucketLayout, scope: Scope, pool: BufferPool, plan: Plan) -> GradientSum:
+    """Over the ranks that share one."""
+    result: GradientSum = DenseSum(layout, scope.shard, pool, scatter=plan.zero.reduce_scatter)
+    packing, chosen = plan.packing, plan.packing.codec
+    if chosen is not None:
+        if scope.shard.size == 1 or layout.padded_numel < BLOCK * scope.shard.size:
+            return result
+        if not plan.zero.shard_state:
+            return CompressedSum(scope.shard, chosen, keeps_errors=packing.keeps_errors)
+        encode = ErrorFeedback(chosen, 0.0, sys.maxsize) if packing.keeps_errors else None
+        return QuantizedSum(layout, scope.shard, chosen, levels=scope.levels, encode=encode)
+    codec = codec_for(layout, plan.packing.gradients)
+    if codec is not None:
+        feedback = plan.packing.feedback
+        encode = ErrorFeedback(codec, *feedback) if feedback is not None else None
+        result = QuantizedSum(layout, scope.shard, codec, levels=scope.levels, encode=encode)
     return result
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, HoldersOf, UpdateTraits
+from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
@@ -32,8 +32,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 
-    Only stage 0 leaves gradients as they are. Raises ``ValueError`` for another backend than the documented ones, and
-    ``RuntimeError`` for what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Raises ``ValueError`` for another
+    backend than the documented ones, and ``RuntimeError`` for what is not available.
     """
 
     update_traits = UpdateTraits(elementwise=True, own_communication=True, rank_state=(FEEDBACK,))
@@ -77,7 +77,7 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     def warms_up(self, update: int) -> bool:
         return update <= self.freeze_step
 
-    def warmed_up(self) -> None:
+    def warmed_up(self, context: UpdateContext) -> None:
         """ "auto": at intervals as long as the variance remembers, compare its sum with the last one."""
         interval = round(1.0 / (1.0 - self.param_groups[0]["betas"][1]))
         if not self.chooses_freeze_step or self.updates % interval:
@@ -85,7 +85,10 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         variances = [
             s["exp_avg_sq"].sum(dtype=torch.float64) for s in self.state.values() if "exp_avg_sq" in s
         ]
-        now, before = float(sum(variances)), self._sum_of_variances
+        total = torch.as_tensor(sum(variances), dtype=torch.float64).reshape(1).clone()
+        if context.parts is not None:
+            context.parts.all_reduce(total).wait()
+        now, before = float(total), self._sum_of_variances
         self._sum_of_variances = now
         if before > 0 and STABLE <= now / before <= 1 / STABLE:
             self.freeze_step = self.updates + 1  # the ranks ask each other before the next update

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, HoldersOf, UpdateTraits
+from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.runtime.fp16.onebit.adam import adam_defaults, add_gradients, rates
 from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
@@ -52,9 +52,9 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
         eps_inside_sqrt, max_grad_norm, amsgrad: in the signature but not available (``gradient_clipping`` clips).
 
-    Only stage 0 leaves gradients as they are. Between two exchanges weights differ from rank to rank; a checkpoint has
-    those of the first rank, and what the others need to get theirs back. Raises ``ValueError`` for another backend than
-    the documented ones or an interval below 1, and ``RuntimeError`` for what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``). Between two exchanges copies differ; a
+    checkpoint has the first one, and what the others need to get theirs back. Raises ``ValueError`` for another backend
+    than the documented ones or an interval below 1, and ``RuntimeError`` for what is not available.
     """
 
     update_traits = UpdateTraits(
@@ -116,7 +116,7 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     def warms_up(self, update: int) -> bool:
         return update <= self.var_freeze_step and is_variance_update(update, self.var_update_scaler)
 
-    def warmed_up(self) -> None:
+    def warmed_up(self, context: UpdateContext) -> None:
         self.variance_updates += 1
 
     def exchanges_at(self, update: int) -> bool:

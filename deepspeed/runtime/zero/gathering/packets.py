@@ -66,7 +66,7 @@ class Piece:
             return
         for i in range(self.near.size):
             for group in range(self.across.size):
-                slices[group, i].copy_(self.codec.decode(packets[i, group], slices.shape[-1]))
+                self.codec.decode(packets[i, group], slices.shape[-1], out=slices[group, i])
 
 
 class PieceChannel:

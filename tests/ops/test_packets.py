@@ -1,0 +1,78 @@
+"""Packets made by the native library: the same bits as those of PyTorch, with every instruction set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed.comm.codecs import BlockCodec, Codec, SignCodec
+from deepspeed.ops import packets as native
+from tests.ops.cases import DTYPES, same_bits
+
+CODECS = [SignCodec(), SignCodec(24), BlockCodec(8), BlockCodec(4), BlockCodec(4, 6), BlockCodec(8, 2050)]
+
+
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.logspace(-2, 2, shape[-1])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("numel", [1, 15, 256, 4097])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_packets_and_values(codec: Any, numel: int, dtype: torch.dtype, isa: str) -> None:
+    x = values(3, numel).to(dtype)
+    x[0, numel // 2] = -0.0
+    packets = codec.encode(x)
+    assert torch.equal(packets, codec.pack(x))
+    assert same_bits(codec.decode(packets, numel), codec.unpack(packets, numel))
+    out = torch.empty(3, numel, dtype=dtype)
+    assert same_bits(codec.decode(packets, numel, out=out), codec.unpack(packets, numel).to(dtype))
+    assert same_bits(codec.total(packets, numel), Codec.total(codec, packets, numel))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_same_errors(codec: Any, dtype: torch.dtype, threads: int, isa: str) -> None:
+    torch.set_num_threads(threads)
+    x, errors = values(2, 50001).to(dtype), values(2, 50001, seed=1)
+    expected = errors.clone()
+    packets = Codec.encode(codec, x, expected)
+    assert torch.equal(codec.encode(x, errors), packets)
+    assert same_bits(errors, expected)
+
+
+@pytest.mark.parametrize("codec", [SignCodec(16), BlockCodec(8, 16), BlockCodec(4, 16)], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-45, 1e-40])
+def test_extremes(codec: Any, bad: float, isa: str) -> None:
+    x = values(48)
+    x[16:32] *= 0.0 if abs(bad) < 1 else 1.0
+    x[20] = bad
+    packets, finite = codec.encode(x), abs(bad) < float("inf")
+    found = codec.decode(packets, 48)
+    assert found[:16].isfinite().all() and found[32:].isfinite().all()
+    assert found[16:32].isfinite().all() == finite and found[16:32].isfinite().any() == finite
+    if finite:
+        assert torch.equal(packets, codec.pack(x))
+
+
+def test_what_the_library_leaves_to_torch() -> None:
+    """Other types and layouts give the same, by another way."""
+    codec, x = BlockCodec(8), values(4, 512)
+    wide = x.double()
+    assert not native.encode(torch.empty(4, codec.nbytes(512), dtype=torch.uint8), wide, 8, 256)
+    assert torch.equal(codec.encode(wide), codec.encode(x))
+    spread = x.t().contiguous().t()
+    assert torch.equal(codec.encode(spread), codec.encode(x))
+    out = torch.empty(512, 4).t()
+    assert torch.equal(codec.decode(codec.encode(x), 512, out=out), codec.decode(codec.encode(x), 512))
+
+
+@pytest.mark.usefixtures("without_library")
+def test_without_the_library() -> None:
+    codec, x, errors = SignCodec(), values(2, 3000), torch.zeros(2, 3000)
+    packets = codec.encode(x, errors)
+    assert torch.equal(errors, x - codec.decode(packets, 3000))
