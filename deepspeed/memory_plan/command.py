@@ -28,6 +28,8 @@ from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Answer, Request, answer
+from deepspeed.moe.stacked import spread_on_paper
+from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 
@@ -157,6 +159,8 @@ def make_request(args: argparse.Namespace) -> Request:
     axes = axes_of(config, args.gpus * args.nodes, "as asked for")
     if axes.problems:
         raise DeepSpeedConfigError.of(axes.problems)
+    _spread_experts(module, config.get("expert_parallel"))
+    _check_experts(args.model, module, args.gpus * args.nodes)
     request = Request(
         module=module,
         config=config,
@@ -178,6 +182,23 @@ def make_request(args: argparse.Namespace) -> Request:
     )
     values = {name: getattr(request, name) for name in request.__dataclass_fields__}
     return Request(**{**values, "capacity": capacity, "follow_disk": args.disk is None})
+
+
+def _spread_experts(module: nn.Module, section: Any) -> None:
+    """Each rank has its share of the experts only. What is wrong with the section is said where configs are read."""
+    if isinstance(section, dict) and section.get("enabled") is True:
+        size = section.get("autoep_size", 1)
+        if isinstance(size, int) and size >= 1:
+            spread_on_paper(module, size)
+
+
+def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
+    """Raises ModelError: its experts are spread over more ranks than there are."""
+    for scope in {scope_name(param) for param in module.parameters()}:
+        try:
+            expert_parallel_size(scope, ranks)
+        except ValueError as error:
+            raise ModelError(f"--model {name}: {error}; --gpus says how many there are") from None
 
 
 def read_config(given: str, ranks: int) -> dict[str, Any]:

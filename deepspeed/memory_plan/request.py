@@ -15,7 +15,7 @@ from deepspeed.config.plan import Plan, make_plan
 from deepspeed.memory_plan.activations import TransformerShape, activation_bytes, budgeted_bytes
 from deepspeed.memory_plan.ledger import STEADY, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
-from deepspeed.memory_plan.model import facts_of
+from deepspeed.memory_plan.model import ModelFacts, facts_of
 from deepspeed.memory_plan.planner import Setting, plan_memory
 from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.ops.update import traits_of
@@ -23,6 +23,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.runtime.zero.scopes import expert_parallel_size
 from deepspeed.utils.logging import logger
 from deepspeed.utils.memory import GIB
 
@@ -120,7 +121,7 @@ def answer(request: Request) -> Answer:
         zero_init=request.zero_init and plan.zero.shard_params,
     )
     ledger = plan_memory(setting)
-    ledger.notes += note
+    ledger.notes += note + _experts(facts, request.ranks)
     auto = [key for key in _auto_keys(request.config) if not key.startswith((*BATCH, *_NO_MEMORY))]
     if auto:
         ledger.notes.append(
@@ -128,6 +129,12 @@ def answer(request: Request) -> Answer:
         )
     _activations(ledger, request, setting, config)
     return Answer(request=request, plan=plan, config=config, setting=setting, ledger=ledger)
+
+
+def _experts(facts: ModelFacts, ranks: int) -> list[str]:
+    sizes = {expert_parallel_size(spec.scope, ranks) for spec in facts.specs} - {1}
+    over = ", ".join(str(size) for size in sorted(sizes))
+    return [f"of experts spread over {over} ranks, those of one rank are counted"] if sizes else []
 
 
 def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -61,6 +61,8 @@ class MoE(nn.Module):
         self.expert_group_name = f"ep_size_{ep_size}"
         self.num_experts = num_experts
         self.num_local_experts = num_experts // ep_size
+        self.number = 0
+        """Among the layers with experts of the whole model; ``deepspeed.initialize`` finds it."""
         gate = TopKGate(
             hidden_size,
             num_experts,

@@ -292,7 +292,7 @@ class MOELayer(nn.Module):
         routes: Routes = self.gate.routes(flat, used_token)  # type: ignore[operator]
         self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
         if self.watch is not None:
-            self.watch.routed(routes.exp_counts, routes.kept)
+            self.watch.routed(routes.exp_counts, routes.kept, self.training)
         ranks = self._numbers.group
         if ranks.size == 1:
             return self._through_experts(flat, routes).view(tokens.shape)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.placement import EXPERTS, interval, place
@@ -74,28 +75,63 @@ class ExpertParallelism:
 
     def apply(self, module: nn.Module, context: Context) -> None:
         """Raises DeepSpeedConfigError: no experts that can be spread, or a size that does not divide them."""
-        layers = list(stacked_experts(module))
-        if not layers:
-            raise DeepSpeedConfigError(
-                f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as Transformers "
-                "5 has them; remove the section, or build its layers with deepspeed.moe.layer.MoE"
-            )
         size, mesh = int(self.config.autoep_size), context.mesh
+        layers = _layers_to_spread(module, size, mesh)
         try:
             sharing = mesh.sharing_experts(size)
         except ValueError as error:
             raise DeepSpeedConfigError(f"{KEY}: {error}") from error
         ranks, number = mesh.among(sharing), sharing.index(mesh.global_rank)
-        for path, experts in layers:
+        for _, experts in layers:
             total = int(experts.num_experts)  # type: ignore[arg-type]
-            if total % size:
-                fitting = [n for n in range(1, total + 1) if total % n == 0]
-                raise DeepSpeedConfigError(
-                    f"{KEY}={size} does not divide the {total} experts of {path}: use one of {fitting}"
-                )
             _keep_own(experts, size, number, context)
             _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}"))
         context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
+
+
+def spread_on_paper(module: nn.Module, size: int) -> int:
+    """Leave the first of ``size`` ranks' experts in a module on the meta device, for a plan of its memory. Returns how
+    many layers have experts. DeepSpeedConfigError as with ``ExpertParallelism``."""
+    layers = _layers_to_spread(module, size)
+    for _, experts in layers:
+        _keep_own(experts, size, 0, _Paper())
+    return len(layers)
+
+
+class _Paper:
+    mesh: Any = None
+
+    def whole(self, *tensors: Tensor) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def became(self, old: nn.Parameter, *new: nn.Parameter) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def _layers_to_spread(
+    module: nn.Module, size: int, mesh: ProcessMesh | None = None
+) -> list[tuple[str, nn.Module]]:
+    """May be none on a stage of a pipeline. Collective over stages."""
+    layers = list(stacked_experts(module))
+    stages = [bool(layers)] * (mesh.size("pp") if mesh is not None else 1)
+    if mesh is not None and len(stages) > 1:
+        dist.all_gather_object(stages, bool(layers), group=mesh.group("pp"))
+    if not any(stages):
+        raise DeepSpeedConfigError(
+            f"expert_parallel.enabled: {type(module).__name__} has no experts with stacked weights as Transformers "
+            "5 has them; remove the section, or build its layers with deepspeed.moe.layer.MoE"
+        )
+    for path, experts in layers:
+        total = int(experts.num_experts)  # type: ignore[arg-type]
+        if total % size:
+            fitting = [n for n in range(1, total + 1) if total % n == 0]
+            raise DeepSpeedConfigError(
+                f"{KEY}={size} does not divide the {total} experts of {path}: use one of {fitting}"
+            )
+    return layers
 
 
 def _keep_own(experts: nn.Module, size: int, number: int, context: Context) -> None:
@@ -132,7 +168,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     parts = parts_of(len(chosen), spread.ranks, hidden_states.device)
     orders = [Order.sort(chosen[part], spread.total) for part in parts]
     if self.watch is not None:
-        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total)
+        self.watch.routed(sum(order.counts for order in orders), chosen < spread.total, self.training)
     trips = Trip.plan([order.counts for order in orders], spread.ranks, self.watch)
     rows = [permute(hidden_states[part], order) for part, order in zip(parts, orders, strict=True)]
     outputs = through(rows, trips, functools.partial(_compute, self))

@@ -23,11 +23,19 @@ class Watch:
     chosen: Tensor | None = None
     kept: Tensor | None = None
     seconds: float = 0.0
+    unseen: int = 0
+    """Forwards of regions that will run again with a graph: these are counted then, others when they run first."""
 
-    def routed(self, chosen: Tensor, kept: Tensor) -> None:
-        """``kept`` [tokens, k] says which choices are."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # an evaluation, or a forward that runs again within a backward
+    def routed(self, chosen: Tensor, kept: Tensor, training: bool = True) -> None:
+        """``kept`` [tokens, k] says which choices are. ``training``: the mode of the layer."""
+        again = torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled():
+            self.unseen += training and not again  # an evaluation in training mode is forgotten at ``reset``
+            return
+        if again:
+            if not self.unseen:
+                return
+            self.unseen -= 1
         count = kept.sum()
         self.chosen = chosen.clone() if self.chosen is None else self.chosen + chosen
         self.kept = count if self.kept is None else self.kept + count
@@ -35,6 +43,7 @@ class Watch:
     def reset(self) -> None:
         self.chosen = self.kept = None
         self.seconds = 0.0
+        self.unseen = 0
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:

@@ -561,6 +561,9 @@ class DeepSpeedEngine(EngineCompile):
         """Writes the file of each expert, where weights are whole (stages 0 to 2)."""
         if not self.has_moe_layers or self.plan.zero.shard_params:
             return None
+        return self._expert_writer(exclude_frozen)
+
+    def _expert_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
         files = self.checkpoint_engine
 
         def write(folder: Path) -> None:

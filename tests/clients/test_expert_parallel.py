@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.placement import placement_of
+from deepspeed.memory_plan.command import main as plan
 from deepspeed.utils import safe_get_full_grad
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
@@ -120,3 +123,31 @@ def assert_equals_one_process(name: str, size: int, stage: int) -> None:
         engine.step()
         torch.testing.assert_close(float(engine.get_global_grad_norm()), total, rtol=1e-5, atol=0.0)
         engine.destroy()
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(1, 2), (2, 2), (4, 8)])
+def test_the_plan_of_memory_counts_the_experts_of_a_rank(
+    size: int, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, settings = ARCHITECTURES["mixtral"]
+    getattr(transformers, kind)(**settings, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    section = {"enabled": True, "autoep_size": size}
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "expert_parallel": section}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    plan(
+        [
+            str(tmp_path / "ds.json"),
+            "--model",
+            str(tmp_path),
+            "--gpus",
+            str(ranks),
+            "--device",
+            "cpu",
+            "--json",
+        ]
+    )
+    model = make("mixtral")
+    spread = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    whole = sum(p.numel() for p in model.parameters())
+    assert spread > 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == whole - spread + spread // size

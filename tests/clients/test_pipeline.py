@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.checkpoint.placement import local_part
 from deepspeed.pipe import cut_causal_lm
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.transforms.errors import TransformError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.clients.kit import clean_clients
 from tests.pool import distributed
@@ -34,6 +36,7 @@ LIKE_LLAMA = {**SMALL, "num_key_value_heads": 2}
 GPT2 = {"vocab_size": TOKENS, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 16}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OPT = {**SMALL, "ffn_dim": 24, "max_position_embeddings": 16, "word_embed_proj_dim": 16, "dropout": 0.0}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [0, 1]}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", LIKE_LLAMA),
     "gpt2": ("GPT2Config", {**GPT2, **NO_DROPOUT}),  # embedding and head share their weight
@@ -43,6 +46,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**LIKE_LLAMA, "head_dim": 8, "sliding_window": 4}),
     "gpt_neox": ("GPTNeoXConfig", SMALL),
     "mixtral": ("MixtralConfig", {**LIKE_LLAMA, "num_local_experts": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**LIKE_LLAMA, **MIXED}),
 }
 
 
@@ -66,7 +70,11 @@ def batches(replica: int = 0) -> Iterator[dict[str, Tensor]]:
 
 
 def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> PipelineEngine:
-    section, split = more.pop("pipeline", {}), more.pop("tensor_parallel", {})
+    section, split, experts = (
+        more.pop("pipeline", {}),
+        more.pop("tensor_parallel", {}),
+        more.pop("experts", 0),
+    )
     module = cut_causal_lm(model, num_stages=stages, **more)
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
@@ -76,6 +84,7 @@ def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> Pip
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": section,
         "tensor_parallel": split,
+        "expert_parallel": {"enabled": experts > 0, "autoep_size": max(experts, 1)},
     }
     engine = deepspeed.initialize(model=module, config=config)[0]
     assert isinstance(engine, PipelineEngine)
@@ -114,7 +123,7 @@ def train_both(engine: PipelineEngine, plain: Plain, steps: int = 2) -> None:
     theirs = dict(plain.model.named_parameters())
     for name, param in engine.module.named_parameters():
         found = safe_get_full_fp32_param(param)
-        expected = theirs[name].detach()
+        expected = local_part(param, theirs[name].detach())
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -281,6 +290,22 @@ def test_adapters_over_stages_and_parts_or_replicas() -> None:
             engine = engine_of(with_adapters("llama"), stage=1, **more)
             train_adapters(engine, Plain(with_adapters("llama")))
             engine.destroy()
+
+
+@pytest.mark.parametrize(("name", "stage"), [("mixtral", 0), ("mixtral", 3), ("qwen3_moe", 1)])
+@distributed(world_size=4)
+def test_experts_shared_by_replicas(name: str, stage: int) -> None:
+    """Two stages of two replicas; of the last model the first stage has no experts."""
+    with clean_clients():
+        engine = engine_of(make(name), stage, experts=2, partition_method="uniform")
+        train_both(engine, Plain(make(name)))
+        engine.destroy()
+
+
+@distributed(world_size=2)
+def test_experts_that_no_stage_has() -> None:
+    with clean_clients(), pytest.raises(TransformError, match="no experts with stacked weights"):
+        engine_of(make("llama"), 0, experts=1)
 
 
 @distributed(world_size=2)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.config.plan import Plan
 from deepspeed.memory_plan.model import ModelFacts, cast_dtype
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.layout import ParamSpec
 from tests.zero.models import Block
 
@@ -60,6 +61,11 @@ MODELS: dict[str, type[nn.Module]] = {"gpt": Gpt, "adapted": Adapted}
 def small() -> Gpt:
     """For ``ds plan --model tests.memory_plan.models:small``."""
     return Gpt()
+
+
+def mixture() -> nn.Module:
+    """1,048,576 parameters in 8 experts, of which a rank of two holds 4, and 64 x 8 in the gate."""
+    return MoE(64, nn.Linear(64, 2048, bias=False), num_experts=8, ep_size=2)
 
 
 def config_for(

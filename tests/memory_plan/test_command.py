@@ -74,9 +74,31 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "activations" in found["estimated"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_experts_spread_over_ranks(config: str, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of four ranks share the experts: each holds a half, and the two with the same half share its states."""
+    arguments = [config, "--model", "tests.memory_plan.models:mixture", "--device", "cpu", "--json"]
+    main([*arguments, "--gpus", "4", "--set", f"zero_optimization.stage={stage}"])
+    found = json.loads(capsys.readouterr().out)
+    experts, gate = 8 * 64 * 2048 // 2, 8 * 64
+    assert found["parameters"] == experts + gate
+    assert "of experts spread over 2 ranks, those of one rank are counted" in found["notes"]
+    shared, everyone = (2, 4) if stage else (1, 1)
+    state = found["bytes_per_rank"]["host"]["update"]["optimizer state"]
+    assert state == pytest.approx(8 * (experts / shared + gate / everyone), abs=1024)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            ["--model", "tests.memory_plan.models:mixture", "--gpus", "3"],
+            "'ep_size_2': expected 'ep_size_N', where N divides the 3 ranks",
+        ),
+        (
+            ["--model", MODEL, "--set", 'expert_parallel={"enabled": true}'],
+            "Gpt has no experts with stacked weights",
+        ),
         (["--model", "tests.memory_plan.models:nothing"], "nothing"),
         (["--model", "tests.memory_plan.models:MODELS.keys"], "expected a torch.nn.Module"),
         (["--model", MODEL, "--set", "zero_optimization.stage=7"], "stage"),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed import comm as dist
 from deepspeed.utils import safe_set_full_fp32_param
@@ -50,4 +52,21 @@ def test_breakdown_of_times() -> None:
     assert layer.watch.seconds > 0.0
     engine.step()
     assert layer.watch.seconds == 0.0 and layer.watch.chosen is None
+    engine.destroy()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@distributed(world_size=2)
+def test_blocks_that_are_checkpointed_count_once(reentrant: bool) -> None:
+    def recompute(block: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return checkpoint(block, hidden, use_reentrant=reentrant)
+
+    engine = start(config(1, wall_clock_breakdown=True), 2, recompute=recompute)
+    watch = engine.module.blocks[1].moe.deepspeed_moe.watch
+    tokens = batch(0, dist.get_rank())
+    for _ in range(2):
+        engine.backward(engine(tokens))
+        assert int(watch.chosen.sum()) == int(watch.kept) == 2 * tokens.numel()
+        engine.step()
+        assert watch.chosen is None
     engine.destroy()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from deepspeed.moe.placing import watched_layers
+from deepspeed.moe.placing import numbers_in_model, watched_layers
 from deepspeed.moe.watching import Watch
 from deepspeed.monitor.monitor import Event, MonitorMaster
 from deepspeed.utils.logging import is_rank_zero, log_dist
@@ -19,10 +20,12 @@ PREFIX = "Train/Experts/"
 
 
 def watch_experts(engine: EngineBase, monitor: MonitorMaster | None) -> None:
-    """Attach ``ExpertLoads`` if the module has any mixture of experts."""
-    layers = list(watched_layers(engine.module))
-    if layers:
-        ExpertLoads(engine, layers, monitor, timed=bool(engine._config.wall_clock_breakdown))
+    """Attach ``ExpertLoads`` if the module, or another stage of the pipeline, has any mixture of experts."""
+    layers = dict(watched_layers(engine.module))
+    numbers = numbers_in_model(list(layers), engine.mesh)
+    if any(_of_all_stages(engine, bool(layers))):
+        numbered = dict(zip(numbers, layers.values(), strict=True))
+        ExpertLoads(engine, numbered, monitor, timed=bool(engine._config.wall_clock_breakdown))
 
 
 class ExpertLoads:
@@ -31,18 +34,19 @@ class ExpertLoads:
         layer_0/dropped_share      of the choices, those for which a full expert had no room
         layer_0/imbalance          tokens of the busiest expert by the mean: 1 is even
         layer_0/expert_3           share of the choices that fell on expert 3
-        exchange_ms                time of rank 0 in the exchange of all layers
+        exchange_ms                time of rank 0 in the exchange of all layers that it has
 
-    ``monitor``: None only prints the last line, for ``wall_clock_breakdown``. On every rank: the sums are collective.
+    ``layers``: of this stage, by number in the whole model. ``monitor``: None only prints the last line, for
+    ``wall_clock_breakdown``. On every rank: the sums are collective.
     """
 
     def __init__(
-        self, engine: EngineBase, layers: Sequence[Any], monitor: MonitorMaster | None, *, timed: bool
+        self, engine: EngineBase, layers: Mapping[int, Any], monitor: MonitorMaster | None, *, timed: bool
     ) -> None:
         self.engine, self.monitor, self.timed = engine, monitor, timed
-        self.watches = [Watch() for _ in layers]
-        for layer, watch in zip(layers, self.watches, strict=True):
-            layer.watch = watch
+        self.watches = {number: Watch() for number in layers}
+        for number, layer in layers.items():
+            layer.watch = self.watches[number]
         self.step = engine.global_steps
         engine.events.on("after_step", self.write)
 
@@ -50,31 +54,45 @@ class ExpertLoads:
         if self.engine.global_steps == self.step:  # not a boundary
             return
         self.step = self.engine.global_steps
-        milliseconds = 1e3 * sum(watch.seconds for watch in self.watches)
+        milliseconds = 1e3 * sum(watch.seconds for watch in self.watches.values())
         if self.timed:
             log_dist(f"time (ms) | exchange of experts: {milliseconds:.2f}", ranks=[0])
         if self.monitor is not None:
-            values = self._loads() | {"exchange_ms": milliseconds}
+            values = {"exchange_ms": milliseconds}
+            for loads in _of_all_stages(self.engine, self._loads()):
+                values |= loads
             samples = self.engine.global_samples
             if is_rank_zero():
                 events: list[Event] = [(PREFIX + name, value, samples) for name, value in values.items()]
                 self.monitor.write_events(events)
-        for watch in self.watches:
+        for watch in self.watches.values():
             watch.reset()
 
     def _loads(self) -> dict[str, float]:
-        """Collective, one sum for all layers."""
-        used = [(n, w) for n, w in enumerate(self.watches) if w.chosen is not None and w.kept is not None]
+        """Of this stage. Collective, one sum for all layers."""
+        used = [
+            (n, w.chosen, w.kept)
+            for n, w in self.watches.items()
+            if w.chosen is not None and w.kept is not None
+        ]
         if not used:
             return {}
-        sums = torch.cat([torch.cat([w.chosen, w.kept.view(1)]) for _, w in used]).double()  # type: ignore[union-attr, list-item]
+        sums = torch.cat([torch.cat([chosen, kept.view(1)]) for _, chosen, kept in used]).double()
         self.engine.scopes.everyone.all_reduce(sums).wait()
         values: dict[str, float] = {}
-        parts = sums.cpu().split([len(w.chosen) + 1 for _, w in used])  # type: ignore[arg-type]
-        for (number, _), part in zip(used, parts, strict=True):
+        parts = sums.cpu().split([len(chosen) + 1 for _, chosen, _ in used])
+        for (number, _, _), part in zip(used, parts, strict=True):
             chosen, kept = part[:-1], float(part[-1])
             total = max(float(chosen.sum()), 1.0)
             values[f"layer_{number}/dropped_share"] = max(1.0 - kept / total, 0.0)
             values[f"layer_{number}/imbalance"] = float(chosen.max()) / (total / len(chosen))
             values |= {f"layer_{number}/expert_{e}": float(each) / total for e, each in enumerate(chosen)}
         return values
+
+
+def _of_all_stages(engine: EngineBase, value: Any) -> list[Any]:
+    """Collective over the stages of a pipeline."""
+    found = [value] * engine.mesh.size("pp")
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group=engine.mesh.group("pp"))
+    return found

@@ -451,10 +451,14 @@ class PipelineEngine(DeepSpeedEngine):
         """Kept for old scripts: a shape that has changed is noticed."""
 
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
-        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt")."""
-        return lambda folder: self.stage_module.save_state_dict(
-            folder, self.checkpoint_engine, exclude_frozen
-        )
+        """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt"), and of its experts."""
+        experts = self._expert_writer(exclude_frozen)
+
+        def write(folder: Path) -> None:
+            self.stage_module.save_state_dict(folder, self.checkpoint_engine, exclude_frozen)
+            experts(folder)
+
+        return write
 
     # What a pipeline does not do ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.numbered import shared_lists
 from deepspeed.comm import init_distributed
 from deepspeed.comm.groups import new_group
 from deepspeed.config.problems import DeepSpeedConfigError
@@ -185,6 +186,7 @@ class PipelineModule(Staged, nn.Module):
             if len(members) < 2 or self.stage_id not in members:
                 continue
             for name, param in self._tied_parameters(key):
+                _refuse_shared_experts(key, name, param, members)
                 ranks = (
                     self._ranks_of(members),
                     self._ranks_of(members, data=self._grid.get_data_parallel_id()),
@@ -374,8 +376,8 @@ class PipelineModule(Staged, nn.Module):
     def save_state_dict(
         self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:
-        """Write the file of every layer of this stage, each by one replica. Collective over replicas; an error is
-        raised when all layers have been passed."""
+        """Write the file of every layer of this stage, each by one replica. Experts that replicas share are not in it:
+        they have files of their own. Collective over replicas; an error is raised when all layers have been passed."""
         replica = self._grid.get_data_parallel_id()
         replicas = self._grid.get_data_parallel_world_size() if self.checkpoint_parallel_write_pipeline else 1
         failed: Exception | None = None
@@ -388,7 +390,7 @@ class PipelineModule(Staged, nn.Module):
                 state = {
                     name: value.detach().clone() if isinstance(value, Tensor) else value
                     for name, value in layer.state_dict().items()
-                    if name not in excluded
+                    if name not in excluded and not _is_shared(name, layer)
                 }
                 try:
                     checkpoint_engine.save(state, self._layer_file(str(save_dir), number))
@@ -400,15 +402,29 @@ class PipelineModule(Staged, nn.Module):
     def load_state_dir(
         self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True
     ) -> None:
-        """Read the file of every layer of this stage. FileNotFoundError: there is none. Collective over replicas."""
+        """Read the file of every layer of this stage, and those of its experts if replicas share them.
+        FileNotFoundError: there is none. Collective over replicas."""
         for index, name in self._owners.items():
             layer, key = self.get_submodule(name), name.removeprefix("tied_modules.")
             number = index if key == name else self._first_of_tie(key)
             path = Path(self._layer_file(str(load_dir), number))
             if not path.exists():
                 raise FileNotFoundError(f"{path}: the file of layer {index} is missing")
+            state = checkpoint_engine.load(str(path), map_location="cpu")
+            state |= self._experts_in(Path(load_dir), name, checkpoint_engine)
             with GatheredParameters(list(layer.parameters()), modifier_rank=0):
-                layer.load_state_dict(checkpoint_engine.load(str(path), map_location="cpu"), strict=strict)
+                layer.load_state_dict(state, strict=strict)
+
+    def _experts_in(self, folder: Path, name: str, checkpoint_engine: Any) -> dict[str, Any]:
+        """The weights of the experts of a layer that replicas share, from their files."""
+        found: dict[str, Any] = {}
+        for path, experts in shared_lists(self.get_submodule(name)):
+            for number, _ in experts.named_children():
+                prefix = f"{name}.{path}.{number}."
+                for file in sorted(folder.glob(f"layer_*_expert_{number}_mp_rank_*_model_states.pt")):
+                    state = checkpoint_engine.load(str(file), map_location="cpu")
+                    found |= {key[len(name) + 1 :]: state[key] for key in state if key.startswith(prefix)}
+        return found
 
     def _first_of_tie(self, key: str) -> int:
         return next(
@@ -416,6 +432,19 @@ class PipelineModule(Staged, nn.Module):
             for index, layer in enumerate(self._layer_specs)
             if isinstance(layer, TiedLayerSpec) and layer.key == key
         )
+
+
+def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:
+    if not getattr(param, "allreduce", True) and getattr(param, "group_name", "") != "ep_size_1":
+        raise PipelineError(
+            f"the tie {key!r} has experts ({name}) that ranks share, on the stages {list(stages)}: a weight cannot "
+            "be shared by stages and by ranks; give its layers ep_size=1, or do not tie them"
+        )
+
+
+def _is_shared(name: str, layer: nn.Module) -> bool:
+    """Whether a tensor of ``layer`` is in a list of which other replicas have other parts."""
+    return any(name.startswith(f"{path}.") for path, _ in shared_lists(layer))
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
