@@ -260,6 +260,20 @@ typedef struct ds_paged_layer {
 DS_API void ds_paged_attention(const ds_paged_layer *layer, const ds_paged_piece *pieces, int64_t count,
                                int32_t threads);
 
+/* output = input without dropped elements, times scale, plus the residual if there is one. An element is dropped if a hash
+ * of its index and the seed is below `limit`. */
+typedef struct ds_dropout_call {
+    void *output;
+    const void *input, *residual;
+    int64_t numel;
+    uint64_t seed;
+    uint32_t limit; /* of 2^32 */
+    float scale;
+    int32_t dtype;
+} ds_dropout_call;
+
+DS_API void ds_dropout(const ds_dropout_call *call, int32_t threads);
+
 /* Self-attention of [batch, heads, tokens, size] (contiguous, of `dtype`) in the blocks of a layout. */
 typedef struct ds_sparse_attention {
     const void *query, *key, *value;

@@ -14,6 +14,11 @@ from deepspeed.memory_plan.request import Answer, Request, answer
 SMALL_BUCKET = 50_000_000
 """Elements; of a bucket that still travels at full speed."""
 
+SMALL_MASTERS = (
+    "optimizer.params.state_bits: 8, optimizer.params.stochastic_rounding: true and "
+    "bf16.bf16_master_weights_and_grads: true"
+)
+
 MOST_RANKS = 4096
 
 WORTH_IT = 0.05
@@ -108,7 +113,8 @@ def _missing(found: Answer) -> int:
 
 
 def _changes(current: Answer) -> Iterator[Change]:
-    """Cheapest first: no cost in time, then communication, then host work, then compute."""
+    """Cheapest first: no cost in time, then communication, then host work, then numbers that differ, then storage, then
+    compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
     yield Change("build the model under deepspeed.zero.Init", _zero_init)
@@ -116,6 +122,9 @@ def _changes(current: Answer) -> Iterator[Change]:
     where = path or "<a folder on local storage>"
     for key in ("offload_optimizer", "offload_param"):
         yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', _offload(key, "cpu", None))
+    # No cost in time, but other numbers: moments, and with the second one weights, are rounded.
+    yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
+    yield Change(SMALL_MASTERS, _small_states(masters=True))
     for key in ("offload_optimizer", "offload_param"):
         text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
         yield Change(text, _offload(key, "nvme", path))
@@ -174,6 +183,57 @@ def _offload(key: str, device: str, path: str | None) -> Callable[[Request], Req
         return changed if path else replace(changed, follow_disk=False)  # the disk is not known yet
 
     return apply
+
+
+def _small_states(*, masters: bool) -> Callable[[Request], Request | None]:
+    """Adam's moments in 8 bits; ``masters``: and bf16 weights without masters in fp32."""
+
+    def apply(request: Request) -> Request | None:
+        section, precision = request.config.get("optimizer"), request.config.get("bf16")
+        if request.optimizer is not None or not isinstance(section, dict):
+            return None
+        params = section.get("params") or {}
+        named = str(section.get("type", "")).lower() in ("adam", "adamw", "fusedadam")
+        chosen = params.get("torch_adam") or params.get("fp32_optimizer_states") is False
+        bf16 = isinstance(precision, dict) and bool(precision.get("enabled"))
+        if not named or chosen or (masters and not bf16):
+            return None
+        small = {"state_bits": 8, "stochastic_rounding": True} if masters else {"state_bits": 8}
+        if small.items() <= params.items():
+            return None
+        changes: dict[str, Any] = {"optimizer": {**section, "params": {**params, **small}}}
+        if masters:
+            changes["bf16"] = {**precision, "bf16_master_weights_and_grads": True}  # type: ignore[dict-item]
+        return replace(request, config={**request.config, **changes})
+
+    return apply
+
+
+def hidden_updates(current: Answer) -> list[tuple[str, Answer]]:
+    """Where the host updates while the device waits: the changes that let it work beside the device, each with its
+    plan. They need more memory, so a machine may have too little for one of them."""
+    offload = current.plan.state_offload
+    waits = current.setting.apart and offload is not None and offload.folder is None
+    if not waits or current.plan.zenflow is not None or (offload is not None and offload.speculate):
+        return []
+    found = []
+    for text, key, value in (
+        (
+            "zero_optimization.offload_optimizer.super_offload: true",
+            "offload_optimizer",
+            {"super_offload": True},
+        ),
+        ("zero_optimization.zenflow: {}", "zenflow", {}),
+    ):
+
+        def apply(request: Request, key: str = key, value: dict[str, Any] = value) -> Request:
+            section = _section(request)
+            return _with_section(request, {**section, key: {**(section.get(key) or {}), **value}})
+
+        planned = _tried(Change(text, apply), current.request)
+        if planned is not None:
+            found.append((text, planned))
+    return found
 
 
 def _nvme_path(request: Request) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed.memory_plan.advice import Advice
+from deepspeed.memory_plan.advice import Advice, hidden_updates
 from deepspeed.memory_plan.ledger import ESTIMATED, Kind, Phase, Place
 from deepspeed.memory_plan.request import Answer
 
@@ -124,10 +124,23 @@ def advice_lines(advice: Advice) -> Iterator[str]:
         yield "no change known here makes it fit: use a smaller model, or machines with more memory"
 
 
+def waiting_lines(answer: Answer) -> Iterator[str]:
+    """What would hide an update on the host, and whether this machine has the memory for it."""
+    changes = hidden_updates(answer)
+    if changes:
+        yield f"the {answer.request.device_type} waits while the host updates; beside it the host would work with"
+    for text, planned in changes:
+        more = {place: planned.need(place)[0] - answer.need(place)[0] for place in Place}
+        costs = ", ".join(f"{_place_name(planned, p)} {size(n)} more" for p, n in more.items() if n > 0)
+        lacking = planned.lacking() and not answer.lacking()
+        yield f"  {text} ({costs or 'no more memory'}{'; DOES NOT FIT' if lacking else ''})"
+
+
 def full_report(answer: Answer, advice: Advice | None) -> str:
     lines: list[str] = [headline(answer), "", *table(answer), "", *verdict(answer)]
     if advice is not None:
         lines += advice_lines(advice)
+    lines += waiting_lines(answer)
     if answer.ledger.notes:
         lines += ["", *(f"note: {note}" for note in answer.ledger.notes)]
     return "\n".join(lines)

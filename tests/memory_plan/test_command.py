@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 
 from deepspeed.launcher import ds
+from deepspeed.memory_plan import report
 from deepspeed.memory_plan.activations import TransformerShape
-from deepspeed.memory_plan.advice import advise
+from deepspeed.memory_plan.advice import SMALL_MASTERS, advise, hidden_updates
 from deepspeed.memory_plan.command import main
 from deepspeed.memory_plan.ledger import Place
 from deepspeed.memory_plan.machine import Capacity
@@ -306,6 +308,43 @@ def test_the_cheapest_change_comes_first(
     assert found.result is not None
     assert not found.result.lacking()
     assert found.changes == expected
+
+
+def test_small_states_where_the_host_has_no_room() -> None:
+    """Moments in 8 bits, then bf16 masters too, if no stage is enough and the host cannot take the states."""
+    small: dict[str, Any] = {"lr": 0.01}
+    asked = request(0, ranks=1)
+    for more, expected in (
+        ({"state_bits": 8}, "optimizer.params.state_bits: 8"),
+        ({"state_bits": 8, "stochastic_rounding": True}, SMALL_MASTERS),
+    ):
+        config = {**asked.config, "optimizer": {"type": "AdamW", "params": {**small, **more}}}
+        masters = {"enabled": True, "bf16_master_weights_and_grads": "stochastic_rounding" in more}
+        zero = {**config["zero_optimization"], "stage": 1}
+        enough = answer(replace(asked, config={**config, "bf16": masters, "zero_optimization": zero}))
+        device, host = (enough.need(place)[0] for place in (Place.DEVICE, Place.HOST))
+        config = {**asked.config, "optimizer": {"type": "AdamW", "params": small}, "zero_optimization": zero}
+        current = answer(replace(asked, config=config, capacity=Capacity(device, host, 0)))
+        assert current.lacking()
+        found = advise(current)
+        assert found.changes[-1:] == [expected]
+        assert found.result is not None
+        assert not found.result.lacking()
+
+
+def test_what_hides_an_update_on_the_host() -> None:
+    config = request(10**9, zero={"stage": 2, "offload_optimizer": CPU})
+    found = dict(hidden_updates(answer(config)))
+    assert [text.rsplit(".", 1)[-1] for text in found] == ["super_offload: true", "zenflow: {}"]
+    before = answer(config)
+    assert all(plan.need(Place.HOST)[0] > before.need(Place.HOST)[0] for plan in found.values())
+    text = report.full_report(before, None)
+    assert "super_offload: true (host" in text
+    assert "DOES NOT FIT" not in text
+    tight = request(10**9, host=before.need(Place.HOST)[0], zero={"stage": 2, "offload_optimizer": CPU})
+    assert report.full_report(answer(tight), None).count("DOES NOT FIT") == 2
+    for zero in ({"stage": 2}, {"stage": 2, "offload_optimizer": {**CPU, "super_offload": True}}):
+        assert not hidden_updates(answer(request(10**9, zero=zero)))
 
 
 def test_more_ranks_where_no_change_is_enough() -> None:

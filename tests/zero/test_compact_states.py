@@ -89,6 +89,7 @@ def test_equal_bits_whatever_the_ranks_and_the_stage(masters: bool, tmp_path: Pa
         (4, 2, {}),
         (2, 3, {}),
         (2, 2, {"offload_optimizer": {"device": "cpu"}}),
+        (2, 2, {"offload_optimizer": {"device": "cpu", "super_offload": True}}),
         (2, 3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
         (2, 3, nvme),
     ]
@@ -175,6 +176,12 @@ def test_the_memory_that_it_takes() -> None:
     gradients = sum(bucket.dtype.itemsize * bucket.layout.shard_numel for bucket in core.reducer.buckets)
     nbytes = weights + gradients + sum(t.numel() * t.element_size() for t in states)
     assert nbytes == numel * (6 + 8 / 256)
+
+
+@distributed(world_size=1)
+def test_columns_of_zenflow_would_cut_blocks() -> None:
+    with pytest.raises(DeepSpeedConfigError, match="zenflow cannot be combined with CompactAdam"):
+        start(config_for(2, False, offload_optimizer={"device": "cpu"}, zenflow={}))
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepspeed.ops.transformer.dropout import dropped, new_seed, runs_here
+
 
 class InvertibleLayerNorm(torch.autograd.Function):
     """Layer norm that keeps its output, which the next product keeps anyway, and not its input: the normalized input is
@@ -55,24 +57,34 @@ class GeluLinear(torch.autograd.Function):
 
 
 class DroppedWeights(torch.autograd.Function):
-    """``dropout(weights) @ value`` that keeps the weights, which the softmax keeps anyway, and which of them were
-    dropped, and not the result of the dropout."""
+    """``dropout(weights) @ value`` that keeps the weights, which the softmax keeps anyway, and not the result of the
+    dropout: a seed says which were dropped, or where torch dropped them, a mask."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, value: Tensor, ratio: float) -> Tensor:
-        dropped, kept = torch.native_dropout(weights, ratio, True)
+        ctx.ratio, ctx.seed = ratio, new_seed() if runs_here(weights, ratio) else None
+        if ctx.seed is not None:
+            ctx.save_for_backward(weights, None, value)
+            return dropped(weights, ratio, ctx.seed) @ value
+        result, kept = torch.native_dropout(weights, ratio, True)
         ctx.save_for_backward(weights, kept, value)
         ctx.scale = 1.0 / (1.0 - ratio) if ratio < 1 else 0.0
-        return dropped @ value
+        return result @ value
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weights, kept, value = ctx.saved_tensors
-        of_value = None
+        of_value = of_weights = None
         if ctx.needs_input_grad[1]:
-            of_value = torch.ops.aten.native_dropout_backward(weights, kept, ctx.scale).mT @ grad
-        of_weights = None
+            of_value = _again(ctx, weights, kept).mT @ grad
         if ctx.needs_input_grad[0]:
-            of_weights = torch.ops.aten.native_dropout_backward(grad @ value.mT, kept, ctx.scale)
+            of_weights = _again(ctx, grad @ value.mT, kept)
         return of_weights, of_value, None
+
+
+def _again(ctx: Any, x: Tensor, kept: Tensor | None) -> Tensor:
+    """What forward dropped, dropped from ``x``."""
+    if kept is None:
+        return dropped(x, ctx.ratio, ctx.seed)
+    return torch.ops.aten.native_dropout_backward(x, kept, ctx.scale)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed.ops.transformer.dropout import dropout
 from deepspeed.ops.transformer.saving import DroppedWeights, GeluLinear, InvertibleLayerNorm
 
 
@@ -265,12 +266,12 @@ class DeepSpeedTransformerLayer(nn.Module):
         return (out,) if self.config.return_tuple else out
 
     def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self._attention(self._norm(x, self.norm_w, self.norm_b), mask)
-        return x + self._feed_forward(self._norm(x, self.attn_nw, self.attn_nb))
+        x = self._added(x, self._attention(self._norm(x, self.norm_w, self.norm_b), mask))
+        return self._added(x, self._feed_forward(self._norm(x, self.attn_nw, self.attn_nb)))
 
     def _post(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self._norm(x + self._attention(x, mask), self.attn_nw, self.attn_nb)
-        return self._norm(x + self._feed_forward(x), self.norm_w, self.norm_b)
+        x = self._norm(self._added(x, self._attention(x, mask)), self.attn_nw, self.attn_nb)
+        return self._norm(self._added(x, self._feed_forward(x)), self.norm_w, self.norm_b)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if self.config.normalize_invertible and torch.is_grad_enabled():
@@ -287,8 +288,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             context = self._with_dropout(query, key, value, mask, ratio)
-        out = functional.linear(context.transpose(1, 2).flatten(2), self.attn_ow, self.attn_ob)
-        return self._dropout(out)
+        return functional.linear(context.transpose(1, 2).flatten(2), self.attn_ow, self.attn_ob)
 
     def _with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ratio: float
@@ -299,18 +299,17 @@ class DeepSpeedTransformerLayer(nn.Module):
         weights = torch.softmax(scores, dim=-1)
         if self.config.attn_dropout_checkpoint:
             return DroppedWeights.apply(weights, value, ratio)
-        return functional.dropout(weights, ratio) @ value
+        return dropout(weights, ratio) @ value
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         inner = functional.linear(x, self.inter_w, self.inter_b)
         if self.config.gelu_checkpoint and torch.is_grad_enabled():
-            out = GeluLinear.apply(inner, self.output_w) + self.output_b
-        else:
-            out = functional.linear(functional.gelu(inner), self.output_w, self.output_b)
-        return self._dropout(out)
+            return GeluLinear.apply(inner, self.output_w) + self.output_b
+        return functional.linear(functional.gelu(inner), self.output_w, self.output_b)
 
-    def _dropout(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, max(self.config.hidden_dropout_ratio, 0.0), self.training)
+    def _added(self, residual: Tensor, x: Tensor) -> Tensor:
+        """A part's output, after dropout, added to what went into the part."""
+        return dropout(x, self.config.hidden_dropout_ratio if self.training else 0.0, residual)
 
 
 _PARTS = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
