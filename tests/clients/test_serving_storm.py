@@ -107,13 +107,15 @@ class Storm:
 
     def stream(self, source: random.Random) -> Any:
         body, wanted = self.request(source)
-        connection, answer = self.ask({**body, "stream": True})
+        connection, answer = self.ask({**body, "stream": True, "stream_options": {"include_usage": True}})
         lines = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
         connection.close()
         if lines[-1] != "[DONE]":
             return body, lines
-        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1]).rstrip("\ufffd")
-        return None if wanted.startswith(text) and text else (body, text, wanted)
+        *parts, last = [json.loads(line) for line in lines[:-1]]
+        text = "".join(part["choices"][0]["text"] for part in parts).rstrip("\ufffd")
+        fits = wanted.startswith(text) and last["usage"]["completion_tokens"] == body["max_tokens"]
+        return None if fits else (body, text, wanted)
 
     def leave(self, source: random.Random) -> Any:
         body, _ = self.request(source)
