@@ -152,8 +152,6 @@ def test_experts_are_spread_over_ranks(tmp_path: Path) -> None:
     with clean_clients(deepspeed_state=False):
         model = make("mixtral").eval()
         config, wanted = model.config, generated(model, {"greedy": WAYS["greedy"]})
-        with torch.no_grad():
-            logits = model(**batch(model)).logits
         whole = sum(param.numel() for param in model.parameters())
         engine = deepspeed.init_inference(
             model, dtype="fp32", moe={"ep_size": 2}, save_mp_checkpoint_path=str(tmp_path)
@@ -165,8 +163,7 @@ def test_experts_are_spread_over_ranks(tmp_path: Path) -> None:
         with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
             empty = transformers.AutoModelForCausalLM.from_config(config)
         again = deepspeed.init_inference(empty, dtype="fp32", checkpoint=str(tmp_path))
-        with torch.no_grad():
-            torch.testing.assert_close(again(**batch(again.module)).logits, logits, rtol=1e-4, atol=1e-4)
+        assert generated(again, {"greedy": WAYS["greedy"]}) == wanted
 
 
 def test_streamed_weights_generate_the_same(tmp_path: Path) -> None:
