@@ -115,8 +115,7 @@ class StreamedWeights:
         return sum(slot.buffer.numel() for slot in self._slots)
 
     def destroy(self) -> None:
-        """The module runs on without this: with its weights on the device, or mapped from the file, where that can be
-        read in place."""
+        """The weights are the device's own again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -124,7 +123,7 @@ class StreamedWeights:
             self._finish(slot)
         for unit in self.units:
             for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
-                tensor.data = resting if self.store.readable else resting.to(self.device, copy=True)
+                tensor.data = resting.to(self.device, copy=True)
         self._slots, self.units = [], []
         self.store.close()
 

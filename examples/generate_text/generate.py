@@ -6,7 +6,8 @@
     ds serve OUTPUT/model                                                       # the same engine behind HTTP
 
 Shows that the engine's tokens are those of Transformers' own ``generate``, alone and when many requests share the
-forwards; what int8 weights change; and how many tokens per second each way makes.
+forwards, and when the weights are in a file instead of in memory; what int8 weights change; and how many tokens per
+second each way makes.
 """
 
 from __future__ import annotations
@@ -120,6 +121,13 @@ def main() -> None:
 
         small = deepspeed.init_inference(load(), dtype="int8", replace_with_kernel_inject=True)
         print(f"int8 weights: {agreement(generated(small, ids, arguments.tokens), wanted)}")
+
+        zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": scratch}}
+        outside = deepspeed.init_inference(load(), dtype="fp32", zero=zero)
+        told = agreement(generated(outside, ids, arguments.tokens), wanted)
+        assert outside.streamed is not None
+        held, whole = outside.streamed.bytes_held, outside.streamed.bytes_streamed
+        print(f"weights in a file, {held / 1e6:.1f} of {whole / 1e6:.1f} MB in memory: {told}")
 
         prompts = [ids[0, : 4 + number % (ids.shape[1] - 3)].tolist() for number in range(arguments.requests)]
         alone = load()

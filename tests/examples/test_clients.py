@@ -127,6 +127,7 @@ def test_generate_text(tmp_path: Path) -> None:
     alone = printed(script, "--steps", "40", "--tokens", "24", "--output", str(tmp_path))
     assert "init_inference on 1 rank(s): the first 24 of 24 tokens" in alone
     assert numbers(r"int8 weights: the first (\S+) of", alone)[0] > 0
+    assert re.search(r"weights in a file, \S+ of \S+ MB in memory: the first 24 of 24 tokens", alone)
     one_by_one, together, same = numbers(
         r"one by one (\S+) tokens/s, together (\S+); (\S+) with the same", alone
     )
