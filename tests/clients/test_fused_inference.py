@@ -28,12 +28,13 @@ PROMPT = [5, 17, 3, 60, 22, 9, 41]
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each program that ran."""
+    """The rows of each forward that was one program."""
     rows: list[int] = []
     plain = Program.run
 
     def run(self: Program, step: Any, threads: int | None = None) -> None:
-        rows.append(step.rows)
+        if len(self._operations) > 1:
+            rows.append(step.rows)
         plain(self, step, threads)
 
     monkeypatch.setattr(Program, "run", run)

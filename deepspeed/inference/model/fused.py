@@ -135,7 +135,7 @@ class DecoderProgram:
         output, down = matrix_of(layer.output), matrix_of(layer.down)
         projections, gated = [[matrix_of(one) for one in each] for each in (layer.projections, layer.gated)]
         heads = output.columns // shape.value_size
-        sizes = {
+        sizes: dict[str, Any] = {
             "heads": heads,
             "kv_heads": shape.heads,
             "key_size": shape.key_size,
