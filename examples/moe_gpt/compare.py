@@ -45,17 +45,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--topk", type=int, default=2, help="experts per token")
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the balancing loss")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step, of all ranks")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--evaluate_every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--evaluate_every", type=int, default=100, metavar="STEPS")
     parser.add_argument(
         "--text", type=Path, default=HERE.parent / "pretrain_gpt/out/text", help="made if missing"
     )
