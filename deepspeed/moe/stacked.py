@@ -24,6 +24,7 @@ from deepspeed.comm.mesh import ProcessMesh
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.moe.config import AutoEPConfig
 from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
+from deepspeed.moe.grouped import grouped_linear
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
 
@@ -180,21 +181,14 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 
 def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
-    """Each local expert's run of ``rows``. The weights are taken apart once: ``weight[e]`` in a loop would allocate the
-    gradient of all experts for each."""
+    """Each local expert's run of ``rows``."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
-    maps = zip(_maps(experts, first), _maps(experts, "down_proj"), rows.split(counts), strict=True)
-    outputs = torch.cat([down(activate(up(run))) for up, down, run in maps])
+    outputs = _mapped(experts, "down_proj", activate(_mapped(experts, first, rows, counts)), counts)
     return experts.post_expert_norm(outputs) if getattr(experts, "has_post_expert_norm", False) else outputs
 
 
-def _maps(experts: Any, name: str) -> list[Callable[[Tensor], Tensor]]:
-    """The linear map of each expert."""
-    weights = getattr(experts, name).unbind(0)
-    if not experts.is_transposed:
-        weights = [weight.t() for weight in weights]
-    if not experts.has_bias:
-        return [lambda rows, w=weight: rows @ w for weight in weights]
-    biases = getattr(experts, f"{name}_bias").unbind(0)
-    return [lambda rows, w=w, b=b: torch.addmm(b, rows, w) for w, b in zip(weights, biases, strict=True)]
+def _mapped(experts: Any, name: str, rows: Tensor, counts: list[int]) -> Tensor:
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    return grouped_linear(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts, bias)

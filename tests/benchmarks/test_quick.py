@@ -18,6 +18,7 @@ SCRIPTS = {
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
     "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
+    "expert_products.py": ["dense, one product", "stacked weights, one call"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
     "moe.py": ["ours, top-2", "dispatch and combine"],
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
@@ -28,7 +29,13 @@ SCRIPTS = {
     "train_step.py": ["compute alone", "ours, stage 2"],
 }
 
-SHORT = {"checkpoint.py", "data_analysis.py", "engine_cost.py", "moe.py"}  # those that take a few seconds
+SHORT = {
+    "checkpoint.py",
+    "data_analysis.py",
+    "engine_cost.py",
+    "expert_products.py",
+    "moe.py",
+}  # those that take a few seconds
 
 
 def run(script: str, *arguments: str) -> str:

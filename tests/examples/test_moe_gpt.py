@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from deepspeed import comm as dist
 from tests.launcher.programs import REPOSITORY
 from tests.pool import distributed
 
 SMALL = "--hidden-size 32 --seq-length 32 --train-iters 12 --eval-interval 6 --micro-batch-size 4 --lr 1e-2".split()
 
 
-def example() -> Any:
-    path = REPOSITORY / "examples/moe_gpt/train.py"
-    spec = importlib.util.spec_from_file_location("moe_gpt", path)
+def example(name: str = "train") -> Any:
+    path = REPOSITORY / f"examples/moe_gpt/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"moe_gpt_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    before = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
     return module
 
 
@@ -50,3 +58,52 @@ def test_flags_of_capacity() -> None:
 def test_a_teacher_is_needed() -> None:
     with pytest.raises(SystemExit):
         example().parse_arguments(["--mos"])
+
+
+SHORT = (
+    "--steps 12 --batch 4 --layers 2 --heads 2 --width 32 --context 32 --evaluate_every 4 --lr 1e-2".split()
+)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_as_many_flops_as_the_dense_model(topk: int) -> None:
+    """All but those of the gates."""
+    pytest.importorskip("tokenizers")
+    compare = example("compare")
+    options, found = compare.parse_arguments([*SHORT, "--topk", str(topk)]), {}
+    ids = torch.zeros(4, 32, dtype=torch.int64)
+    for run in compare.RUNS:
+        model = compare.model_of(options, run)
+        with FlopCounterMode(display=False) as counter:
+            model(ids, ids).backward()
+        found[run] = counter.get_total_flops()
+    gates = options.layers * 3 * 2 * ids.numel() * options.width * options.experts
+    assert found["mixture"] == found["dense"] + gates
+
+
+@distributed(world_size=2)
+def test_against_the_dense_model(tmp_path: Path) -> None:
+    """The short form, the experts spread over two ranks."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("matplotlib")
+    compare = example("compare")
+    sys.modules["data"].TEXT_LIMIT_BYTES = 500_000  # type: ignore[attr-defined]
+    folders = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
+    seeds = compare.main([*SHORT, "--seeds", "0", *folders])
+    if dist.get_rank() == 0:
+        for rows in seeds[0].values():
+            assert [row["step"] for row in rows] == [4, 8, 12]
+            assert rows[-1]["validation_loss"] < rows[0]["validation_loss"] < 8.3
+        assert (tmp_path / "out/loss.png").stat().st_size > 5000
+        assert compare.main(["--picture_only", *folders]) == seeds
+
+
+def test_the_factor_in_steps() -> None:
+    pytest.importorskip("tokenizers")
+    compare = example("compare")
+
+    def curve(*losses: float) -> list[dict[str, float]]:
+        return [{"step": 10.0 * n, "validation_loss": loss} for n, loss in enumerate(losses, 1)]
+
+    assert compare.factor({"dense": curve(5, 4, 3), "mixture": curve(4, 3.5, 2.5)}) == pytest.approx(30 / 25)
+    assert compare.factor({"dense": curve(5, 4, 3), "mixture": curve(4, 3.5, 3.2)}) is None
