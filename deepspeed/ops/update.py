@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -156,15 +156,6 @@ class CommunicatingOptimizer(FragmentOptimizer, Protocol):
         ``UpdateContext.holders``. Asked before each step, maybe repeatedly."""
         ...
 
-    def debts(self, masters: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
-        """By id of a master: what this rank owes it as the one that averages, and where in the master it begins.
-        ``masters``: all of them, by group; asked before a checkpoint reads the state."""
-        ...
-
-    def forget_debts(self) -> None:
-        """They have become part of ``rank_state``."""
-        ...
-
     def own_state(self) -> dict[str, Any]:
         """What a checkpoint must hold of this rank besides the groups and the state by parameter: plain values and
         tensors."""
@@ -173,6 +164,20 @@ class CommunicatingOptimizer(FragmentOptimizer, Protocol):
     def load_own_state(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
         """``saved[r]``: what rank r had saved, of as many ranks as there were then, read when it is asked for; none if
         another optimizer was saved. This is ``rank`` of ``ranks`` now."""
+        ...
+
+
+@runtime_checkable
+class DebtKeeper(Protocol):
+    """A ``CommunicatingOptimizer`` of which a rank also owes others something as the one that averages for them."""
+
+    def debts(self, masters: Sequence[Sequence[Tensor]]) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        """By id of a master: what this rank owes it as the one that averages, and where in the master it begins.
+        ``masters``: all of them, by group; asked before a checkpoint reads the state."""
+        ...
+
+    def forget_debts(self) -> None:
+        """They have become part of ``rank_state``."""
         ...
 
 

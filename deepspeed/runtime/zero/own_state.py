@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.update import DebtKeeper
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.fragments import OwnedFragment
 from deepspeed.runtime.zero.params import full_shape
@@ -46,13 +47,15 @@ class OwnState:
         if not self.store.traits.own_communication:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer
-        kinds, debts = self.store.traits.rank_state, optimizer.debts(self._masters())
+        kinds = self.store.traits.rank_state
+        debts = optimizer.debts(self._masters()) if isinstance(optimizer, DebtKeeper) else {}
         by_name: dict[str, list[dict[str, Any]]] = {}
         for name, owned, state in self._states():
             piece = {kind: state[kind] for kind in kinds if kind in state}
             about = {START: owned.fragment.param_offset, DEBTS: list(debts.get(id(owned.master), ()))}
             by_name.setdefault(name, []).append({**piece, **about})
-        return {BY_PARAMETER: by_name, OPTIMIZER: optimizer.own_state(), WIRE: wire}
+        by_parameter = {name: found[0] if len(found) == 1 else found for name, found in by_name.items()}
+        return {BY_PARAMETER: by_parameter, OPTIMIZER: optimizer.own_state(), WIRE: wire}
 
     def load(self, saved: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> list[str]:
         """Take what ``saved[r]`` says that rank r had; returns notes for the log. Local.
@@ -75,7 +78,8 @@ class OwnState:
             self._take([saved[rank]] if alike else saved)
         optimizer.load_own_state(_Parts(saved), rank, ranks)
         if len(saved) and not alike and not (self._whole() and self._same_pieces(saved[0])):
-            optimizer.forget_debts()
+            if isinstance(optimizer, DebtKeeper):
+                optimizer.forget_debts()
             self._owe(saved)
         self.store.refresh_low(
             self.store.fragments
@@ -179,7 +183,7 @@ class OwnState:
 
 
 def _pieces(saved: Mapping[str, Any], name: str) -> list[tuple[int, Mapping[str, Any]]]:
-    """Of a parameter, with where they begin; our first checkpoints had one each, the whole parameter."""
+    """Of a parameter, with where they begin; without a list there is one, in our first checkpoints the whole."""
     found = saved[BY_PARAMETER].get(name, ())
     pieces = [found] if isinstance(found, Mapping) else found
     return [(int(piece.get(START, 0)), piece) for piece in pieces]
