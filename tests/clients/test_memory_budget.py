@@ -82,9 +82,7 @@ def test_a_plan_shows_what_the_first_forward_chooses(name: str, bf16: bool) -> N
     model(input_ids=tokens, labels=tokens)
     assert budget.choice is not None
     place, entries = found.setting.near, found.ledger.entries
-    counted = entries[Phase.FORWARD, place, Kind.COUNTED_ACTIVATIONS]
-    print("planned", counted, "run", budget.choice.peak)
-    assert counted == pytest.approx(budget.choice.peak, rel=0.02)
+    assert entries[Phase.FORWARD, place, Kind.COUNTED_ACTIVATIONS] == budget.choice.peak
     assert entries[Phase.FORWARD, place, Kind.ACTIVATIONS] == 0
     told = next(note for note in found.ledger.notes if note.startswith("memory budget: "))
     assert len(told.splitlines()) == len(report(budget.choice).splitlines())
