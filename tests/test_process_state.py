@@ -73,6 +73,7 @@ STATE = {
     "config/keys.py:homes()": "of a schema",
     "config/keys.py:keys_of()": "of a schema",
     "checkpoint/upstream_format.py:_unhashed()": "of a class",
+    "memory_plan/counted.py:choice_within()": "of a model on paper and a budget: advice asks again for each change",
     "memory_plan/machine.py:_host_total()": "of the machine",
     "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
     "ops/aio/engine.py:library()": "native library",

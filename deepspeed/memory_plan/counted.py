@@ -57,5 +57,7 @@ def _inputs(module: nn.Module, micro_batch: int, sequence: int) -> dict[str, obj
     if "labels" in accepted:
         inputs["labels"] = ids
     if "use_cache" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
-        inputs["use_cache"] = False
+        # Without a cache Transformers looks for packed documents in the positions, and as these have no values here,
+        # makes a mask for them. Blocks within a budget get no cache in any case.
+        inputs["use_cache"] = True
     return inputs

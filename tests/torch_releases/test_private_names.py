@@ -53,6 +53,7 @@ NAMES: dict[str, str | None] = {
     "torch._inductor.compile_fx.compile_fx_inner": "gm example_inputs",
     "torch._inductor.list_mode_options": "mode",
     "torch._int_mm": None,
+    "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: memory_plan/counted.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",
     "torch._utils._rebuild_parameter": "data requires_grad backward_hooks",
@@ -68,6 +69,7 @@ NAMES: dict[str, str | None] = {
     "torch.distributed.tensor.placement_types._StridedShard": None,  # told apart; its split_factor is read
     "torch.nn.Module._load_from_state_dict": "self state_dict prefix local_metadata strict",
     "torch.utils._python_dispatch.TorchDispatchMode": None,
+    "torch.utils._python_dispatch._disable_current_modes": "",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "",
     "torch.utils._pytree.keystr": "kp",
     "torch.utils._pytree.tree_flatten": "tree",
