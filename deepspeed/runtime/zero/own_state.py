@@ -48,7 +48,7 @@ class OwnState:
             return {WIRE: wire}
         optimizer: Any = self.store.optimizer
         kinds = self.store.traits.rank_state
-        debts = optimizer.debts(self._masters()) if isinstance(optimizer, DebtKeeper) else {}
+        debts = self._debts()
         by_name: dict[str, list[dict[str, Any]]] = {}
         for name, owned, state in self._states():
             piece = {kind: state[kind] for kind in kinds if kind in state}
@@ -110,8 +110,11 @@ class OwnState:
             keepers[index].restore(kept, devices[index][0])
         return []
 
-    def _masters(self) -> list[list[Tensor]]:
-        return [[owned.master for owned in group] for group in self.store.by_group]
+    def _debts(self) -> Mapping[int, Sequence[tuple[int, Tensor]]]:
+        optimizer: Any = self.store.optimizer
+        if not isinstance(optimizer, DebtKeeper):
+            return {}
+        return optimizer.debts([[owned.master for owned in group] for group in self.store.by_group])
 
     def _states(self) -> list[tuple[str, OwnedFragment, dict[str, Any]]]:
         names, store = self.access.names, self.store
