@@ -83,6 +83,8 @@ NAMES: dict[str, str | None] = {
 OPTIONAL = ("torch._C._dynamo.eval_frame",)
 # Methods of torch's classes that a class of ours overrides: (ours, the method) -> (the base, the method's arguments).
 OVERRIDDEN: dict[tuple[str, str], tuple[type, str]] = {
+    ("ElasticSupervisor", "_monitor_workers"): (LocalElasticAgent, "self worker_group"),
+    ("ElasticSupervisor", "_restart_workers"): (LocalElasticAgent, "self worker_group"),
     ("NumberedModules", "_get_abs_string_index"): (nn.ModuleList, "self idx"),
     ("NumberedModules", "_load_from_state_dict"): (
         nn.ModuleList,
