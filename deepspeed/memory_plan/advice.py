@@ -113,7 +113,7 @@ def _missing(found: Answer) -> int:
 
 
 def _changes(current: Answer) -> Iterator[Change]:
-    """Cheapest first: no cost in time, then communication, then host work, then numbers that differ, then storage, then
+    """Cheapest first: no cost in time, then communication, then host work, then storage, then numbers that differ, then
     compute."""
     for stage in range(current.plan.zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage: {stage}", _zero(stage=stage))
@@ -122,12 +122,12 @@ def _changes(current: Answer) -> Iterator[Change]:
     where = path or "<a folder on local storage>"
     for key in ("offload_optimizer", "offload_param"):
         yield Change(f'zero_optimization.{key}: {{"device": "cpu"}}', _offload(key, "cpu", None))
-    # No cost in time, but other numbers: moments, and with the second one weights, are rounded.
-    yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
-    yield Change(SMALL_MASTERS, _small_states(masters=True))
     for key in ("offload_optimizer", "offload_param"):
         text = f'zero_optimization.{key}: {{"device": "nvme", "nvme_path": "{where}"}}'
         yield Change(text, _offload(key, "nvme", path))
+    # Other numbers: moments, and with the second one weights, are rounded. On the host they cost time, too.
+    yield Change("optimizer.params.state_bits: 8", _small_states(masters=False))
+    yield Change(SMALL_MASTERS, _small_states(masters=True))
     yield Change(f"zero_optimization.reduce_bucket_size: {SMALL_BUCKET}", _smaller_buckets)
     yield Change(
         "zero_optimization.stage3_max_live_parameters: 0 and stage3_max_reuse_distance: 0", _fewer_gathered

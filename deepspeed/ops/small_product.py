@@ -133,8 +133,7 @@ class Products:
     """Products with one matrix after another, described to the library once for each matrix. Copies know nothing."""
 
     def __init__(self) -> None:
-        self._matrix: Tensor | None = None
-        self._bias: Tensor | None = None
+        self._known: tuple[Any, ...] | None = None
         self._program = Program()
         self._made: Any = None
 
@@ -145,8 +144,9 @@ class Products:
         """[.., columns] -> [.., outputs], in the dtype of the input."""
         input = input if input.is_contiguous() else input.contiguous()
         output = torch.empty(*input.shape[:-1], matrix.outputs, dtype=input.dtype)
-        if self._made is None or not self._is_of(matrix):
-            self._matrix, self._bias, self._program = matrix.values, matrix.bias, Program()
+        wanted = _described(matrix)
+        if self._known != wanted:
+            self._known, self._program = wanted, Program()
             rows = input.view(-1, matrix.columns)
             self._made = self._program.product(rows, output.view(-1, matrix.outputs), [matrix])
         made = self._made
@@ -155,14 +155,20 @@ class Products:
         self._program.run(Step(input.numel() // matrix.columns))
         return output
 
-    def _is_of(self, matrix: Matrix) -> bool:
-        """Tensors that are kept have their memory for themselves: the same address is the same matrix."""
-        known, bias = self._matrix, self._bias
-        assert known is not None
-        same = (bias is None) == (matrix.bias is None)
-        if same and bias is not None and matrix.bias is not None:
-            same = bias.data_ptr() == matrix.bias.data_ptr()
-        return same and known.data_ptr() == matrix.values.data_ptr()
+
+def _described(matrix: Matrix) -> tuple[Any, ...]:
+    """All that the library is told of it. Addresses, not tensors: those of a tensor whose ``data`` is replaced
+    (weights that stream) change."""
+    scales, bias = matrix.scales, matrix.bias
+    return (
+        matrix.kind,
+        matrix.columns,
+        matrix.values.shape,
+        matrix.group,
+        matrix.values.data_ptr(),
+        0 if scales is None else (scales.data_ptr(), scales.shape),
+        0 if bias is None else (bias.data_ptr(), bias.dtype),
+    )
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.inference.kernels import HostLinear, QuantizedLinear, inject_kernels
 from deepspeed.ops import native
+from tests.pool import distributed
 
 
 class Small(nn.Module):
@@ -70,6 +71,7 @@ def test_the_config_comes_as_dict_file_object_and_arguments(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("config", [{"moe": {"ep_size": 2}}, {"ep_size": 2}])
+@distributed(world_size=1)
 def test_experts_that_are_not_there_are_not_spread(config: dict[str, Any]) -> None:
     with pytest.raises(DeepSpeedConfigError, match="moe.ep_size=2: .* has no experts"):
         deepspeed.init_inference(Small(), config)

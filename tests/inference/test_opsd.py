@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from deepspeed.runtime.rollout import RolloutBatch
-from deepspeed.runtime.rollout.opsd import ResponseTokenBatch, generalized_jsd_loss
+from deepspeed.runtime.rollout import (
+    ResponseTokenBatch,
+    RolloutBatch,
+    RolloutConfig,
+    SamplingConfig,
+    build_rollout,
+    generalized_jsd_loss,
+)
 
 
 def rollout(starts: list[int], mask: Tensor | None = None) -> RolloutBatch:
@@ -103,3 +110,10 @@ def test_gradients_reach_the_student_alone_and_no_token_gives_none() -> None:
 def test_values_out_of_range(options: dict[str, float], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         generalized_jsd_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.ones(1, 2), **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_any_object_says_which_engine_generates() -> None:
+    settings = SimpleNamespace(engine="hybrid_engine", max_prompt_length=8)
+    made = build_rollout(settings, SimpleNamespace(module=None), None)  # pyright: ignore[reportArgumentType]
+    assert made.name == RolloutConfig().engine
+    assert SamplingConfig(max_new_tokens=4, continuous_batch_size=2).n_samples_per_prompt == 1

@@ -13,18 +13,22 @@ from deepspeed.runtime.rollout.base import (
 )
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
 from deepspeed.runtime.rollout.importance import importance_weights
+from deepspeed.runtime.rollout.opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
 
 _NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
 
 __all__ = [
     "HybridEngineRollout",
     "HybridEngineRolloutConfig",
+    "JSDLossOutput",
+    "ResponseTokenBatch",
     "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
     "RolloutRequest",
     "SamplingConfig",
     "build_rollout",
+    "generalized_jsd_loss",
     "importance_weights",
 ]
 
@@ -32,8 +36,8 @@ __all__ = [
 def build_rollout(
     rollout_cfg: RolloutConfig, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any
 ) -> RolloutEngine:
-    """The rollout engine that ``rollout_cfg.engine`` names. ``kwargs``: fields of ``ServingRolloutConfig``, for those
-    by the serving engine; the other one has no use for any.
+    """The rollout engine that ``rollout_cfg.engine`` names; any object with that attribute will do. ``kwargs``: fields
+    of ``ServingRolloutConfig``, for those by the serving engine; the other one has no use for any.
 
     ValueError: another name, or no ``student_engine``.
     """
@@ -44,7 +48,9 @@ def build_rollout(
         raise ValueError(f"rollouts by {name!r} need student_engine=")
     if name == HybridEngineRollout.name:
         return HybridEngineRollout(
-            student_engine, tokenizer, HybridEngineRolloutConfig(rollout_cfg.use_graph_capture)
+            student_engine,
+            tokenizer,
+            HybridEngineRolloutConfig(getattr(rollout_cfg, "use_graph_capture", False)),
         )
     from deepspeed.runtime.rollout import serving_rollout as serving  # imports of serving
 

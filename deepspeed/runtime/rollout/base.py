@@ -28,6 +28,7 @@ class SamplingConfig:
         top_p: the smallest set of tokens that has this probability; 1: all.
         top_k: the most probable ones only; -1: all.
         n_samples_per_prompt: answers to each prompt, next to each other in the batch.
+        continuous_batch_size: no effect: ``RolloutConfig("serving")`` batches continuously, within its own limits.
         log_probs: return the log-probability of every token of the answers, before temperature and truncation.
     """
 
@@ -36,6 +37,7 @@ class SamplingConfig:
     top_p: float = 1.0
     top_k: int = -1
     n_samples_per_prompt: int = 1
+    continuous_batch_size: int | None = None
     log_probs: bool = False
 
 
