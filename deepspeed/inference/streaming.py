@@ -115,7 +115,8 @@ class StreamedWeights:
         return sum(slot.buffer.numel() for slot in self._slots)
 
     def destroy(self) -> None:
-        """The weights are the device's own again."""
+        """The module runs on without this: with its weights on the device, or mapped from the file, where that can be
+        read in place."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -123,7 +124,7 @@ class StreamedWeights:
             self._finish(slot)
         for unit in self.units:
             for tensor, resting in zip(unit.tensors, unit.resting, strict=True):
-                tensor.data = resting.to(self.device, copy=True)
+                tensor.data = resting if self.store.readable else resting.to(self.device, copy=True)
         self._slots, self.units = [], []
         self.store.close()
 

@@ -56,6 +56,7 @@ def test_quick_form_prints_its_table(script: str) -> None:
 
 WITH_CLIENTS = {
     "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
+    "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
     "streamed_weights.py": ["bf16", "int4", "own memory"],
     "tensor_parallel.py": ["tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"],
 }
