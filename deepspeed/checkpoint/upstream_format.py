@@ -81,29 +81,42 @@ def open_upstream(
         else:
             _add_layers(catalog, layer_files(folder, read), {})
     else:
-        parts = split_parts(catalog, models, first, read, wanted)
-        experts = SavedExperts.find(folder, first, first.get(DS_CONFIG) or {}, read)
-        for part in parts:
-            _add_module(catalog, part)
-        for path, weights in experts.files.items():
-            _add_module(catalog, Part(path, {"module": weights}, {}))
-        for part in parts:
-            if optims:
-                rank = (model_ranks(part.path.name) or (0, 0))[1]
-                own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
-                _add_partitions(catalog, part, own, read, experts)
-            elif experts.files and order is not None:
-                for share, path in enumerate(experts.optimizers):
-                    held = Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
-                    _add_whole(catalog, held, experts.order(order, share))
-            elif part.content.get("optimizer") is not None:
-                _add_whole(catalog, part, order)
-        shapes = parts[0].content.get("param_shapes") if optims else None
-        _check_covered(catalog, {name: shape for group in shapes or () for name, shape in group.items()})
+        _add_unsharded(catalog, models, optims, first, read, order, wanted)
     if catalog.fragments:
         catalog.index = {"trained": sorted(catalog.fragments), "optimizer_order": _optimizer_order(catalog)}
         catalog.has_optimizer = True
     return catalog
+
+
+def _add_unsharded(
+    catalog: Catalog,
+    models: list[Path],
+    optims: list[Path],
+    first: dict[str, Any],
+    read: Read,
+    order: Order | None,
+    wanted: Wanted | None,
+) -> None:
+    """Stages 0 to 2 without a pipeline, experts included."""
+    parts = split_parts(catalog, models, first, read, wanted)
+    experts = SavedExperts.find(catalog.folder, first, first.get(DS_CONFIG) or {}, read)
+    for part in parts:
+        _add_module(catalog, part)
+    for path, weights in experts.files.items():
+        _add_module(catalog, Part(path, {"module": weights}, {}))
+    for part in parts:
+        if optims:
+            rank = (model_ranks(part.path.name) or (0, 0))[1]
+            own = [path for path in optims if (optim_ranks(path.name) or (0, 0))[1] == rank]
+            _add_partitions(catalog, part, own, read, experts)
+        elif experts.files and order is not None:
+            for share, path in enumerate(experts.optimizers):
+                held = Part(path, {"module": part.content["module"], **read(path)}, {}, share == 0)
+                _add_whole(catalog, held, experts.order(order, share))
+        elif part.content.get("optimizer") is not None:
+            _add_whole(catalog, part, order)
+    shapes = parts[0].content.get("param_shapes") if optims else None
+    _check_covered(catalog, {name: shape for group in shapes or () for name, shape in group.items()})
 
 
 def _add_pipeline(
