@@ -119,12 +119,13 @@ def test_kernels_read_what_they_can(
     assert same_weights(plain, packed) == 1 and packed.first.packing.in_runs
     assert packed.first.weight_packed.nbytes == 48 * 256 * bits // 8
     called = []
-    run = small_product._run
-    monkeypatch.setattr(small_product, "_run", lambda *given: called.append(1) or run(*given))
+    run = small_product.Products.__call__
+    monkeypatch.setattr(small_product.Products, "__call__", lambda *given: called.append(1) or run(*given))
     x = torch.randn(rows, 256).bfloat16()
     with torch.no_grad():
         torch.testing.assert_close(packed(x), plain(x), rtol=0.02, atol=0.02)
-    assert bool(called) == (rows < 64 and small_product.library() is not None)
+    kind = small_product.Weights.INT8 if bits == 8 else small_product.Weights.INT4
+    assert bool(called) == small_product.by_kernel(kind, rows)
     x = torch.randn(3, 256).bfloat16().requires_grad_()
     packed(x).sum().backward()
     other = x.detach().clone().requires_grad_()
