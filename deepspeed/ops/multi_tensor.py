@@ -178,9 +178,13 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     state_names: tuple[str, ...] = ()
     """Per-element state, at most two tensors."""
 
+    _starts: tuple[
+        int, ...
+    ] = ()  # where the tensors of this step begin in their parameters, if the update asks
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        self._tables: dict[tuple[int, int], Table] = {}
+        self._tables: dict[tuple[Any, ...], Table] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torch hides its method from the compiler, for which the first call imports the compiler (0.6 s).
@@ -315,8 +319,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         self, fragments: Sequence[Fragments], *, grad_scale: float = 1.0, context: UpdateContext = ALONE
     ) -> None:
         """See ``FragmentOptimizer``."""
+        traits = self.update_traits
         for group, part in zip(self.param_groups, fragments, strict=True):
-            if part.masters or self.update_traits.joins_ranks:
+            if part.masters or traits.joins_ranks:
+                positions = {"starts": part.starts} if traits.positions else {}
                 self.multi_tensor_step(
                     group,
                     part.masters,
@@ -324,7 +330,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     grad_scale=grad_scale,
                     low_precision=part.lows,
                     context=context,
-                    **positions_of(self, part),
+                    **positions,
                 )
 
     def multi_tensor_step(
@@ -376,12 +382,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         grads: Sequence[Tensor],
         low_precision: Sequence[Tensor | None] | None,
     ) -> Table:
-        key = (id(params[0]), len(params))
+        key = (id(params[0]), len(params), self._starts)
         table = self._tables.get(key)
         if (
             table is None
             or not _same(params, table.params)
-            or not self._is_current(table, low_precision)
+            or not table.is_current(low_precision)
             or not table.follow_grads(grads)
         ):
             if len(grads) != len(params) or (low_precision is not None and len(low_precision) != len(params)):
@@ -402,14 +408,6 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _make_table(self, *args: Any) -> Table:
         return Table(*args)
-
-    def _is_current(self, table: Table, low_precision: Sequence[Tensor | None] | None) -> bool:
-        return table.is_current(low_precision)
-
-
-def positions_of(optimizer: MultiTensorOptimizer, part: Fragments) -> dict[str, Sequence[int]]:
-    """Where the tensors of ``part`` start in their parameters, as an argument of the step of those that ask."""
-    return {"starts": part.starts} if optimizer.update_traits.positions else {}
 
 
 # ---- the PyTorch path --------------------------------------------------------------------------------------

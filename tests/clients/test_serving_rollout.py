@@ -17,11 +17,12 @@ from deepspeed.runtime.rollout import (
     importance_weights,
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+pytest.importorskip("transformers", reason="the clients extra is not installed")
+
 from tests.clients.kit import assert_same_weights, clean_clients, llama, lora, whole_weights
 from tests.clients.test_rlhf_engines import actor_step, config, engine_of, log_probs_of, padded_prompts
 from tests.pool import distributed
-
-pytest.importorskip("transformers", reason="the clients extra is not installed")
 
 GREEDY = SamplingConfig(6, temperature=0)
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("trl", reason="the clients extra is not installed")
+pytest.importorskip("datasets", reason="the clients extra is not installed")
+
 from tests.clients.kit import clean_clients, llama, llama_config
 from tests.clients.test_trl import WORDS, options, tokenizer
 from tests.pool import distributed
-
-pytest.importorskip("trl", reason="the clients extra is not installed")
-pytest.importorskip("datasets", reason="the clients extra is not installed")
 
 Log = list[dict[str, float]]
 NOT_COMPARED = ("time", "per_second", "runtime", "flos")

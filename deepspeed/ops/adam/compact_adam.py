@@ -66,11 +66,6 @@ class _Table(Table):
         for launch in self.launches:
             launch.pointer = launch.words.buffer_info()[0]
 
-    def is_current(
-        self, low_precision: Sequence[Tensor | None] | None, starts: _Starts | None = None
-    ) -> bool:
-        return (starts is None or starts == self.starts) and super().is_current(low_precision)
-
 
 class CompactAdam(MultiTensorAdam):
     """Adam with decoupled weight decay (``adam_w_mode=True``, AdamW) or with L2 regularisation.
@@ -190,10 +185,6 @@ class CompactAdam(MultiTensorAdam):
 
     def _make_table(self, *args: Any) -> Table:
         return _Table(self._starts, *args)
-
-    def _is_current(self, table: Table, low_precision: Sequence[Tensor | None] | None) -> bool:
-        assert isinstance(table, _Table)
-        return table.is_current(low_precision, self._starts)
 
     def _device_types(self) -> tuple[str, ...]:
         return () if native.library() is None else ("cpu",)

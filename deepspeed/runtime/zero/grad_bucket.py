@@ -99,22 +99,18 @@ class GradBucket:
             if self.reduced is not None and self.host is None:
                 self.reduced = self.reduced.clone()
             self.local = self._owned
-            self._clear_gaps(self.local)  # a format may have put something there
-            return
-        numel = self.layout.padded_numel
-        if self.keep_local:
-            self.local = self._owned = torch.empty(numel, dtype=self.dtype, device=self.device)
+        elif self.keep_local:
+            self.local = self._owned = torch.empty(
+                self.layout.padded_numel, dtype=self.dtype, device=self.device
+            )
             self._place = self.local[self.start : self.stop]
             self.views = self._parts(self.local)
         else:
             dtype = self.dtype if lasting else self.layout.wire_dtype
-            self.local = self.pool.take(numel, dtype, self.device)
+            self.local = self.pool.take(self.layout.padded_numel, dtype, self.device)
             self.views = self.pool.parts(self.local, self.layout.index, self._parts)
-        self._clear_gaps(self.local)
-
-    def _clear_gaps(self, local: Tensor) -> None:
-        for low, high in self._gaps:
-            local[low:high].zero_()
+        for low, high in self._gaps:  # a format may have put something there
+            self.local[low:high].zero_()
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         slots = zip(self.layout.slots, self.shapes, strict=True)
