@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from deepspeed.checkpoint.names import LATEST
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.constants import ELASTIC_STATE
-from deepspeed.utils.logging import log_dist, logger
+from deepspeed.runtime.observers.start_report import reporter
+from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.elasticity.replicas import Replicas
@@ -24,7 +25,7 @@ def begin_run(engine: DeepSpeedEngine) -> None:
     replicas = _replicas(engine, memory)
     if replicas is not None and (tag := replicas.newest()) is not None:
         engine.load_checkpoint(str(replicas.folder), tag)
-        log_dist(f"going on after step {engine.global_steps}, from the state in memory", ranks=[0])
+        reporter(engine)(f"going on after step {engine.global_steps}, from the state in memory")
     elif settings.resume and settings.folder is not None:
         _resume(engine, Path(settings.folder))
     if memory is not None:
@@ -55,6 +56,6 @@ def _replicas(engine: DeepSpeedEngine, memory: str | None) -> Replicas | None:
 def _resume(engine: DeepSpeedEngine, folder: Path) -> None:
     if Ranks().any((folder / LATEST).exists()):
         engine.load_checkpoint(str(folder))
-        log_dist(f"checkpoint.resume: going on after step {engine.global_steps}", ranks=[0])
+        reporter(engine)(f"checkpoint.resume: going on after step {engine.global_steps}")
     else:
-        log_dist(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins", ranks=[0])
+        reporter(engine)(f"checkpoint.resume: there is no checkpoint in {folder} yet: the run begins")

@@ -57,7 +57,7 @@ def _coming_states(optimizer: torch.optim.Optimizer, masters: set[torch.dtype]) 
 
 def log_start(engine: EngineBase) -> None:
     """Three lines about what was decided, on rank 0, unless disabled; details at level INFO."""
-    say = _say(engine)
+    say = reporter(engine)
     zero = engine.plan.zero
     say(
         f"DeepSpeed info: version={version}, torch={torch.__version__}, ranks={engine.world_size}, "
@@ -83,7 +83,7 @@ def log_start(engine: EngineBase) -> None:
     log_dist("dtypes:\n" + precision_table(precision_rows(engine)), ranks=[0])
 
 
-def _say(engine: EngineBase) -> Callable[[str], None]:
+def reporter(engine: EngineBase) -> Callable[[str], None]:
     """``report``, or the log at level INFO if a client has its own report or none is wanted."""
     asked = asked_form()
     wanted = asked is not Form.NONE and wants_reports(engine._config.log_level)
