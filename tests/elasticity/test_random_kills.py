@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,22 @@ def in_shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+@pytest.fixture
+def mark(tmp_path: Path) -> Iterator[str]:
+    """What the environment of every process of the job holds; nothing of it outlives the test, whatever it shows."""
+    yield tmp_path.name
+    for process in marked(tmp_path.name):
+        os.kill(process, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", range(KILLS))
-def test_nothing_is_lost_or_left(tmp_path: Path, number: int) -> None:
+def test_nothing_is_lost_or_left(tmp_path: Path, number: int, mark: str) -> None:
     choice = random.Random(SEED * 1000 + number)
     elastic, after_s = choice.random() < 0.5, choice.uniform(0.3, 7.0)
     victim = choice.choice(VICTIMS)
     (tmp_path / "memory").mkdir()
     settings: dict[str, Any] = config(choice.choice([1, 2, 3]))
     settings["checkpoint"] = {"folder": str(tmp_path / "ckpt"), "resume": True, "keep_last": 2}
-    value = f"{os.getpid()}-{number}"
     job = subprocess.Popen(
         [
             *COMMAND,
@@ -70,7 +78,7 @@ def test_nothing_is_lost_or_left(tmp_path: Path, number: int) -> None:
             *("pause=0.01", f"save={tmp_path / 'ckpt'}"),
         ],
         cwd=tmp_path,
-        env=environment(**{MARK: value, "DEEPSPEED_ELASTIC_MEMORY": str(tmp_path / "memory")}),
+        env=environment(**{MARK: mark, "DEEPSPEED_ELASTIC_MEMORY": str(tmp_path / "memory")}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -80,9 +88,8 @@ def test_nothing_is_lost_or_left(tmp_path: Path, number: int) -> None:
     saved = newest(tmp_path)
     os.kill(there.get(victim, job.pid), signal.SIGKILL)
     began = time.monotonic()
-    if (
-        elastic and victim.startswith("rank") and victim in there
-    ):  # before the first step the job may end instead
+    if elastic and victim.startswith("rank") and victim in there:
+        # Before the first finished step the job may end instead.
         while newest(tmp_path) in (saved, None) and job.poll() is None and time.monotonic() < began + LIMIT_S:
             time.sleep(0.05)
         assert job.poll() is not None or (newest(tmp_path) or 0) > (saved or 0), "it did not go on"
@@ -91,11 +98,11 @@ def test_nothing_is_lost_or_left(tmp_path: Path, number: int) -> None:
         began = time.monotonic()
     job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0
-    while marked(value) and time.monotonic() < began + LIMIT_S:
+    while marked(mark) and time.monotonic() < began + LIMIT_S:
         time.sleep(0.02)
     took = time.monotonic() - began
     print(f"{victim} after {after_s:.1f} s, elastic: {elastic}, at step {saved}: over after {took:.1f} s")
-    assert marked(value) == [] and took < OVER_S
+    assert marked(mark) == [] and took < OVER_S
     assert list((tmp_path / "memory").iterdir()) == []
     assert not [name for name in in_shared_memory() if str(there.get("launcher")) in name]
     if newest(tmp_path) is not None:
