@@ -57,8 +57,8 @@ def in_shared_memory() -> set[str]:
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[str]:
     """What the environment of every process of the job holds; nothing of it outlives the test, whatever it shows."""
-    yield tmp_path.name
-    for process in marked(tmp_path.name):
+    yield str(tmp_path)
+    for process in marked(str(tmp_path)):
         os.kill(process, signal.SIGKILL)
 
 
