@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections import note
 from deepspeed.inference.config import DeepSpeedInferenceConfig
+from deepspeed.inference.fused_generation import FusedGeneration
 from deepspeed.inference.kernels import QuantizedLinear, inject_kernels
 from deepspeed.inference.loading import checkpoint_tensors, load_weights
 from deepspeed.inference.parts import save_parts
@@ -67,6 +69,7 @@ class InferenceEngine(nn.Module):
         self.mp_group = self._split()
         self._save_parts()
         self.streamed: StreamedWeights | None = None
+        self._generation: FusedGeneration | None = None
         if store is not None:
             self.streamed = StreamedWeights(
                 model,
@@ -79,6 +82,8 @@ class InferenceEngine(nn.Module):
             log_dist(f"inference: {self.streamed.describe()}", ranks=[0])
             return
         self._use_kernels(model)
+        if config.replace_with_kernel_inject:
+            self._generation = FusedGeneration()
         if not config.keep_module_on_host:
             model.to(device)
 
@@ -108,8 +113,11 @@ class InferenceEngine(nn.Module):
         kept = config.min_out_tokens if "min_out_tokens" in config.model_fields_set else 0
         check_length(inputs, kwargs, config.max_out_tokens, kept)
         module: Any = self.module
+        generate = module.generate
+        if self._generation is not None and getattr(generate, "__func__", None) is type(module).generate:
+            generate = functools.partial(self._generation.generate, module)
         with same_random_numbers(self.mp_group or self._together):
-            return module.generate(*inputs, **kwargs)
+            return generate(*inputs, **kwargs)
 
     # ------------------------------------------------------------------------------------------- measuring
 

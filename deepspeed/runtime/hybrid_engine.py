@@ -13,6 +13,7 @@ from deepspeed.comm.collectives import Communicator
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.config.sections import note
 from deepspeed.inference.adapters import FusedAdapters
+from deepspeed.inference.fused_generation import FusedGeneration
 from deepspeed.inference.joined_prompts import JoinedPrompts
 from deepspeed.inference.split_copy import SplitCopy
 from deepspeed.inference.splitting import check_length, same_random_numbers, tensor_parallel_group
@@ -47,6 +48,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         self.adapters = FusedAdapters(model)
         self._inference_group = self._ranks_that_share_layers(section.inference_tp_size)
         self._split_copy: SplitCopy | None = None
+        self._generation = FusedGeneration()
         vars(model)["generate"] = _Generate(model, self)
 
     def _ranks_that_share_layers(self, size: int) -> Communicator | None:
@@ -93,7 +95,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             same_random_numbers(group),
             self.adapters.during(),
         ):
-            return type(module).generate(module, *inputs, synced_gpus=False, **kwargs)  # type: ignore[attr-defined]
+            return self._generation.generate(module, *inputs, synced_gpus=False, **kwargs)
 
     def _generate_together(self, *inputs: Any, **kwargs: Any) -> Tensor:
         group = self._inference_group

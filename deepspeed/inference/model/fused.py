@@ -47,6 +47,18 @@ class FusedLayout:
         self._decoder = decoder_of(self.packed.module, shapes, self.packed.terms)
         return shapes
 
+    def release(self) -> None:
+        """Let go of the cache of the last forward."""
+        self._program = None
+
+    @property
+    def most_rows(self) -> int:
+        """Tokens of a forward that is one call; 0 while somebody listens to the model's modules."""
+        decoder = self._decoder
+        if decoder is None or decoder.watch.is_disturbed():
+            return 0
+        return program_rows(matrix_of(decoder.layers[0].down).kind)
+
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         decoder = self._decoder
@@ -59,8 +71,8 @@ class FusedLayout:
             self._program = None
         longest, program = max(piece.stop for piece in pieces), self._program
         if program is None or not program.takes(cache, rows, longest):
-            most = program_rows(matrix_of(decoder.layers[0].down).kind)
-            if rows > most or not cache.is_on_host or decoder.watch.is_disturbed():
+            most = self.most_rows
+            if rows > most or not cache.is_on_host:
                 return self.packed.forward(pieces, cache)
             positions = max(_FIRST_POSITIONS, 2 * longest)
             program = self._program = DecoderProgram(decoder, cache, most, positions)

@@ -81,6 +81,9 @@ class PackedLayout:
         self.terms = running.terms
         return running.shapes
 
+    def release(self) -> None:
+        """Nothing of a cache is kept between forwards."""
+
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""
         return self._run(Running(PackedBatch(pieces, cache, self.facts.device)))

@@ -51,6 +51,9 @@ class PaddedLayout:
             raise LayoutError(f"{len(shapes)} of its {self.facts.layers} layers keep keys and values")
         return shapes
 
+    def release(self) -> None:
+        """Nothing of a cache is kept between forwards."""
+
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token: one forward of the model for each length."""
         by_length: dict[int, list[int]] = defaultdict(list)

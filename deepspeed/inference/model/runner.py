@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -31,16 +31,19 @@ class ModelRunner:
     Args:
         module: a causal language model of Transformers in evaluation mode.
         block_size: tokens of a block of the cache.
+        layouts: that are tried, in this order.
 
     Raises:
         LayoutError: no layout gives the plain model's logits; the reasons are told.
     """
 
-    def __init__(self, module: nn.Module, block_size: int = 16) -> None:
+    def __init__(
+        self, module: nn.Module, block_size: int = 16, layouts: Sequence[Callable[..., Layout]] = _LAYOUTS
+    ) -> None:
         self.module = module
         self.facts = ModelFacts.of(module)
         self.block_size = block_size
-        self.layout, self.shapes = self._choose()
+        self.layout, self.shapes = self._choose(layouts)
         self._cache: PagedCache | None = None
 
     @property
@@ -61,17 +64,18 @@ class ModelRunner:
     def release(self) -> None:
         """The cache is gone until ``allocate``."""
         self._cache = None
+        self.layout.release()
 
     def forward(self, pieces: Sequence[Piece], unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after the last token of each; keys and values of all tokens are in the cache
         then. ``unchanged``: nobody has touched the module since the last forward, which spares looking."""
         return self.layout.forward(pieces, self.cache, unchanged)
 
-    def _choose(self) -> tuple[Layout, dict[int, LayerShape]]:
+    def _choose(self, layouts: Sequence[Callable[..., Layout]]) -> tuple[Layout, dict[int, LayerShape]]:
         expected = plain_logits(self.module, self.facts)
         reasons = []
-        for kind in _LAYOUTS:
-            layout: Layout = kind(self.module, self.facts)
+        for kind in layouts:
+            layout = kind(self.module, self.facts)
             try:
                 shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
                 error = error_of(layout, shapes, self.facts, expected)

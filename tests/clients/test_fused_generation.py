@@ -1,0 +1,213 @@
+"""Transformers' generate over forwards of one native call: the same tokens, and whatever else it is asked for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import deepspeed
+from deepspeed.inference.cache import pages
+from deepspeed.inference.fused_generation import FusedGeneration
+from deepspeed.ops import native
+from deepspeed.ops.host_program import Program
+from tests.clients.kit import clean_clients
+from tests.pool import distributed
+
+transformers = pytest.importorskip("transformers", reason="the clients extra is not installed")
+
+from tests.clients.architectures import make  # noqa: E402
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no native library")
+
+PROMPTS = torch.tensor([[0, 0, 0, 5, 17, 3], [60, 22, 9, 41, 8, 11], [0, 7, 7, 30, 2, 19]])
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each forward that was one native call."""
+    rows: list[int] = []
+    plain = Program.run
+
+    def run(self: Program, step: Any, threads: int | None = None) -> None:
+        if len(self._operations) > 1:
+            rows.append(step.rows)
+        plain(self, step, threads)
+
+    monkeypatch.setattr(Program, "run", run)
+    return rows
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return counted(monkeypatch)
+
+
+def both(module: Any, runs: list[int], **kwargs: Any) -> tuple[Tensor, Tensor, int]:
+    """Tokens of the module's own generate, those of ours, and how many forwards were one call."""
+    given = {"input_ids": PROMPTS, "attention_mask": MASK, "pad_token_id": 0, **kwargs}
+    torch.manual_seed(3)
+    wanted = module.generate(**given)
+    generation = FusedGeneration()
+    generation.generate(module, **{**given, "max_new_tokens": 1})  # finds out about the module
+    runs.clear()
+    torch.manual_seed(3)
+    return wanted, generation.generate(module, **given), len(runs)
+
+
+class Shift(transformers.LogitsProcessor):
+    """Forbids the token that is the last one plus one."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter(1, ((input_ids[:, -1:] + 1) % scores.shape[1]), -1e9)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_the_same_tokens(name: str, runs: list[int]) -> None:
+    wanted, found, calls = both(make(name).eval(), runs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, wanted) and calls >= 11
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"do_sample": False, "repetition_penalty": 1.7, "min_new_tokens": 6, "eos_token_id": [4, 9, 23]},
+        {"do_sample": False, "logits_processor": [Shift()]},
+        {"generation_config": {"do_sample": True, "top_k": 3, "max_new_tokens": 9}},
+    ],
+    ids=["samples", "several", "penalties and ends", "processor", "config"],
+)
+def test_tokens_are_chosen_as_ever(settings: dict[str, Any], runs: list[int]) -> None:
+    if "generation_config" in settings:
+        settings = {"generation_config": transformers.GenerationConfig(**settings["generation_config"])}
+    else:
+        settings = {"max_new_tokens": 10, **settings}
+    wanted, found, calls = both(make("llama").eval(), runs, **settings)
+    assert torch.equal(found, wanted) and calls >= 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"attention_mask": MASK.flip(1)},
+        {"prompt_lookup_num_tokens": 2, "input_ids": PROMPTS[1:2], "attention_mask": MASK[1:2]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_needs_more_of_the_model_is_its_own(settings: dict[str, Any], runs: list[int]) -> None:
+    wanted, found, calls = both(make("llama").eval(), runs, max_new_tokens=5, do_sample=False, **settings)
+    if isinstance(wanted, Tensor):
+        assert torch.equal(found, wanted)
+    else:
+        assert torch.equal(found.sequences, wanted.sequences)  # type: ignore[attr-defined]
+        assert len(found.scores) == 5  # type: ignore[attr-defined]
+    assert calls == 0
+
+
+def test_who_listens_is_heard_and_training_is_not_evaluation(runs: list[int]) -> None:
+    module = make("llama").eval()
+    generation = FusedGeneration()
+    generation.generate(module, PROMPTS, attention_mask=MASK, max_new_tokens=2, pad_token_id=0)
+    assert runs
+    runs.clear()
+    heard = []
+    handle = module.model.layers[0].register_forward_hook(lambda *_: heard.append(1))
+    generation.generate(module, PROMPTS, attention_mask=MASK, max_new_tokens=4, pad_token_id=0)
+    handle.remove()
+    assert len(heard) == 4 and not runs
+    module.train()
+    generation.generate(module, PROMPTS, attention_mask=MASK, max_new_tokens=2, pad_token_id=0)
+    assert not runs
+
+
+def test_caches_grow_and_are_given_back(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    plain = pages.PagedCache.__init__
+
+    def init(self: Any, shapes: Any, blocks: int, size: int) -> None:
+        made.append(blocks)
+        alive.add(self)
+        plain(self, shapes, blocks, size)
+
+    module = make("llama").eval()
+    monkeypatch.setattr("deepspeed.inference.fused_generation._FIRST_TOKENS", 16)
+    monkeypatch.setattr(pages.PagedCache, "__init__", init)
+    generation = FusedGeneration()
+    given = {"attention_mask": MASK, "pad_token_id": 0, "max_new_tokens": 60, "do_sample": False}
+    found = generation.generate(module, PROMPTS, **given)
+    assert torch.equal(found, module.generate(PROMPTS, **given))
+    assert made[-1] == 2 * made[-2]
+    gc.collect()
+    assert not alive
+
+
+def test_a_streamer_is_fed() -> None:
+    class Stream(transformers.generation.BaseStreamer):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.seen += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            self.seen.append(-1)
+
+    module, stream = make("llama").eval(), Stream()
+    found = FusedGeneration().generate(
+        module, PROMPTS[1:2], max_new_tokens=4, streamer=stream, pad_token_id=0
+    )
+    assert stream.seen == [*found[0].tolist(), -1]
+
+
+def test_init_inference_with_kernels(runs: list[int]) -> None:
+    module = make("llama").eval()
+    given = {"attention_mask": MASK, "pad_token_id": 0, "max_new_tokens": 6, "do_sample": False}
+    wanted = module.generate(PROMPTS, **given)
+    engine = deepspeed.init_inference(module, dtype=torch.float32, replace_with_kernel_inject=True)
+    assert torch.equal(engine.generate(PROMPTS, **given), wanted)
+    assert len([rows for rows in runs if rows == 3]) >= 5
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@distributed(world_size=2)
+def test_rollouts_of_the_hybrid_engine(stage: int) -> None:
+    with clean_clients():
+        module = make("llama")
+        config: dict[str, Any] = {
+            "train_batch_size": 2,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "hybrid_engine": {"enabled": True},
+        }
+        engine: Any = deepspeed.initialize(model=module, config=config)[0]
+        given = {"attention_mask": MASK, "pad_token_id": 0, "max_new_tokens": 6, "do_sample": False}
+        patch = pytest.MonkeyPatch()
+        runs = counted(patch)
+        rollouts: Callable[[], Tensor] = lambda: engine.eval().generate(PROMPTS, **given)  # noqa: E731
+        try:
+            for _ in range(2):
+                found = rollouts()
+                with deepspeed.zero.GatheredParameters(list(module.parameters())):
+                    whole = make("llama")
+                    whole.load_state_dict({key: value.clone() for key, value in module.state_dict().items()})
+                assert torch.equal(found, whole.eval().generate(PROMPTS, **given))
+                assert len([rows for rows in runs if rows == 3]) >= 5
+                runs.clear()
+                engine.train()
+                engine.backward(engine(input_ids=PROMPTS, labels=PROMPTS).loss)
+                engine.step()
+        finally:
+            patch.undo()
+        engine.destroy()
