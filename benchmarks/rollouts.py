@@ -1,0 +1,183 @@
+"""Tokens per second of answers between training steps: the hybrid engine and the serving engine against `generate` of
+the engine's module, whose weights are gathered for every token under ZeRO-3.
+
+Each rank answers prompts of its own. Rounds take all contenders in turn; an update lies between two rounds.
+
+    ../clients/bin/python benchmarks/rollouts.py --peer ../clients_peer/bin/python --save cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from jobs import OURS, Contender, Spread, ratios, round_robin, started
+from report import Report, common_arguments
+
+GOAL = 5.0  # times as fast as the module
+VOCABULARY = 4096
+SIZES = {"tiny": (64, 2, 4), "15M": (384, 6, 6), "50M": (640, 8, 10)}  # width, layers, heads
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments("Rollouts under ZeRO-3.")
+    parser.add_argument("--sizes", nargs="+", default=["15M"], choices=list(SIZES))
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--rows", type=int, default=8, help="prompts per rank")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.sizes, arguments.dtypes, arguments.rounds = ["tiny"], ["fp32"], 2
+        arguments.rows, arguments.tokens = 2, 8
+    return arguments
+
+
+class RolloutRank:
+    """One rank that answers with ``system``: module, hybrid or serving."""
+
+    def __init__(
+        self, system: str, size: str, dtype: str, stage: int, rows: int, prompt: int, tokens: int
+    ) -> None:
+        import transformers
+
+        import deepspeed
+
+        transformers.logging.set_verbosity_error()
+        self.system, self.tokens = system, tokens
+        width, layers, heads = SIZES[size]
+        torch.manual_seed(1)
+        module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=width,
+                intermediate_size=3 * width,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                max_position_embeddings=1024,
+                eos_token_id=None,
+                bos_token_id=None,
+            )
+        )
+        self.parameters = sum(param.numel() for param in module.parameters())
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "bf16": {"enabled": dtype == "bf16"},
+            "zero_optimization": {"stage": stage},
+            "steps_per_print": 1_000_000,
+        }
+        if system == "hybrid":
+            config["hybrid_engine"] = {"enabled": True, "max_out_tokens": 1024}
+        deepspeed.init_distributed("gloo")
+        self.engine: Any = deepspeed.initialize(
+            model=module, model_parameters=module.parameters(), config=config
+        )[0]
+        draw = torch.Generator().manual_seed(2 + self.engine.global_rank)
+        self.prompts = torch.randint(1, VOCABULARY, (rows, prompt), generator=draw)
+        self.mask = torch.ones_like(self.prompts)
+        for row in range(rows):  # lengths differ; padding is at the left
+            self.mask[row, : row % (prompt // 2)] = 0
+        self.rollout: Any = None
+        if system == "serving":
+            from deepspeed.runtime.rollout import RolloutConfig, build_rollout
+
+            self.rollout = build_rollout(RolloutConfig("serving"), self.engine, None)
+
+    def describe(self) -> dict[str, int]:
+        return {"parameters": self.parameters}
+
+    def run(self) -> float:
+        """Seconds for the answers of this rank, and of the slowest one: an update comes behind."""
+        self.engine.eval()
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        answers = self._answer()
+        torch.distributed.barrier()
+        seconds = time.perf_counter() - begin
+        assert answers.shape == (len(self.prompts), self.prompts.shape[1] + self.tokens)
+        self.engine.train()
+        tokens = answers[:1].to(self.engine.device)
+        self.engine.backward(self.engine(input_ids=tokens, labels=tokens).loss)
+        self.engine.step()
+        return seconds
+
+    def _answer(self) -> torch.Tensor:
+        if self.rollout is not None:
+            from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
+
+            sampling = SamplingConfig(self.tokens, temperature=0)
+            return self.rollout.generate(RolloutRequest(self.prompts, self.mask), sampling).input_ids
+        generate = self.engine.generate if self.system == "hybrid" else self.engine.module.generate
+        with torch.no_grad():
+            return generate(
+                self.prompts,
+                attention_mask=self.mask,
+                max_new_tokens=self.tokens,
+                do_sample=False,
+                pad_token_id=0,
+                synced_gpus=False,  # all answers are equally long
+            )
+
+
+def contenders(arguments: argparse.Namespace, size: str, dtype: str) -> list[Contender]:
+    shared = {"size": size, "dtype": dtype}
+    shared |= {name: getattr(arguments, name) for name in ("rows", "prompt", "tokens")}
+    found = [("module, stage 3", "module", 3, OURS)]
+    if arguments.peer:
+        found.append(("peer: module, stage 3", "module", 3, arguments.peer))
+    found += [("hybrid engine, stage 3", "hybrid", 3, OURS), ("serving, stage 3", "serving", 3, OURS)]
+    found += [("module, stage 2", "module", 2, OURS), ("hybrid engine, stage 2", "hybrid", 2, OURS)]
+    return [
+        Contender(
+            name,
+            "rollouts:RolloutRank",
+            {**shared, "system": system, "stage": stage},
+            python=python,
+            ranks=arguments.ranks,
+            goal=GOAL if system != "module" and stage == 3 else None,
+        )
+        for name, system, stage, python in found
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("rollouts", arguments)
+    for size in arguments.sizes:
+        for dtype in arguments.dtypes:
+            rows = contenders(arguments, size, dtype)
+            with started(rows) as jobs:
+                for job in jobs.values():
+                    job.call("run")
+                seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run")))
+                parameters = jobs[rows[0].name].call("describe")[0]["parameters"]
+            report.data[f"{size}_{dtype}"] = seconds
+            tokens = arguments.rows * arguments.tokens * arguments.ranks
+            report.table(
+                f"Llama of {parameters / 1e6:.1f}M parameters, {dtype}, {arguments.ranks} ranks, {arguments.rows} "
+                f"prompts each, answers of {arguments.tokens} tokens, {arguments.rounds} rounds",
+                ["", "tokens/s", "x the module at stage 3, median [min .. max]", "goal"],
+                [cells(row, rows[0], seconds, tokens) for row in rows],
+            )
+    report.save()
+
+
+def cells(row: Contender, base: Contender, seconds: dict[str, list[float]], tokens: int) -> list[str]:
+    times = ratios(seconds[base.name], seconds[row.name])
+    return [
+        row.name,
+        f"{tokens / Spread.of(seconds[row.name]).median:,.0f}",
+        times.show("{:.2f}"),
+        f">= {row.goal:.0f}" if row.goal is not None else "",
+    ]
+
+
+if __name__ == "__main__":
+    main()
