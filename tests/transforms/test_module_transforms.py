@@ -81,7 +81,7 @@ def test_reports() -> None:
     lines: list[str] = []
     grown = Named("grown", change=lambda module, _: module.register_buffer("more", torch.zeros(3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepspeed.runtime.observers.start_report._say", lambda _: lines.append)
+        patch.setattr("deepspeed.runtime.observers.start_report.reporter", lambda _: lines.append)
         made_by_config = (lambda config: Fusion(), lambda config: None)
         patch.setattr("deepspeed.runtime.transforms.selection.FROM_CONFIG", made_by_config)
         engine = start(2, Adapters("both", after=("fusion",)), grown, Named("idle"))
