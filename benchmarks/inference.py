@@ -61,7 +61,7 @@ def requests(count: int, vocabulary: int, longest: int) -> list[tuple[list[int],
 
 class Inference:
     """One rank that decodes, or serves, with ``system``: transformers, compiled (the same by torch.compile, with a
-    static cache), ours, kernels (ours with kernel injection)."""
+    static cache), ours, kernels (ours with kernel injection), generate (of the engine with kernels)."""
 
     def __init__(self, system: str, shape: str, precision: str, longest: int) -> None:
         import transformers
@@ -71,12 +71,13 @@ class Inference:
         transformers.logging.set_verbosity_error()
         self.system, self.longest = system, longest
         module = make_model(shape, torch.bfloat16 if precision == "bf16" else torch.float32)
-        if system == "kernels":
+        self.generate = module.generate
+        if system in ("kernels", "generate"):
             settings: dict[str, Any] = {"dtype": {"fp32": "fp32", "bf16": "bf16"}.get(precision, "int8")}
             if precision == "int4":
                 settings["quant"] = {"weight": {"num_bits": 4, "q_groups": 1}}
             engine = deepspeed.init_inference(module, replace_with_kernel_inject=True, **settings)
-            module = engine.module
+            module, self.generate = engine.module, engine.generate
         self.module, self.vocabulary = module, SHAPES[shape]["vocab_size"]
         self.settings: dict[str, Any] = {}
         if system == "compiled":
@@ -105,7 +106,7 @@ class Inference:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _ in wanted])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in wanted])
         begin = time.perf_counter()
-        self.module.generate(
+        self.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=new,
@@ -170,7 +171,9 @@ def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]
     }
     plain = precision if precision in ("fp32", "bf16") else "bf16"
     rows = [("transformers", plain)] + ([("compiled", plain)] if arguments.compiled else [])
-    rows += [(each, precision) for each in ("ours", "kernels") if plain == precision or each == "kernels"]
+    rows += [
+        (each, precision) for each in ("ours", "kernels", "generate") if plain == precision or each != "ours"
+    ]
     return [
         Contender(
             f"{system}, {of}",
