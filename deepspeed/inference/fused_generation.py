@@ -83,7 +83,9 @@ class FusedGeneration:
             runner.release()
 
     def _runner_of(self, module: nn.Module) -> ModelRunner | None:
-        """None if the fused layout is not for ``module``."""
+        """None if the fused layout is not for ``module``, or somebody listens to it, who shall not hear of trials."""
+        if any(_is_heard(each) for each in module.modules()):
+            return None
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
             try:
@@ -94,6 +96,10 @@ class FusedGeneration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedGeneration:
         return FusedGeneration()
+
+
+def _is_heard(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module))
 
 
 def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
