@@ -63,6 +63,7 @@ class FusedGeneration:
     def __init__(self) -> None:
         self._module: weakref.ref[nn.Module] | None = None
         self._runner: ModelRunner | None = None
+        self._acting: type[Any] = type(None)
 
     def generate(self, module: Any, *inputs: Any, **kwargs: Any) -> Any:
         """What the ``generate`` of the module's class returns, in evaluation mode and with whole weights."""
@@ -75,7 +76,7 @@ class FusedGeneration:
         rows = _Rows(runner)
         cache: Any = cache_over(rows, 1)
         cache.rows = rows
-        acting = object.__new__(_acting_kind(type(module)))
+        acting = object.__new__(self._acting)
         object.__setattr__(acting, "__dict__", module.__dict__)  # the module itself, with another forward
         try:
             return plain(acting, *inputs, past_key_values=cache, **kwargs)
@@ -88,6 +89,7 @@ class FusedGeneration:
             return None
         if self._module is None or self._module() is not module:
             self._module = weakref.ref(module)
+            self._acting = _acting_kind(type(module))
             try:
                 self._runner = ModelRunner(module, _BLOCK_SIZE, layouts=(FusedLayout,))
             except (LayoutError, AttributeError, TypeError, ValueError):  # of any model
@@ -114,7 +116,6 @@ def _is_plain(module: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _acting_kind(kind: type[Any]) -> type[Any]:
     """``kind`` with a forward that runs the rows of a call if the cache is theirs."""
     plain = kind.forward
