@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.launched import LaunchedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
 from deepspeed.inference.model.probing import (
@@ -20,7 +21,8 @@ from deepspeed.inference.model.probing import (
     tolerance,
 )
 
-_LAYOUTS = (FusedLayout, PackedLayout, PaddedLayout)
+_ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
+_ON_DEVICE = (LaunchedLayout, PackedLayout, PaddedLayout)
 
 
 class ModelRunner:
@@ -70,7 +72,7 @@ class ModelRunner:
     def _choose(self) -> tuple[Layout, dict[int, LayerShape]]:
         expected = plain_logits(self.module, self.facts)
         reasons = []
-        for kind in _LAYOUTS:
+        for kind in _ON_HOST if self.facts.device.type == "cpu" else _ON_DEVICE:
             layout: Layout = kind(self.module, self.facts)
             try:
                 shapes = layout.learn(learning_pieces(self.facts), BLOCK_SIZE)
