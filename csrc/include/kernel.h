@@ -29,34 +29,46 @@
 
 #if defined(__GNUC__)
 #define DS_INLINE static inline __attribute__((always_inline))
+#define DS_INLINE_MEMBER inline __attribute__((always_inline))
 #define DS_IVDEP _Pragma("GCC ivdep")
 #else
 #define DS_INLINE static inline
+#define DS_INLINE_MEMBER inline
 #define DS_IVDEP
 #endif
 
 // DS_KERNEL(name, (parameters), (arguments)) makes `name`, which runs `name_body` as compiled for the set in use.
+// DS_LANES_KERNEL: `name_body` is a template, of the number of fp32 lanes that a register of the set has.
 #if defined(__GNUC__) && defined(__x86_64__)
-#define DS_KERNEL(name, parameters, arguments)                                                              \
-    __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters { \
-        name##_body arguments;                                                                              \
-    }                                                                                                       \
-    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name##_body arguments; } \
-    static void name##_plain parameters { name##_body arguments; }                                          \
-    static void name parameters {                                                                           \
-        switch (ds_isa()) {                                                                                 \
-            case 2: return name##_avx512 arguments;                                                         \
-            case 1: return name##_avx2 arguments;                                                           \
-            default: return name##_plain arguments;                                                         \
-        }                                                                                                   \
+#define DS_KERNEL_OF(name, parameters, arguments, widest, wide, plain)                                                 \
+    __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters {           \
+        widest arguments;                                                                                              \
+    }                                                                                                                  \
+    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { wide arguments; }                   \
+    static void name##_plain parameters { plain arguments; }                                                           \
+    static void name parameters {                                                                                      \
+        switch (ds_isa()) {                                                                                            \
+            case 2: return name##_avx512 arguments;                                                                    \
+            case 1: return name##_avx2 arguments;                                                                      \
+            default: return name##_plain arguments;                                                                    \
+        }                                                                                                              \
     }
 #else
-#define DS_KERNEL(name, parameters, arguments) \
-    static void name parameters { name##_body arguments; }
+#define DS_KERNEL_OF(name, parameters, arguments, widest, wide, plain) \
+    static void name parameters { plain arguments; }
 #endif
+#define DS_KERNEL(name, parameters, arguments) \
+    DS_KERNEL_OF(name, parameters, arguments, name##_body, name##_body, name##_body)
+#define DS_LANES_KERNEL(name, parameters, arguments) \
+    DS_KERNEL_OF(name, parameters, arguments, name##_body<16>, name##_body<8>, name##_body<ds::kPlainLanes>)
 
 namespace ds {
 
+#if defined(__GNUC__)
+constexpr int kPlainLanes = 4;
+#else
+constexpr int kPlainLanes = 1;
+#endif
 constexpr int64_t kBlock = 1024;               // elements; 4 KiB per fp32 operand
 constexpr int64_t kParallelNumel = 64 * 1024;  // below this, waking threads costs more than it saves
 

@@ -4,6 +4,8 @@
 // so that all instruction sets give the same bits.
 #pragma once
 
+#include <cmath>
+
 #include "kernel.h"
 
 namespace ds {
@@ -32,6 +34,77 @@ struct Lanes {
     }
 };
 #endif
+
+// Vectors of N lanes as a register of the set has them (DS_LANES_KERNEL); of one lane plain numbers, where compilers know
+// no vectors.
+template <int N>
+struct VectorTypes;
+#if defined(__GNUC__)
+// One by one, as GCC ignores a size that depends on a template's argument.
+#define DS_VECTOR_TYPES(n)                                                    \
+    template <>                                                               \
+    struct VectorTypes<n> {                                                   \
+        using Floats = float __attribute__((vector_size(n * 4)));             \
+        using Words = uint32_t __attribute__((vector_size(n * 4)));           \
+        using Halves = uint16_t __attribute__((vector_size(n * 2)));          \
+        using Bytes = uint8_t __attribute__((vector_size(n)));                \
+    };
+DS_VECTOR_TYPES(16)
+DS_VECTOR_TYPES(8)
+DS_VECTOR_TYPES(4)
+#undef DS_VECTOR_TYPES
+#endif
+
+template <int N>
+struct Vector : VectorTypes<N> {
+#if defined(__GNUC__)
+    using typename VectorTypes<N>::Floats;
+    using typename VectorTypes<N>::Words;
+    using typename VectorTypes<N>::Halves;
+    using typename VectorTypes<N>::Bytes;
+
+    // A loop over arrays, which compilers turn into one instruction; of vectors they convert in steps of two.
+    template <class Number>
+    static DS_INLINE_MEMBER void widen(Words &to, const Number *from) {
+        alignas(Words) uint32_t words[N];
+        DS_IVDEP for (int i = 0; i < N; ++i) words[i] = from[i];
+        std::memcpy(&to, words, sizeof to);
+    }
+    // The lowest bits.
+    template <class Number>
+    static DS_INLINE_MEMBER void narrow(Number *to, const Words &from) {
+        if constexpr (N == 16) {  // one instruction
+            alignas(Words) uint32_t words[N];
+            std::memcpy(words, &from, sizeof from);
+            DS_IVDEP for (int i = 0; i < N; ++i) to[i] = Number(words[i]);
+        } else {
+            const Halves halves = __builtin_convertvector(from, Halves);
+            if constexpr (sizeof(Number) == 2) {
+                std::memcpy(to, &halves, sizeof halves);
+            } else {
+                const Bytes bytes = __builtin_convertvector(halves, Bytes);
+                std::memcpy(to, &bytes, sizeof bytes);
+            }
+        }
+    }
+    static DS_INLINE_MEMBER void take_root(Floats &x) {
+        Floats root;
+#pragma GCC unroll 16
+        for (int i = 0; i < N; ++i) root[i] = std::sqrt(x[i]);
+        x = root;
+    }
+#endif
+};
+template <>
+struct Vector<1> {
+    using Floats = float;
+    using Words = uint32_t;
+    template <class Number>
+    static void widen(Words &to, const Number *from) { to = *from; }
+    template <class Number>
+    static void narrow(Number *to, const Words &from) { *to = Number(from); }
+    static void take_root(Floats &x) { x = std::sqrt(x); }
+};
 
 DS_INLINE void load(Lanes &to, const float *from) { std::memcpy(&to, from, sizeof to); }
 DS_INLINE void store(float *to, const Lanes &from) { std::memcpy(to, &from, sizeof from); }

@@ -25,7 +25,11 @@ from torch import Tensor
 BLOCK = 256
 """Elements with one scale."""
 
-_OFFSET, _OFFSET_BITS = 2.0**-8, 119 << 23
+_OFFSET, _BASE = 2.0**-15, 112 << 23
+"""``c`` and its bits. All is scaled by 2**-7, so that a code's bits are zero in those of ``c``: coding and decoding are
+shifts."""
+_ABOVE = 1 + 2.0**-22
+"""More than errors of rounding: the largest magnitude has the last code, however numbers are rounded."""
 _TINY = 1e-30
 """Blocks with nothing larger count as zeros."""
 _MASK = 0xFFFFFFFF
@@ -39,9 +43,13 @@ class Code:
     span: float
     signed: bool
 
+    def dither(self, random: Tensor) -> Tensor:
+        """Of 32 random bits those that decide how a number is rounded: other ones for each code."""
+        return random & ((1 << self.shift) - 1) if self.signed else random >> (32 - self.shift)
 
-UNSIGNED = Code(255, 18, 251 / 256, False)
-SIGNED = Code(127, 19, 247 / 256, True)
+
+UNSIGNED = Code(255, 18, 251 * _OFFSET, False)
+SIGNED = Code(127, 19, 247 * _OFFSET, True)
 
 
 def blocks(numel: int) -> int:
@@ -52,7 +60,7 @@ def blocks(numel: int) -> int:
 def decode(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
     """fp32 values of ``codes`` (uint8, any shape; ``scales`` [blocks])."""
     flat = codes.reshape(-1).to(torch.int32)
-    shifted = _OFFSET_BITS + ((flat & code.top) << code.shift)
+    shifted = _BASE | ((flat & code.top) << code.shift)
     inverse = (torch.ones((), dtype=torch.float32) / code.span).item()
     values = (shifted.view(torch.float32) - _OFFSET) * inverse * _per_element(scales, flat.numel())
     if code.signed:
@@ -66,18 +74,21 @@ def encode(code: Code, values: Tensor, random: Tensor | None = None) -> tuple[Te
     flat = values.detach().reshape(-1)
     magnitude = flat.abs()
     scales = _largest(magnitude)
-    scale = _per_element(scales, flat.numel())
-    factors = torch.full_like(scales, code.span).div_(scales).masked_fill_(scales == 0, 0.0)
-    share = torch.where(magnitude >= scale, code.span, magnitude * _per_element(factors, flat.numel()))
-    share = torch.where(scale == 0, 0.0, share)
-    added = 1 << (code.shift - 1) if random is None else random.reshape(-1) >> (32 - code.shift)
-    found = ((share + _OFFSET).view(torch.int32).long() - _OFFSET_BITS + added) >> code.shift
-    found = found.clamp_(max=code.top)
+    factors = (torch.full_like(scales, code.span).div_(scales) * _ABOVE).masked_fill_(scales == 0, 0.0)
+    shifted = magnitude * _per_element(factors, flat.numel()) + _OFFSET
+    added = 1 << (code.shift - 1) if random is None else code.dither(random.reshape(-1))
+    last = _BASE + (code.top << code.shift)
+    found = ((_bits(shifted).clamp_(max=last) + added) >> code.shift) & 0xFF
     if code.signed:
-        found |= ((flat.view(torch.int32) < 0) & (found > 0)).long() << 7
+        found |= (_bits(flat) >> 24) & 128
     else:
-        found = torch.maximum(found, ((flat > 0) & (scale > 0)).long())
+        found = torch.maximum(found, ((flat > 0) & (_per_element(scales, flat.numel()) > 0)).long())
     return found.to(torch.uint8).view(values.shape), scales
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Those of fp32 numbers, as int64."""
+    return values.view(torch.int32).long() & _MASK
 
 
 def _largest(magnitude: Tensor) -> Tensor:
@@ -99,21 +110,15 @@ def random_bits(grad: Tensor, step: int, start: int) -> Tensor:
     (``start`` is that of the first) and its gradient, in fp32."""
     flat = grad.reshape(-1)
     index = torch.arange(start, start + flat.numel(), device=grad.device)
-    first = (step * 0x9E3779B9 + index + (index >> 32) * 0x85EBCA6B) & _MASK
-    x = first ^ (flat.view(torch.int32).long() & _MASK)
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    first = (step * 0xC2B2AE3D + (index & _MASK) * 0x9E3779B1 + (index >> 32) * 0x85EBCA6B) & _MASK
+    x = ((first ^ _bits(flat)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 15)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
-
-
-def third(random: Tensor) -> Tensor:
-    """More bits from the same hash."""
-    return (random * 0x9E3779B1) & _MASK
 
 
 def round_randomly(values: Tensor, random: Tensor) -> Tensor:
     """fp32 ``values`` in bfloat16, rounded up or down in proportion to what is between."""
-    bits = values.contiguous().view(torch.int32).long() & _MASK
+    bits = _bits(values.contiguous())
     rounded = (bits + (random.view(values.shape) & 0xFFFF)) >> 16
     rounded = torch.where(values.isnan(), 0x7FC0, rounded)
     return torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16).view(torch.bfloat16)

@@ -43,7 +43,6 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 @pytest.mark.parametrize("scale", [1.0, 3.7e-5, 1.1e9])
 def test_decoded_values_get_their_codes_back(code: Code, scale: float) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(40)[torch.randperm(256 * 40)]
-    codes = torch.where(codes == 128, 0, codes) if code.signed else codes  # there is no negative zero
     codes[::BLOCK] = code.top  # every block has its largest number
     scales = torch.rand(state_codes.blocks(codes.numel())) * scale + scale / 100
     values = state_codes.decode(code, codes, scales)
@@ -51,6 +50,23 @@ def test_decoded_values_get_their_codes_back(code: Code, scale: float) -> None:
     assert torch.equal(again, codes)
     assert torch.equal(found, scales)
     assert torch.equal(values[::BLOCK], scales)
+
+
+@pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_what_codes_stand_for(code: Code) -> None:
+    """The format of checkpoints: positions on the scale of floating-point numbers with few bits of mantissa, from the
+    first number, which is taken off, to the last, which is the largest magnitude of the block."""
+    mantissa = 4 if code.signed else 5
+    codes = torch.arange(256)
+    magnitude = codes & code.top
+    fraction = (magnitude & ((1 << mantissa) - 1)).double() / (1 << mantissa)
+    position = torch.ldexp(1 + fraction, magnitude >> mantissa)
+    expected = (position - 1) / (position.max() - 1)
+    if code.signed:
+        expected = torch.where(codes >= 128, -expected, expected)
+    values = state_codes.decode(code, codes.to(torch.uint8), torch.tensor([0.37])).double() / 0.37
+    torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-7)
+    assert torch.equal(values.signbit(), expected.signbit())
 
 
 @pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
@@ -93,6 +109,21 @@ def test_rounding_at_random_keeps_averages() -> None:
         assert abs(float(rounded.double().mean()) - value) < 0.012 * spread
 
 
+@pytest.mark.parametrize("grad", [0.0, 1.0, 1e-3])
+def test_random_bits_of_equal_gradients_are_independent(grad: float) -> None:
+    """Of one element from step to step, and of the elements of one step: means of 256 have the variance of 256 throws,
+    for each of the ways in which the bits are used."""
+    steps = torch.stack([state_codes.random_bits(torch.full((4096,), grad), t, 0) for t in range(1, 257)])
+    for share in (
+        *((code.dither(steps).double() + 0.5) / (1 << code.shift) for code in (SIGNED, UNSIGNED)),
+        ((steps & 0xFFFF).double() + 0.5) / (1 << 16),
+    ):
+        share = (share - 0.5) * 12**0.5
+        assert abs(float(share.mean())) < 5 / 1024
+        for means in (share.mean(0), share.unflatten(1, (16, 256)).mean(2)):
+            assert float(means.square().mean()) * 256 == pytest.approx(1.0, abs=0.15)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernel_and_reference_give_the_same_bits(
@@ -123,6 +154,54 @@ def _trained(settings: dict[str, Any], dtype: torch.dtype, shapes: Any) -> list[
     optimizer = CompactAdam(params, lr=1e-2, **settings)
     train(optimizer, params, steps=3)
     return everything(optimizer, params)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_of_hard_numbers(
+    dtype: torch.dtype, grad_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of zeros, of numbers without squares in fp32, and with one that is infinite or none, whole and short. What
+    is not finite stays in its block."""
+    lib = native.library()
+    if lib is None:
+        pytest.skip("built without native kernels")
+    hard = [0.0, -0.0, 1e-42, -3e-39, 1e-25, 3e38, torch.inf, -torch.inf, torch.nan]
+    best, results = lib.ds_isa(), []
+    try:
+        for isa in range(best + 1):
+            assert lib.ds_set_isa(isa) == isa
+            results.append(_trained_on(hard, dtype, grad_dtype))
+    finally:
+        lib.ds_set_isa(best)
+    monkeypatch.setattr(native, "library", lambda: None)
+    expected = _trained_on(hard, dtype, grad_dtype)
+    for found in results:
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a.isnan(), b.isnan())
+            assert torch.equal(raw(a.nan_to_num(0.5)), raw(b.nan_to_num(0.5)))
+    for number, value in enumerate(hard):
+        param, *moments = expected[5 * number : 5 * number + 5]
+        for found in (param, *(m for m in moments if m.is_floating_point())):
+            assert bool(found[: len(found) // 3].isfinite().all()), value
+
+
+def _trained_on(hard: list[float], dtype: torch.dtype, grad_dtype: torch.dtype) -> list[Tensor]:
+    """Per number: a tensor of three blocks, the last short, of which the second and third get it; its states."""
+    found = []
+    for value in hard:
+        torch.manual_seed(1)
+        param = torch.randn(2 * BLOCK + 37).to(dtype)
+        optimizer = CompactAdam([param], lr=1e-2, weight_decay=0.1, stochastic_rounding=True)
+        for step in range(3):
+            grad = torch.randn(len(param))
+            if step:
+                grad[BLOCK + 5] = value
+                grad[2 * BLOCK :] = value
+            optimizer.multi_tensor_step(optimizer.param_groups[0], [param], [grad.to(grad_dtype)])
+        state = optimizer.state[param]
+        found += [param, *(state[key] for key in sorted(state) if key != "step")]
+    return found
 
 
 @pytest.mark.parametrize("path", ["native", "torch"])

@@ -244,11 +244,8 @@ class CompactAdam(MultiTensorAdam):
         self._torch_update(group, updated, [scaled], moments, [step])
         exp_avg, exp_avg_sq = moments[0][0], moments[1][0]
         if self.state_bits == 8:
-            for name, value, bits in (
-                ("exp_avg", exp_avg, state_codes.third(random)),
-                ("exp_avg_sq", _root(exp_avg_sq), random),
-            ):
-                codes, scales = state_codes.encode(_CODE[name], value, bits)
+            for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", _root(exp_avg_sq))):
+                codes, scales = state_codes.encode(_CODE[name], value, random)
                 state[name].copy_(codes)
                 state[name + SCALE].copy_(scales)
         rounds = group["stochastic_rounding"] and param.dtype is torch.bfloat16
