@@ -137,6 +137,18 @@ DS_API void ds_encode(const ds_packets *packets, const void *values, int32_t dty
 /* Decodes to values [rows, numel] of `dtype`; with `sum` to values [numel], the sum of all rows in their order. */
 DS_API void ds_decode(const ds_packets *packets, void *values, int32_t dtype, int32_t sum, int32_t threads);
 
+/* Groups of `group` small floating-point numbers (whole bytes; of 6 and 12 bits a multiple of 4), each with a scale in fp32 at any address. */
+typedef struct ds_float_groups {
+    uint8_t *codes, *scales;
+    int64_t stride, scale_stride; /* bytes from group to group */
+    int64_t numel, group;         /* the last group may have fewer numbers: it is filled up with zeros */
+    int32_t bits;                 /* 4: E2M1, 6: E3M2, 8: E4M3, 12: E7M4 */
+} ds_float_groups;
+
+/* Encodes `values` [numel] of `dtype`; not 0 if one of them is not finite, the codes are then of no use. */
+DS_API int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int32_t dtype, int32_t threads);
+DS_API void ds_decode_floats(const ds_float_groups *groups, void *values, int32_t dtype, int32_t threads);
+
 /* CRC-32 of each block of `block` bytes (the last may be shorter) to crcs. Returns 0, and does nothing, where the machine
  * has no instruction for it. */
 DS_API int32_t ds_crc32_blocks(const void *data, int64_t bytes, int64_t block, uint32_t *crcs);

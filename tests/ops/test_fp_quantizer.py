@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.linear import QuantizationConfig
+from deepspeed.ops import native
 from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
 from deepspeed.ops.fp_quantizer.formats import FORMATS, pack, unpack
 
@@ -51,6 +52,24 @@ def test_every_number_and_what_lies_between_is_rounded_as_defined(bits: int) -> 
     if bits == 8:
         clamped = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
         assert torch.equal(found, clamped)
+    within = x[x.abs() <= LARGEST[bits]]  # a group with a scale of 1
+    within = within[: len(within) // 4 * 4]
+    quantizer = FP_Quantize(QuantizationConfig(group_size=len(within)))
+    codes, scale = quantizer.quantize(within, q_bits=bits, return_meta_tensor=True)
+    assert scale.tolist() == [[1.0]]
+    assert torch.equal(unpack(codes.view(1, -1), bits)[0], found[x.abs() <= LARGEST[bits]][: len(within)])
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_every_code_is_read(bits: int) -> None:
+    codes = torch.arange(1 << bits, dtype=torch.int32)
+    quantizer = FP_Quantize(QuantizationConfig(group_size=len(codes)))
+    packed, values = pack(codes.view(1, -1), bits), torch.empty(len(codes))
+    quantizer.dequantize(packed, fp_out=values, q_bits=bits, scale=torch.tensor([[0.5]]))
+    expected = torch.tensor(by_definition(bits))
+    expected = torch.cat([expected, -expected]) / 2
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(values.signbit()[codes != 127], expected.signbit()[codes != 127])
 
 
 @pytest.mark.parametrize("bits", FORMATS)
@@ -96,6 +115,50 @@ def test_round_trip(bits: int, dtype: torch.dtype) -> None:
     out = torch.empty(4, 96)
     assert quantizer.dequantize(packed, fp_out=out, q_bits=bits) is out
     assert torch.equal(out.to(dtype), back)
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_kernel_and_pytorch_give_the_same_bytes(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every instruction set and any number of threads, with groups larger than what is encoded at once. The bits of
+    what is not a number may differ."""
+    lib = native.library()
+    if lib is None:
+        pytest.skip("built without native kernels")
+    quantizers = [FP_Quantize(QuantizationConfig(group_size=group)) for group in (512, 12, 2052)]
+    scales = 10.0 ** torch.empty(70_003).uniform_(-9, 4)
+    inputs = [(torch.randn(70_003) * scales).to(d) for d in (torch.float32, torch.bfloat16, torch.float16)]
+    inputs = [torch.where(torch.rand(70_003) < 0.01, -0.0, x) for x in inputs]
+    inputs[0][900:960] = 1e-42
+    infinite = inputs[0].clone()
+    infinite[[5, 600]] = torch.tensor([torch.inf, torch.nan])
+
+    def everything() -> list[Tensor]:
+        found = []
+        for quantizer in quantizers:
+            for x in [*inputs, infinite]:
+                packed = quantizer.quantize(x, q_bits=bits)
+                codes, scale = quantizer.quantize(x, q_bits=bits, return_meta_tensor=True)
+                found += [packed, codes, scale.view(torch.uint8)]
+                for back in (
+                    quantizer.dequantize(packed, q_bits=bits),
+                    quantizer.dequantize(codes, q_bits=bits, scale=scale),
+                ):
+                    found.append(back.masked_fill_(back.isnan(), torch.nan).view(torch.uint8))
+        return found
+
+    results, best, threads = [], lib.ds_isa(), torch.get_num_threads()
+    try:
+        for isa, count in [*((isa, 1) for isa in range(best + 1)), (best, 2)]:
+            assert lib.ds_set_isa(isa) == isa
+            torch.set_num_threads(count)
+            results.append(everything())
+    finally:
+        lib.ds_set_isa(best)
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(native, "library", lambda: None)
+    expected = everything()
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_rows_of_a_choice() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops import native
+from deepspeed.ops.fp_quantizer import host
 from deepspeed.ops.fp_quantizer.formats import FORMATS, Format, pack, unpack
 
 _SCALE_BYTES = 4
@@ -86,15 +88,17 @@ class FP_Quantize(Quantizer):
         """
         form = self._format(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
-        groups = self._grouped(input.detach())
-        self.num_groups = groups.shape[0]
-        scale = _scales(groups, form)
-        self.scale = scale
-        codes = self._encode(groups / scale, form, stochastic_mode)
-        if return_meta_tensor:
-            same = q_bits == 8 and codes.numel() == input.numel()
-            return (codes.view(input.shape) if same else codes), scale
-        return torch.cat([codes, scale.view(torch.uint8)], dim=1)
+        self.num_groups = -(-input.numel() // self.group_size)
+        values, found = input.detach(), None
+        if not stochastic_mode:
+            found = self._on_host(values, form, return_meta_tensor)
+        if found is None:
+            found = self._in_torch(values, form, stochastic_mode, return_meta_tensor)
+        codes, self.scale = found
+        if not return_meta_tensor:
+            return codes
+        same = q_bits == 8 and codes.numel() == input.numel()
+        return (codes.view(input.shape) if same else codes), self.scale
 
     def dequantize(
         self,
@@ -121,8 +125,10 @@ class FP_Quantize(Quantizer):
                     "dequantize needs fp_out, or a tensor that this object has quantized before"
                 )
             fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
-        values = self._values(input_q, scale, self._format(q_bits))
-        fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
+        codes, scales = self._parts(input_q, scale, self._format(q_bits))
+        if not host.decode(fp_out, codes, scales, self.group_size, q_bits):
+            values = self._values(codes, scales, self._format(q_bits))
+            fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
         return fp_out
 
     def selective_dequantize(
@@ -152,7 +158,10 @@ class FP_Quantize(Quantizer):
         if fp_out is None:
             shape = (len(chosen), *self.orig_shape[1:])
             fp_out = torch.empty(shape, dtype=self.orig_dtype, device=input_q.device)
-        return fp_out.copy_(self._values(part, scale, self._format(q_bits)).view(fp_out.shape))
+        codes, scales = self._parts(part, scale, self._format(q_bits))
+        if host.decode(fp_out, codes, scales, self.group_size, q_bits):
+            return fp_out
+        return fp_out.copy_(self._values(codes, scales, self._format(q_bits)).view(fp_out.shape))
 
     def get_scales(self) -> Tensor | None:
         """The scales of what was quantized last, [groups, 1] in fp32."""
@@ -185,18 +194,39 @@ class FP_Quantize(Quantizer):
             return x.clamp_(-form.largest, form.largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return pack(form.encode(x, stochastic=stochastic), form.bits)
 
-    def _values(self, packed: Tensor, scale: Tensor | None, form: Format) -> Tensor:
-        """[groups, group size] in fp32."""
+    def _in_torch(self, values: Tensor, form: Format, stochastic: bool, apart: bool) -> tuple[Tensor, Tensor]:
+        """Codes, with scales at the end of each row unless these are ``apart``, and scales."""
+        groups = self._grouped(values)
+        scale = _scales(groups, form)
+        codes = self._encode(groups / scale, form, stochastic)
+        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
+
+    def _on_host(self, values: Tensor, form: Format, apart: bool) -> tuple[Tensor, Tensor] | None:
+        """The same from the kernels of the host, rounded to nearest; None: they cannot."""
+        if not native.is_native(values):
+            return None
+        width = self.group_size * form.bits // 8
+        rows = torch.empty(self.num_groups, width if apart else width + _SCALE_BYTES, dtype=torch.uint8)
+        scale = torch.empty(self.num_groups, 1)
+        scales = scale.view(torch.uint8) if apart else rows[:, width:]
+        if not host.encode(values, rows[:, :width], scales, self.group_size, form.bits):
+            return None
+        return rows, scale if apart else scales.contiguous().view(torch.float32)
+
+    def _parts(self, packed: Tensor, scale: Tensor | None, form: Format) -> tuple[Tensor, Tensor]:
+        """Codes [groups, bytes] and scales [groups, 4], both uint8."""
         width = self.group_size * form.bits // 8
         if scale is None:
             rows = packed.reshape(-1, width + _SCALE_BYTES)
-            scale = rows[:, width:].contiguous().view(torch.float32)
-            packed = rows[:, :width]
-        packed, scale = packed.reshape(-1, width), scale.reshape(-1, 1)
+            return rows[:, :width], rows[:, width:]
+        return packed.view(torch.uint8).reshape(-1, width), scale.float().reshape(-1, 1).view(torch.uint8)
+
+    def _values(self, codes: Tensor, scales: Tensor, form: Format) -> Tensor:
+        """[groups, group size] in fp32."""
+        scale = scales.contiguous().view(torch.float32)
         if form.bits == 8:
-            return packed.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
-        codes = unpack(packed, form.bits)
-        return form.table(packed.device)[codes].mul_(scale)
+            return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32).mul_(scale)
+        return form.table(codes.device)[unpack(codes, form.bits)].mul_(scale)
 
 
 def _scales(groups: Tensor, form: Format) -> Tensor:
