@@ -12,22 +12,16 @@ apart the means over the last tenth of the steps and the validation losses are.
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 import time
-from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
 
 from report import Report, common_arguments
+from text_loss import ADAM, compare
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "pretrain_gpt")]
-
-SMALL = {"state_bits": 8, "stochastic_rounding": True}
-ADAM = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+SMALL: dict[str, Any] = {"state_bits": 8, "stochastic_rounding": True}
 
 
 def steps_of(numel: int) -> dict[str, Any]:
@@ -75,60 +69,9 @@ def speed(arguments: argparse.Namespace, report: Report) -> None:
         )
 
 
-def train(seed: int, steps: int, small: bool, text: Any) -> tuple[float, float]:
-    """Mean training loss of the last tenth of the steps, and the loss on held-out text."""
-    import data
-    from model import GPT, GPTConfig
-
-    import deepspeed
-
-    shape = GPTConfig(layers=2, heads=4, width=128, context=128)
-    torch.manual_seed(seed)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {**ADAM, **(SMALL if small else {})}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {"total_num_steps": steps, "warmup_num_steps": steps // 15, "cos_min_ratio": 0.1},
-        },
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": small},
-    }
-    engine = deepspeed.initialize(model=GPT(shape), config=config)[0]
-    sizes: dict[str, int] = {"global_batch": 8, "micro_batch": 8, "rank": 0, "ranks": 1}
-    batches = data.Batches(text.train, shape.context, **sizes).from_step(seed * 1000)
-    losses = []
-    for _ in range(steps):
-        loss = engine(*next(batches))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    held_out = data.Batches(text.validation, shape.context, **sizes).from_step(0)
-    engine.eval()
-    with torch.no_grad():
-        validation = mean(engine(*next(held_out)).item() for _ in range(40))
-    engine.destroy()
-    return mean(losses[-steps // 10 :]), validation
-
-
 def loss(arguments: argparse.Namespace, report: Report) -> None:
-    import data
-
-    with tempfile.TemporaryDirectory() as folder:
-        data.make(Path(folder))
-        text = data.load(Path(folder))
-    rows, apart = [], []
-    for seed in range(arguments.seeds):
-        wide, small = (train(seed, arguments.steps, kind, text) for kind in (False, True))
-        apart.append([s / w - 1 for s, w in zip(small, wide, strict=True)])
-        cells = [f"{value:.4f}" for pair in zip(wide, small, strict=True) for value in pair]
-        rows.append([str(seed), *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
-    means = [mean(column) for column in zip(*apart, strict=True)]
-    rows.append(["mean", *[""] * 4, *(f"{100 * part:+.2f} %" for part in means)])
-    report.data["loss apart"] = apart
-    header = ["seed", "train fp32", "train 8 bits", "held out fp32", "held out 8 bits", "train", "held out"]
-    report.table(f"loss after {arguments.steps} steps", header, rows)
+    other = {"adam": SMALL, "config": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}
+    compare(report, arguments.seeds, arguments.steps, ("fp32", "8 bits"), other)
 
 
 def main() -> None:

@@ -22,7 +22,27 @@ GOALS = {  # step time / DDP
     "fp32": {0: 1.05, 1: 1.15, 2: 1.15, 3: 1.40},
     "bf16": {0: 1.00, 1: 1.05, 2: 1.05, 3: 1.25},
 }
-OFFLOAD_GOALS = {"2+cpu": 1.15, "3+cpu": 1.40, "3+nvme": 1.70}  # step time / DDP, both precisions
+OFFLOAD_GOALS = {  # step time / DDP, both precisions
+    "2+cpu": 1.15,
+    "3+cpu": 1.40,
+    "3+nvme": 1.70,
+    "2+zenflow": None,
+    "2+superoffload": None,
+}
+ON_HOST: dict[str, Any] = {"overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
+WHILE_TRAINING: dict[str, dict[str, Any]] = {  # sections of updates that do not wait for each other
+    "zenflow": {
+        **ON_HOST,
+        "zenflow": {
+            "topk_ratio": 0.1,
+            "update_interval": 4,
+            "select_strategy": "step",
+            "select_interval": 32,
+        },
+    },
+    "superoffload": {**ON_HOST, "offload_optimizer": {"device": "cpu", "super_offload": True}},
+}
+ONLY_CUDA = {"2+superoffload"}  # of the peer
 STEPS = {"tiny": 20, "10M": 6, "50M": 3}  # per measurement
 
 
@@ -87,7 +107,7 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
         )
         goal = OFFLOAD_GOALS[kind]
         rows.append(row(f"ours, stage {kind}", "engine", stage=stage, config=config, goal=goal))
-        if arguments.peer:
+        if arguments.peer and kind not in ONLY_CUDA:
             rows.append(
                 row(f"peer, stage {kind}", "engine", stage=stage, config=config, python=arguments.peer)
             )
@@ -95,8 +115,11 @@ def contenders(arguments: argparse.Namespace, size: str, precision: str) -> list
 
 
 def offloading(kind: str, folder: str) -> dict[str, Any]:
-    """The zero_optimization section of "2+cpu", "3+cpu" (also the parameters) or "3+nvme" (all on storage)."""
+    """The zero_optimization section of a row: "2+cpu", "3+cpu" (also the parameters), "3+nvme" (all on storage) and
+    those of WHILE_TRAINING."""
     stage, device = int(kind[0]), kind[2:]
+    if device in WHILE_TRAINING:
+        return {"stage": stage, **WHILE_TRAINING[device]}
     where = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
     section: dict[str, Any] = {"stage": stage, "offload_optimizer": {**where, "buffer_count": 5}}
     if stage == 3:

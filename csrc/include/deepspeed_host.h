@@ -137,7 +137,8 @@ DS_API void ds_encode(const ds_packets *packets, const void *values, int32_t dty
 /* Decodes to values [rows, numel] of `dtype`; with `sum` to values [numel], the sum of all rows in their order. */
 DS_API void ds_decode(const ds_packets *packets, void *values, int32_t dtype, int32_t sum, int32_t threads);
 
-/* Groups of `group` small floating-point numbers (whole bytes; of 6 and 12 bits a multiple of 4), each with a scale in fp32 at any address. */
+/* Groups of `group` small floating-point numbers (whole bytes; with 6 and 12 bits a multiple of 4), each with a scale in
+ * fp32 at any address. */
 typedef struct ds_float_groups {
     uint8_t *codes, *scales;
     int64_t stride, scale_stride; /* bytes from group to group */

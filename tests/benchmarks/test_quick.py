@@ -24,6 +24,8 @@ SCRIPTS = {
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
     "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
+    "fp_quantizer.py": ["float32, 6 bits", "dequantize"],
+    "offload_stalls.py": ["SuperOffload", "link bytes", "held out"],
     "sparse_attention.py": ["bigbird", "x density"],
     "start.py": ["import deepspeed after import torch", "ours, stage 2"],
     "train_step.py": ["compute alone", "ours, stage 2"],
@@ -57,6 +59,7 @@ def test_quick_form_prints_its_table(script: str) -> None:
 WITH_CLIENTS = {
     "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
     "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
+    "transformer_layer.py": ["x eager", "ours"],
     "streamed_weights.py": ["bf16", "int4", "own memory"],
     "tensor_parallel.py": ["tiny Llama, fp32, stage 0", "ours, DP 2", "ours, TP 2", "ours, SP 2"],
 }

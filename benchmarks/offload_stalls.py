@@ -1,0 +1,153 @@
+"""How long a step waits for the host: plain offload, SuperOffload and ZenFlow; and ZenFlow's loss on text.
+
+The device is a clock: forward and backward of each block sleep for a given time and need no core, as on an accelerator,
+while the host updates all parameters with Adam and copies what crosses the link. What a step takes beyond the
+device's time is exposed. Plain offload is measured with gradients that arrive as early, so it differs only in when the
+host works. Bytes of ZenFlow over the link are counted, per step, as a share of the weights' bytes in bf16.
+
+    python benchmarks/offload_stalls.py --save cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from report import Report, common_arguments
+from text_loss import compare
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+FLOW = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 32, "overlap_step": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain offload": {"offload_optimizer": {"device": "cpu"}},
+    "SuperOffload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+    "ZenFlow": {"offload_optimizer": {"device": "cpu"}, "zenflow": FLOW},
+}
+
+
+class OnDevice(torch.autograd.Function):
+    """A block that takes time, and no core."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, grad: Tensor, seconds: float) -> Tensor:
+        ctx.grad, ctx.seconds = grad, seconds
+        time.sleep(seconds / 3)
+        return x + weight.view(-1)[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(ctx.seconds * 2 / 3)
+        return grads[0], ctx.grad, None, None
+
+
+class Model(nn.Module):
+    """``blocks`` matrices; ``seconds``: of forward and backward of all."""
+
+    def __init__(self, millions: float, blocks: int, seconds: float) -> None:
+        super().__init__()
+        rows = int(millions * 1e6 / blocks / 1024)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(rows, 1024)) for _ in range(blocks))
+        self.grads = [torch.randn(rows, 1024).bfloat16() for _ in range(blocks)]
+        self.seconds = seconds / blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, grad in zip(self.weights, self.grads, strict=True):
+            x = OnDevice.apply(x, weight, grad, self.seconds)
+        return x.sum()
+
+
+def measure(arguments: argparse.Namespace, seconds: float, zero: dict[str, Any]) -> dict[str, Any]:
+    """Medians of a step, and of its part before ``engine.step``; bytes that ZenFlow counted."""
+    import deepspeed
+    from tests.zero.test_offload import pretend_device
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5_000_000, **zero},
+        "bf16": {"enabled": True},
+    }
+    model = Model(arguments.millions, arguments.blocks, seconds)
+    size = 2 * sum(p.numel() for p in model.parameters())
+    with pretend_device():
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        flow = getattr(engine.core.executor, "zenflow", None)
+        x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        whole, before, counted = [], [], 0
+        warm = 8  # two rounds of ZenFlow
+        for step in range(warm + arguments.steps):
+            if step == warm and flow is not None:
+                counted = flow.bytes_to_host + flow.bytes_to_device
+            start = time.perf_counter()
+            engine.backward(engine(x))
+            middle = time.perf_counter()
+            engine.step()
+            if step >= warm:
+                whole.append(time.perf_counter() - start)
+                before.append(middle - start)
+        if flow is not None:
+            counted = flow.bytes_to_host + flow.bytes_to_device - counted
+        engine.destroy()
+    found = {"step": sum(whole) / len(whole), "median": median(whole), "before": sum(before) / len(before)}
+    return {**found, "share": counted / arguments.steps / size}
+
+
+def stalls(arguments: argparse.Namespace, report: Report) -> None:
+    for seconds in arguments.seconds:
+        found = {name: measure(arguments, seconds, zero) for name, zero in OPTIONS.items()}
+        plain = found["plain offload"]
+        report.data[f"{seconds} s"] = found
+        rows = []
+        for name, result in found.items():
+            exposed = result["step"] - plain["before"]
+            rows.append(
+                [
+                    name,
+                    f"{result['step'] * 1e3:.0f}",
+                    f"{exposed * 1e3:.0f}",
+                    f"{exposed / result['step']:.1%}",
+                    f"{exposed / (plain['step'] - plain['before']):.2f}",
+                    f"{result['share']:.2f}" if result["share"] else "",
+                ]
+            )
+        report.table(
+            f"{arguments.millions}M parameters, the device takes {seconds:g} s, means of {arguments.steps} steps",
+            ["", "step ms", "exposed ms", "of the step", "x plain", "link bytes / weights"],
+            rows,
+        )
+
+
+def main() -> None:
+    parser = common_arguments(__doc__ or "")
+    parser.add_argument("--millions", type=float, default=48)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.3, 0.6], help="of the device")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--text-steps", type=int, default=300)
+    parser.add_argument("--only", choices=["stalls", "loss"])
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.millions, arguments.seconds, arguments.steps = 4.0, [0.05], 8
+        arguments.seeds, arguments.text_steps = 1, 30
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    report = Report("offload_stalls", arguments)
+    if arguments.only != "loss":
+        stalls(arguments, report)
+    if arguments.only != "stalls":
+        zero = {"stage": 1, **OPTIONS["ZenFlow"]}
+        other = {"config": {"zero_optimization": zero}}
+        compare(report, arguments.seeds, arguments.text_steps, ("plain", "ZenFlow"), other)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

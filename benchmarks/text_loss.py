@@ -1,0 +1,90 @@
+"""The small model of examples/pretrain_gpt on its text: the losses of one run, for comparisons of optimizers."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from report import Report
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "pretrain_gpt")]
+
+ADAM = {"lr": 2e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def load_text() -> Any:
+    import data
+
+    with tempfile.TemporaryDirectory() as folder:
+        data.make(Path(folder))
+        return data.load(Path(folder))
+
+
+def train(
+    seed: int, steps: int, text: Any, adam: dict[str, Any], config: dict[str, Any]
+) -> tuple[float, float]:
+    """Mean training loss of the last tenth of the steps, and the loss on held-out text. ``adam``: further arguments of
+    the optimizer; ``config``: further sections."""
+    import data
+    from model import GPT, GPTConfig
+
+    import deepspeed
+
+    shape = GPTConfig(layers=2, heads=4, width=128, context=128)
+    torch.manual_seed(seed)
+    whole = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {**ADAM, **adam}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": steps, "warmup_num_steps": steps // 15, "cos_min_ratio": 0.1},
+        },
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        **config,
+    }
+    engine = deepspeed.initialize(model=GPT(shape), config=whole)[0]
+    sizes: dict[str, int] = {"global_batch": 8, "micro_batch": 8, "rank": 0, "ranks": 1}
+    batches = data.Batches(text.train, shape.context, **sizes).from_step(seed * 1000)
+    losses = []
+    for _ in range(steps):
+        loss = engine(*next(batches))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    held_out = data.Batches(text.validation, shape.context, **sizes).from_step(0)
+    engine.eval()
+    with torch.no_grad():
+        validation = mean(engine(*next(held_out)).item() for _ in range(40))
+    engine.destroy()
+    return mean(losses[-steps // 10 :]), validation
+
+
+def compare(report: Report, seeds: int, steps: int, names: tuple[str, str], other: dict[str, Any]) -> None:
+    """One row per seed: both losses without and with ``other`` (``adam`` and ``config`` of `train`), and how far
+    apart they are."""
+    text = load_text()
+    rows, apart = [], []
+    for seed in range(seeds):
+        first = train(seed, steps, text, {}, {})
+        second = train(seed, steps, text, other.get("adam", {}), other.get("config", {}))
+        apart.append([b / a - 1 for a, b in zip(first, second, strict=True)])
+        cells = [f"{value:.4f}" for pair in zip(first, second, strict=True) for value in pair]
+        rows.append([str(seed), *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
+    means = [mean(column) for column in zip(*apart, strict=True)]
+    rows.append(["mean", *[""] * 4, *(f"{100 * part:+.2f} %" for part in means)])
+    report.data["loss apart"] = apart
+    header = [
+        "seed",
+        *(f"{what} {name}" for what in ("train", "held out") for name in names),
+        "train",
+        "held out",
+    ]
+    report.table(f"loss after {steps} steps", header, rows)
