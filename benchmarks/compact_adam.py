@@ -3,8 +3,9 @@
 Speed: one step on host memory with gradients in bf16. fp32 masters, fp32 moments and the bf16 weights that are made
 from them take 26 bytes of traffic and 18 of memory per parameter; bf16 weights alone with 8-bit moments 10 and 6.
 
-Loss: the small model of examples/pretrain_gpt on its text, bf16, with both optimizers from several seeds, and how far
-apart the means over the last tenth of the steps and the validation losses are.
+Loss: the small model of examples/pretrain_gpt on its text, bf16, from several seeds, with 8-bit moments, with bf16
+masters and with both, and how far the means over the last tenth of the steps and the validation losses are from those
+of fp32.
 
     python benchmarks/compact_adam.py --save cpu
 """
@@ -70,8 +71,13 @@ def speed(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def loss(arguments: argparse.Namespace, report: Report) -> None:
-    other = {"adam": SMALL, "config": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}
-    compare(report, arguments.seeds, arguments.steps, ("fp32", "8 bits"), other)
+    narrow = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    others = {
+        "8-bit moments": {"adam": {"state_bits": 8}},
+        "bf16 masters": {"adam": {"stochastic_rounding": True}, "config": narrow},
+        "both": {"adam": SMALL, "config": narrow},
+    }
+    compare(report, arguments.seeds, arguments.steps, "fp32", others)
 
 
 def main() -> None:

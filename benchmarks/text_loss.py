@@ -67,24 +67,21 @@ def train(
     return mean(losses[-steps // 10 :]), validation
 
 
-def compare(report: Report, seeds: int, steps: int, names: tuple[str, str], other: dict[str, Any]) -> None:
-    """One row per seed: both losses without and with ``other`` (``adam`` and ``config`` of `train`), and how far
-    apart they are."""
+def compare(report: Report, seeds: int, steps: int, name: str, others: dict[str, dict[str, Any]]) -> None:
+    """One row per seed and contender: its losses, those of ``name`` (which has only what `train` gives all), and how
+    far apart they are. ``others``: ``adam`` and ``config`` of `train`, by name."""
     text = load_text()
-    rows, apart = [], []
-    for seed in range(seeds):
-        first = train(seed, steps, text, {}, {})
-        second = train(seed, steps, text, other.get("adam", {}), other.get("config", {}))
-        apart.append([b / a - 1 for a, b in zip(first, second, strict=True)])
-        cells = [f"{value:.4f}" for pair in zip(first, second, strict=True) for value in pair]
-        rows.append([str(seed), *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
-    means = [mean(column) for column in zip(*apart, strict=True)]
-    rows.append(["mean", *[""] * 4, *(f"{100 * part:+.2f} %" for part in means)])
-    report.data["loss apart"] = apart
-    header = [
-        "seed",
-        *(f"{what} {name}" for what in ("train", "held out") for name in names),
-        "train",
-        "held out",
-    ]
+    firsts = [train(seed, steps, text, {}, {}) for seed in range(seeds)]
+    rows = []
+    for other, parts in others.items():
+        apart = []
+        for seed, first in enumerate(firsts):
+            second = train(seed, steps, text, parts.get("adam", {}), parts.get("config", {}))
+            apart.append([b / a - 1 for a, b in zip(first, second, strict=True)])
+            cells = [f"{value:.4f}" for pair in zip(first, second, strict=True) for value in pair]
+            rows.append([f"{other}, seed {seed}", *cells, *(f"{100 * part:+.2f} %" for part in apart[-1])])
+        means = [mean(column) for column in zip(*apart, strict=True)]
+        rows.append([f"{other}, mean", *[""] * 4, *(f"{100 * part:+.2f} %" for part in means)])
+        report.data[f"loss apart, {other}"] = apart
+    header = ["", f"train {name}", "train", f"held out {name}", "held out", "train apart", "held out apart"]
     report.table(f"loss after {steps} steps", header, rows)
