@@ -2,7 +2,8 @@
 
 ``quantize`` reads values and writes codes, ``dequantize`` the other way round; the round trip is both. The stream moves
 the same bytes: it copies fp32 numbers, of which half are read and half written. The share is of its time,
-in the same round. ``in PyTorch`` is the path without the native library.
+in the same round. ``in PyTorch`` is the path without the native library. glibc is told to keep freed memory: else new
+pages for each result take longer than everything else.
 
     python benchmarks/fp_quantizer.py --save cpu
 """
@@ -10,6 +11,8 @@ in the same round. ``in PyTorch`` is the path without the native library.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import time
 from collections.abc import Callable
 from statistics import median
@@ -56,6 +59,13 @@ def contenders(numel: int, bits: int, dtype: torch.dtype) -> dict[str, Run]:
     }
 
 
+def keep_freed_memory() -> None:
+    """glibc: no mappings of their own for large blocks, nothing given back."""
+    with contextlib.suppress(AttributeError, OSError):
+        for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, value)
+
+
 def measure(runs: dict[str, Run], rounds: int) -> dict[str, float]:
     """Median seconds."""
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -81,6 +91,7 @@ def main() -> None:
     arguments: argparse.Namespace = parser.parse_args()
     if arguments.quick:
         arguments.numel, arguments.rounds = 1_000_000, 3
+    keep_freed_memory()
     report = Report("fp_quantizer", arguments)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
