@@ -74,7 +74,7 @@ class GlooChannel:
 
     def count(self, nbytes: int) -> None:
         """For gloo's own algorithms, in which somebody else sends: as if every peer got its share from here."""
-        far = nbytes * len(self.far) // len(self.peers)
+        far = nbytes * len(self.far) // max(1, len(self.peers))
         self.sent_far += far
         self.sent_near += nbytes - far
 
