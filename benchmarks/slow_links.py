@@ -9,8 +9,9 @@ network interfaces, headers included.
     python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2 --rows Adam --save 50M
     python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2 --rows "1-bit Adam" --save 50M
 
-With --rows, a call measures these and adds them to what --save has of other rows: a comparison in parts, where all
-of it would take too long. Then the time to plain is that of medians, and minutes lie between the two.
+With --peer, its plain rows as well. With --rows, a call measures these (the peer's are called "peer") and adds them
+to what --save has of other rows: a comparison in parts, where all of it would take too long. Then the time to plain is
+that of medians, and minutes lie between the two.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import Contender, Job, Spread, described, progress, ratios, round_robin, started
+from jobs import OURS, Contender, Job, Spread, described, progress, ratios, round_robin, started
 from links import Links, LinksError
 from report import RESULTS, Report, common_arguments
 from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY
@@ -47,6 +48,7 @@ class Row(Contender):
             self.name,
             self.target,
             self.options,
+            python=self.python,
             ranks=self.ranks,
             place=lambda rank: hosts.place(rank, per_host),
         )
@@ -93,6 +95,8 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
         ("ZeRO-3 with ZeRO++", 3, {"zero_optimization": zeropp}, "ZeRO-3", 1),
         ("ZeRO++, 4-bit weights", 3, {"zero_optimization": zeropp4}, "ZeRO-3", 1),
     ]
+    if arguments.peer:
+        rows += [("peer, Adam", 0, {}, "Adam", 1), ("peer, ZeRO-3", 3, {}, "ZeRO-3", 1)]
     options: dict[str, Any] = {"system": "engine", "model": size, "precision": arguments.precision}
     options["context"] = arguments.context
     # By then the interval of 0/1 Adam is as long as it gets; all rows show their loss after as many steps.
@@ -103,6 +107,7 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
             "trainers:Trainer",
             {**options, "stage": stage, "config": config},
             ranks=HOSTS * per_host,
+            python=arguments.peer if name.startswith("peer") else OURS,
             plain=plain,
             period=period,
             links=links,
