@@ -16,6 +16,7 @@ from deepspeed import comm
 from deepspeed.comm.links import Sent, far_share
 from tests.comm.transports import two_hosts, using
 from tests.pool import distributed
+from tests.zero.test_placements import Unit
 
 
 @pytest.mark.parametrize("transport", ["gloo", "hierarchical"])
@@ -110,3 +111,19 @@ def test_an_engine_says_it(kind: str, tmp_path: Path) -> None:
     assert 2 * numel <= across[1] <= 2 * numel + 400
     if kind == "OneBitAdam":
         assert across[3] <= 0.27 * numel + 400
+
+
+@distributed(world_size=4)
+def test_groups_of_somebody_else() -> None:
+    """Two ranks share each layer; what the others of a data-parallel group get is counted."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "comms_logger": {"enabled": True},
+    }
+    torch.manual_seed(dist.get_rank() % 2)
+    engine = deepspeed.initialize(model=nn.Linear(64, 64), config=config, mpu=Unit())[0]
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    engine.step()
+    links = comm.log_summary(return_dict=True)["links"]
+    assert links["steps"] == 1 and links["bytes_within_host"] >= 4 * 64 * 65

@@ -81,7 +81,7 @@ def attach_observers(engine: EngineBase) -> None:
 
         SameInputs(engine)
     watched = engine.monitor.enabled or config.wall_clock_breakdown or engine._network.log.enabled
-    if watched and engine.mesh.layout.world_size > 1:
+    if watched and any(known.size > 1 for known in engine._network.communicators()):
         from deepspeed.runtime.observers.links import BytesByLink
 
         monitor = engine.monitor if engine.monitor.enabled else None
