@@ -101,7 +101,7 @@ def train(engine: Any, first: int, last: int, batches: int = 1) -> list[float]:
         seeds = [1000 * step + dist.get_rank() * batches + batch for batch in range(batches)]
         rows = [torch.randn(8, 24, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         x = torch.cat(rows)
-        loss = (engine(x) - x.flip(1)).square().mean()
+        loss = (engine(x.to(next(engine.module.parameters()).dtype)).float() - x.flip(1)).square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -162,6 +162,31 @@ def test_copies_that_are_whole(kind: str, world_size: int) -> None:
         engine = start(kind, groups_of(stage, 1), in_full=False, **CLIPPED)
         assert train(engine, 0, 9) == pytest.approx(losses, rel=1e-5)
         torch.testing.assert_close(weights_of(engine), weights_of(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@distributed(world_size=4)
+def test_half_precision(precision: str) -> None:
+    """1-bit LAMB: slices of both stages are the same, near those of fp32, and the ranks of a copy have one."""
+    more = {
+        precision: {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})},
+        **CLIPPED,
+    }
+    exact, *engines = [
+        start("OneBitLamb", groups_of(stage, 2), in_full=True, **(more if number else CLIPPED))
+        for number, stage in enumerate((2, 1, 2))
+    ]
+    for engine in (exact, *engines):
+        train(engine, 0, 12)
+    assert all(engine.skipped_steps == 0 for engine in engines)
+    first, second = (torch.cat([w.float().view(-1) for w in weights_of(engine)]) for engine in engines)
+    assert torch.equal(first, second)
+    everyone = [torch.empty_like(first) for _ in range(4)]
+    dist.all_gather(everyone, first)
+    assert all(torch.equal(first, other) for other in everyone)
+    expected = torch.cat([w.view(-1) for w in weights_of(exact)])
+    before = torch.cat([p.detach().view(-1) for p in Model().parameters()])
+    assert (first - expected).norm() < 0.1 * (expected - before).norm()
 
 
 @pytest.mark.parametrize("kind", list(KEYS))
