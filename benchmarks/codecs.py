@@ -88,7 +88,7 @@ def rows(name: str, runs: dict[str, Any], found: dict[str, list[float]]) -> list
 def main(argv: Sequence[str] | None = None) -> None:
     import torch
 
-    from deepspeed.comm.codecs import BlockCodec, SignCodec
+    from deepspeed.comm.codecs import codec_named
     from deepspeed.ops import native
 
     arguments = parse(argv)
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"one thread, {arguments.numel:,} elements, {native.isa()}, median of {arguments.rounds} rounds"
     )
     table: list[list[str]] = []
-    for name, codec in (("signs", SignCodec()), ("int8", BlockCodec(8)), ("int4", BlockCodec(4))):
-        runs = contenders(codec, arguments.numel)
+    for name in ("signs", "int8", "int4", "fp8", "top_k"):
+        runs = contenders(codec_named(name), arguments.numel)
         found = measure(runs, arguments.rounds)
         table += rows(name, runs, found)
         report.data[name] = found

@@ -6,19 +6,26 @@ network interfaces, headers included.
 
     python benchmarks/slow_links.py --save cpu2
     python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2
+    python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2 --rows Adam --save 50M
+    python benchmarks/slow_links.py --mbits 100 --sizes 50M --ranks 2 --rows "1-bit Adam" --save 50M
+
+With --peer, its plain rows as well. With --rows, a call measures these (the peer's are called "peer") and adds them
+to what --save has of other rows: a comparison in parts, where all of it would take too long. Then the time to plain is
+that of medians, and minutes lie between the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import Contender, Job, Spread, described, progress, ratios, round_robin, started
+from jobs import OURS, Contender, Job, Spread, described, progress, ratios, round_robin, started
 from links import Links, LinksError
-from report import Report, common_arguments
+from report import RESULTS, Report, common_arguments
 from trainers import BETAS, LEARNING_RATE, WEIGHT_DECAY
 
 HOSTS = 2
@@ -41,6 +48,7 @@ class Row(Contender):
             self.name,
             self.target,
             self.options,
+            python=self.python,
             ranks=self.ranks,
             place=lambda rank: hosts.place(rank, per_host),
         )
@@ -52,6 +60,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["10M"], choices=["tiny", "10M", "50M"])
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
     parser.add_argument("--ranks", type=int, default=1, help="ranks per host")
+    parser.add_argument("--context", type=int, default=256, help="tokens of a rank and step")
+    parser.add_argument("--rows", nargs="+", help="only these (names up to a comma); default: all")
     parser.add_argument("--rounds", type=int, default=3, help="rounds over all rows, for each rate")
     parser.add_argument(
         "--local-steps", type=int, default=8, help="0/1 Adam: steps from exchange to exchange"
@@ -76,14 +86,19 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
         **({"zero_hpz_partition_size": per_host} if per_host > 1 else {}),
     }
     zero_one = one_bit("ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=1, local_step_clipper=local)
+    zeropp4 = {**zeropp, "zero_quantized_weights_bits": 4}
     rows: list[tuple[str, int, dict[str, Any], str, int]] = [
         ("Adam", 0, {}, "Adam", 1),
         ("1-bit Adam", 0, one_bit("OneBitAdam", freeze_step=FREEZE), "Adam", 1),
         (f"0/1 Adam, every {local} steps", 0, zero_one, "Adam", local),
         ("ZeRO-3", 3, {}, "ZeRO-3", 1),
         ("ZeRO-3 with ZeRO++", 3, {"zero_optimization": zeropp}, "ZeRO-3", 1),
+        ("ZeRO++, 4-bit weights", 3, {"zero_optimization": zeropp4}, "ZeRO-3", 1),
     ]
-    options = {"system": "engine", "model": size, "precision": arguments.precision}
+    if arguments.peer:
+        rows += [("peer, Adam", 0, {}, "Adam", 1), ("peer, ZeRO-3", 3, {}, "ZeRO-3", 1)]
+    options: dict[str, Any] = {"system": "engine", "model": size, "precision": arguments.precision}
+    options["context"] = arguments.context
     # By then the interval of 0/1 Adam is as long as it gets; all rows show their loss after as many steps.
     options["warmup"] = FREEZE + max(local.bit_length(), 8)
     return [
@@ -92,6 +107,7 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
             "trainers:Trainer",
             {**options, "stage": stage, "config": config},
             ranks=HOSTS * per_host,
+            python=arguments.peer if name.startswith("peer") else OURS,
             plain=plain,
             period=period,
             links=links,
@@ -131,46 +147,71 @@ def measure(
     }
 
 
-def cells(row: Row, data: dict[str, dict[str, Any]]) -> list[str]:
-    found = data[row.name]
+def cells(row: Row, data: dict[str, dict[str, Any]], mbits: float) -> list[str]:
+    found, plain = data[row.name], data.get(row.plain)
     sent = Spread.of(found["sent_bytes"]).median
     return [
         row.name,
         f"{Spread.of(found['seconds']).median * 1e3:.1f}",
         f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
         f"{sent / found['parameters']:.3f}",
-        ratios(found["seconds"], data[row.plain]["seconds"]).show(),
+        f"{sent * 8 / mbits / 1e3:.1f}",
+        compared(found, plain) if plain else "",
         row.plain,
         f"{found['losses'][-1]:.4f}",
     ]
 
 
+def compared(found: dict[str, Any], plain: dict[str, Any]) -> str:
+    """Within rounds, or, where they were measured in different calls, of medians."""
+    if found["call"] == plain["call"]:
+        return ratios(found["seconds"], plain["seconds"]).show()
+    return f"{Spread.of(found['seconds']).median / Spread.of(plain['seconds']).median:.3f}"
+
+
+def measured_before(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
+    """By row, what earlier calls with ``--rows`` have saved."""
+    path = RESULTS / f"slow_links_{arguments.save}.json"
+    if not arguments.rows or not arguments.save or not path.exists():
+        return {}
+    return json.loads(path.read_text()).get(key, {})
+
+
 def compare(arguments: argparse.Namespace, size: str, links: Links, report: Report) -> None:
-    rows = contenders(arguments, size, links)
+    every = contenders(arguments, size, links)
+    rows = [row for row in every if not arguments.rows or row.name.split(",")[0] in arguments.rows]
     with started(rows) as jobs:
         for mbits in arguments.mbits:
-            data = measure(rows, jobs, links, mbits, arguments.rounds)
+            key = f"{size}_{mbits:g}"
+            new = measure(rows, jobs, links, mbits, arguments.rounds)
+            for found in new.values():
+                found["call"] = f"{report.data['date']}, {report.data['commit']}"
+            data = {**measured_before(arguments, key), **new}
             report.table(
                 f"{size} GPT, {arguments.precision}, {HOSTS} hosts x {arguments.ranks} ranks, {mbits:g} Mbit/s, "
-                f"{arguments.rounds} rounds",
+                f"{arguments.context} tokens of each, {arguments.rounds} rounds",
                 [
                     "",
                     "ms/step",
                     "CPU ms",
                     "bytes/parameter",
+                    "on the link",
                     "time to plain, median [min .. max]",
                     "plain",
                     "loss",
                 ],
-                [cells(row, data) for row in rows],
+                [cells(row, data, mbits) for row in every if row.name in data],
             )
-            report.data[f"{size}_{mbits:g}"] = data
+            report.data[key] = data
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("slow_links", arguments)
-    report.line("bytes/parameter: what a host sends per step, headers included; loss: after the warm-up")
+    report.line(
+        "bytes/parameter: what a host sends per step, headers included; on the link: ms that this takes at the rate; "
+        "CPU ms: of a rank; loss: after the warm-up"
+    )
     for size in arguments.sizes:
         try:
             links = Links(HOSTS)

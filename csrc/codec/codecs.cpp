@@ -1,4 +1,4 @@
-// Packets of a few bits per element: signs, and integers of 8 or 4 bits, each block of elements with a scale.
+// Packets of a few bits per element: signs, integers of 8 or 4 bits, and 8-bit floats, each block of elements with a scale.
 //
 // A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/comm/codecs.py says what they mean. A block
 // is read from memory once: the pass that finds its scale leaves it in the first-level cache for the pass that encodes it,
@@ -23,6 +23,8 @@ struct Work {
     bool sum;        // of all rows
 };
 
+DS_INLINE int32_t bits_of(const ds_packets &p) { return p.codes & 255; }
+
 struct Block {
     int64_t row, index, begin, numel;  // `begin`: of its elements in the row
 };
@@ -35,7 +37,7 @@ DS_INLINE Block block_of(const Work &work, int64_t unit) {
 
 DS_INLINE uint8_t *codes_of(const Work &work, int64_t row, int64_t element) {
     const ds_packets &p = *work.packets;
-    return p.data + row * p.stride + work.blocks * kScale + element * p.bits / 8;
+    return p.data + row * p.stride + work.blocks * kScale + element * bits_of(p) / 8;
 }
 
 DS_INLINE uint8_t *scale_of(const Work &work, const Block &block) {
@@ -240,15 +242,72 @@ DS_INLINE void unpack_integers(float *values, const uint8_t *codes, float scale,
     }
 }
 
+// ---- floats ---------------------------------------------------------------------------------------------------------
+
+constexpr float kMostFloat = 448.0f;
+
+// e4m3 without infinities: magnitudes up to 448 in four bits of exponent and three of mantissa. Those below 2^-6 are
+// multiples of 2^-9, the unit in the last place of 2^14.
+DS_INLINE uint8_t round_float8(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu, magic = 141u << 23;
+    const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + std::bit_cast<float>(magic)) - magic;
+    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    uint32_t code = magnitude < (121u << 23) ? small : normal;
+    code = magnitude > 0x7f800000u ? 0x7fu : code;
+    return uint8_t(code | (bits >> 24 & 0x80u));
+}
+
+DS_INLINE float widen_float8(uint8_t x) {
+    const uint32_t magnitude = x & 0x7fu, magic = 141u << 23;
+    const float small = std::bit_cast<float>(magnitude + magic) - std::bit_cast<float>(magic);
+    uint32_t bits = (magnitude << 20) + (120u << 23);
+    bits = magnitude < 8 ? std::bit_cast<uint32_t>(small) : bits;
+    bits = magnitude == 0x7fu ? 0x7fc00000u : bits;
+    return std::bit_cast<float>(bits | uint32_t(x & 0x80u) << 24);
+}
+
+DS_INLINE void encode_floats(const Work &work, const Block &block) {
+    alignas(64) float buffer[kBlock];
+    const int64_t first = block.row * work.packets->numel + block.begin;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < block.numel; i += kBlock) {
+        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
+        largest = largest_bits(largest, wanted(work, first + i, n, buffer), n);
+    }
+    const float scale = std::bit_cast<float>(largest) / kMostFloat;
+    const float divisor = scale > 0 ? scale : 1.0f;
+    std::memcpy(scale_of(work, block), &scale, kScale);
+    for (int64_t i = 0; i < block.numel; i += kFetch) {
+        const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
+        fetch_next(work, first + i, n);
+        const float *x = wanted(work, first + i, n, buffer);
+        uint8_t *codes = codes_of(work, block.row, block.begin + i);
+        DS_IVDEP for (int64_t j = 0; j < n; ++j) {
+            float q = x[j] / divisor;
+            q = q > kMostFloat ? kMostFloat : q;
+            q = q < -kMostFloat ? -kMostFloat : q;
+            codes[j] = round_float8(q);
+        }
+        if (work.errors == nullptr) continue;
+        float *errors = work.errors + first + i;
+        DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = buffer[j] - widen_float8(codes[j]) * scale;
+    }
+}
+
+DS_INLINE void unpack_floats(float *values, const uint8_t *codes, float scale, int64_t n) {
+    DS_IVDEP for (int64_t i = 0; i < n; ++i) values[i] = widen_float8(codes[i]) * scale;
+}
+
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 DS_INLINE void unpack(const Work &work, const Block &block, int64_t i, int64_t n, float *values) {
     float scale;
     std::memcpy(&scale, scale_of(work, block), kScale);
     const uint8_t *codes = codes_of(work, block.row, block.begin + i);
-    switch (work.packets->bits) {
-        case 1: return unpack_signs(values, codes, scale, n);
-        case 4: return unpack_integers<4>(values, codes, scale, n);
+    switch (work.packets->codes) {
+        case DS_SIGNS: return unpack_signs(values, codes, scale, n);
+        case DS_INTEGERS4: return unpack_integers<4>(values, codes, scale, n);
+        case DS_FLOATS8: return unpack_floats(values, codes, scale, n);
         default: return unpack_integers<8>(values, codes, scale, n);
     }
 }
@@ -256,9 +315,10 @@ DS_INLINE void unpack(const Work &work, const Block &block, int64_t i, int64_t n
 DS_INLINE void encode_run_body(const Work &work, int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
         const Block block = block_of(work, unit);
-        switch (work.packets->bits) {
-            case 1: encode_signs(work, block); break;
-            case 4: encode_integers<4>(work, block); break;
+        switch (work.packets->codes) {
+            case DS_SIGNS: encode_signs(work, block); break;
+            case DS_INTEGERS4: encode_integers<4>(work, block); break;
+            case DS_FLOATS8: encode_floats(work, block); break;
             default: encode_integers<8>(work, block); break;
         }
     }
@@ -307,7 +367,7 @@ void ds_encode(const ds_packets *packets, const void *values, int32_t dtype, flo
     const ds_packets &p = *packets;
     const Work work{packets, const_cast<void *>(values), dtype, errors, blocks_of(p), false};
     for (int64_t row = 0; row < p.rows; ++row) {  // a row's end is padding
-        const int64_t used = work.blocks * kScale + (p.numel * p.bits + 7) / 8;
+        const int64_t used = work.blocks * kScale + (p.numel * bits_of(p) + 7) / 8;
         std::memset(p.data + row * p.stride + used, 0, size_t(p.stride - used));
     }
     for_each_block(work, p.rows, threads, [&](int64_t begin, int64_t end) { encode_run(work, begin, end); });

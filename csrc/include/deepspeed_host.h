@@ -123,12 +123,16 @@ DS_API void ds_scale_copy(const ds_copy *copies, int64_t count, double scale, in
 DS_API void ds_reduce_chunks(void *output, int32_t output_dtype, const void *const *inputs, int64_t count,
                              int32_t input_dtype, int64_t numel, double scale, int32_t threads);
 
+/* What stands for an element: its sign (scales are means of magnitudes), an integer, or an e4m3 number. The lower byte is
+ * the number of bits. */
+enum ds_codes { DS_SIGNS = 1, DS_INTEGERS4 = 4, DS_INTEGERS8 = 8, DS_FLOATS8 = 256 + 8 };
+
 /* Packets [rows, stride] of rows of `numel` elements: fp32 scales of all blocks of a row, then its codes, then zeros. */
 typedef struct ds_packets {
     uint8_t *data;
     int64_t rows, stride; /* bytes */
     int64_t numel, block; /* elements of a row, and of those with one scale: an even number, for signs a multiple of 8 */
-    int32_t bits;         /* 1: signs and the mean of magnitudes; 4, 8: integers */
+    int32_t codes;        /* enum ds_codes */
 } ds_packets;
 
 /* Encodes values [rows, numel] of `dtype`. `errors`, if not null, [rows, numel], are added first, and become what
@@ -149,6 +153,15 @@ typedef struct ds_float_groups {
 /* Encodes `values` [numel] of `dtype`; not 0 if one of them is not finite, the codes are then of no use. */
 DS_API int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int32_t dtype, int32_t threads);
 DS_API void ds_decode_floats(const ds_float_groups *groups, void *values, int32_t dtype, int32_t threads);
+
+/* Packets [rows, 2 * count] of the `count` elements with the largest magnitudes of each row of `numel` (of equal ones the
+ * first; a NaN is larger than all numbers): their fp32 values in the order of their places, then their int32 places.
+ * `errors` as above. Returns 0, and does nothing, where there is no memory for it. */
+DS_API int32_t ds_encode_largest(void *packets, int64_t rows, int64_t numel, int64_t count, const void *values,
+                                 int32_t dtype, float *errors, int32_t threads);
+/* To values [rows, numel], zero where there is none; with `sum` to values [numel], the sum of all rows in their order. */
+DS_API void ds_decode_largest(const void *packets, int64_t rows, int64_t numel, int64_t count, float *values, int32_t sum,
+                              int32_t threads);
 
 /* CRC-32 of each block of `block` bytes (the last may be shorter) to crcs. Returns 0, and does nothing, where the machine
  * has no instruction for it. */

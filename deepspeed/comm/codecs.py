@@ -79,31 +79,32 @@ class Codec(ABC):
 
 
 class _NativeCodec(Codec):
-    """One that the native library knows: ``bits`` per element, a scale for each ``block``."""
+    """One that the native library knows: what stands for an element (``enum ds_codes``: mostly the number of bits), and
+    a scale for each ``block``."""
 
     __slots__ = ()
-    bits: int
+    codes: int
     block: int
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
         if values.is_cpu:
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
             packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
-            if native.encode(packets, values.contiguous(), self.bits, self.block, errors):
+            if native.encode(packets, values.contiguous(), self.codes, self.block, errors):
                 return packets
         return super().encode(values, errors)
 
     def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         if packets.is_cpu:
             values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
-            if native.decode(packets.contiguous(), values, self.bits, self.block):
+            if native.decode(packets.contiguous(), values, self.codes, self.block):
                 return values
         return super().decode(packets, numel, out)
 
     def total(self, packets: Tensor, numel: int) -> Tensor:
         if packets.is_cpu:
             values = _floats(packets, numel)
-            if native.decode(packets.contiguous(), values, self.bits, self.block, total=True):
+            if native.decode(packets.contiguous(), values, self.codes, self.block, total=True):
                 return values
         return super().total(packets, numel)
 
@@ -122,6 +123,10 @@ class BlockCodec(_NativeCodec):
             raise ValueError(f"bits={self.bits!r}: codes have 4 or 8 bits")
         if self.block < 2 or self.block % 2:
             raise ValueError(f"block={self.block!r} must be an even number of elements")
+
+    @property
+    def codes(self) -> int:  # type: ignore[override]
+        return self.bits
 
     @property
     def largest(self) -> int:
@@ -156,7 +161,7 @@ class SignCodec(_NativeCodec):
     (Karimireddy et al. 2019, Error feedback fixes SignSGD)."""
 
     block: int = SIGN_BLOCK
-    bits: ClassVar[int] = 1
+    codes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.block < 8 or self.block % 8:
@@ -181,11 +186,12 @@ class SignCodec(_NativeCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class FloatCodec(Codec):
+class FloatCodec(_NativeCodec):
     """8-bit floating-point numbers (e4m3), each ``block`` of elements with its own scale: its largest magnitude becomes
     448, the largest such number. Small elements of a block keep three bits where integers would lose them."""
 
     block: int = BLOCK
+    codes: ClassVar[int] = 256 + 8
 
     def nbytes(self, numel: int) -> int:
         return _round_up(_SCALE * -(-numel // self.block) + numel)
@@ -209,7 +215,8 @@ class FloatCodec(Codec):
 @dataclass(frozen=True, slots=True)
 class TopCodec(Codec):
     """The ``share`` of the elements with the largest magnitudes, as they are, with their places (A. F. Aji, K. Heafield
-    2017, Sparse communication for distributed gradient descent). The rest is zero, for feedback of errors to send."""
+    2017, Sparse communication for distributed gradient descent), in the order of their places. The rest is zero, for
+    feedback of errors to send. Of equal magnitudes the first are taken; a NaN is larger than all numbers."""
 
     share: float = 0.01
 
@@ -224,8 +231,11 @@ class TopCodec(Codec):
         return 8 * self._count(numel)
 
     def pack(self, values: Tensor) -> Tensor:
-        wide = values.float()
-        places = wide.abs().topk(self._count(wide.shape[-1]), dim=-1, sorted=False).indices
+        wide = values.float().contiguous()
+        numel = wide.shape[-1]
+        magnitudes = wide.view(torch.int32).bitwise_and(0x7FFFFFFF).long()  # compared as bits
+        ranks = magnitudes * 2**31 - torch.arange(numel, device=wide.device)
+        places = ranks.topk(self._count(numel), dim=-1, sorted=False).indices.sort(dim=-1).values
         chosen = wide.gather(-1, places).contiguous().view(torch.uint8)
         return torch.cat([chosen, places.int().contiguous().view(torch.uint8)], dim=-1)
 
@@ -234,6 +244,28 @@ class TopCodec(Codec):
         result = torch.zeros(*packets.shape[:-1], numel, dtype=torch.float32, device=packets.device)
         wide = chosen.contiguous().view(torch.float32)
         return result.scatter_(-1, places.contiguous().view(torch.int32).long(), wide)
+
+    def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
+        count = self._count(values.shape[-1])
+        if values.is_cpu:
+            packets = torch.empty((*values.shape[:-1], 8 * count), dtype=torch.uint8)
+            if native.encode_largest(packets, values.contiguous(), count, errors):
+                return packets
+        return Codec.encode(self, values, errors)
+
+    def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
+            if native.decode_largest(packets.contiguous(), values, self._count(numel)):
+                return values
+        return Codec.decode(self, packets, numel, out)
+
+    def total(self, packets: Tensor, numel: int) -> Tensor:
+        if packets.is_cpu:
+            values = _floats(packets, numel)
+            if native.decode_largest(packets.contiguous(), values, self._count(numel), total=True):
+                return values
+        return Codec.total(self, packets, numel)
 
 
 CODECS = ("int8", "int4", "fp8", "signs", "top_k")

@@ -23,6 +23,7 @@ from deepspeed.utils.comms_logging import CommsLogger
 
 from . import hang_watch
 from .history import UNEVEN, History
+from .links import Sent
 from .logging import PROCESS_LOG, measured, recording
 from .pending import DONE, CommunicationError, OrderedPending, Pending
 from .reduction import sum_in_order
@@ -62,6 +63,7 @@ class Communicator:
         self.size: int = 1 if group is None else group.size()
         self.ranks: tuple[int, ...] = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
         self.bytes_sent = 0  # payload this rank put on the wire
+        self.bytes_fetched = 0  # of these, what others read here without a collective
         self.collectives: Counter[str] = Counter()
         self._transports: dict[str, Transport] = {}  # by device type
         self._cpu_transport: Transport | None = None  # the same one, for faster access
@@ -219,8 +221,17 @@ class Communicator:
         self._transports.clear()
         self._cpu_transport = None
 
+    def sent_by_link(self) -> Sent:
+        """What this rank has sent within its host and across; see ``links.py``. Through gloo and shared memory for all
+        engines that use the group."""
+        if self._wires is None:
+            return Sent()
+        elsewhere = any(transport.name == "process_group" for transport in self._transports.values())
+        spread = self.bytes_sent if elsewhere else self.bytes_fetched
+        return self._wires.sent() + Sent.spread(spread, self._wires.far_share())
+
     def reset_counters(self) -> None:
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_fetched = 0
         self.collectives.clear()
 
     def _count(self, operation: str, sent_bytes: int) -> None:
@@ -335,6 +346,10 @@ class Network:
     def communicators(self) -> list[Communicator]:
         """Those of this network so far."""
         return list(self._communicators.values())
+
+    def sent_by_link(self) -> Sent:
+        """What this rank has sent so far."""
+        return sum((known.sent_by_link() for known in self.communicators()), Sent())
 
     def may_share_memory(self) -> bool:
         return self.shared_memory and os.environ.get("DS_SHM", "1") != "0"

@@ -50,7 +50,14 @@ class GlooChannel:
         self.peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         # Sums are computed within each block of ranks (those of one host), then over the blocks.
         self.blocks: tuple[tuple[int, ...], ...] = (tuple(range(self.size)),)
+        self.far: frozenset[int] = frozenset()
+        """Ranks on other hosts."""
+        self.sent_near = self.sent_far = 0  # bytes
         self._sequence = 0
+
+    def know_hosts(self, blocks: tuple[tuple[int, ...], ...]) -> None:
+        self.blocks = blocks
+        self.far = frozenset(rank for block in blocks if self.rank not in block for rank in block)
 
     def next_tag(self, mark: int = 0) -> int:
         """Reserve two consecutive tags: all ranks call this once per collective, in the same order, with the same
@@ -59,7 +66,17 @@ class GlooChannel:
         return _TAG_BASE + mark * _SEQUENCE_RANGE + self._sequence
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        if peer in self.far:
+            self.sent_far += tensor.nbytes
+        else:
+            self.sent_near += tensor.nbytes
         return self._start(self.backend.send, tensor, peer, tag)
+
+    def count(self, nbytes: int) -> None:
+        """For gloo's own algorithms, in which somebody else sends: as if every peer got its share from here."""
+        far = nbytes * len(self.far) // max(1, len(self.peers))
+        self.sent_far += far
+        self.sent_near += nbytes - far
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self._start(self.backend.recv, tensor, peer, tag)
@@ -320,6 +337,7 @@ class GlooAllReduceMax:
         self.channel = channel
 
     def __call__(self, tensor: Tensor) -> Pending:
+        self.channel.count(2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size)
         work = torch.distributed.all_reduce(tensor, ReduceOp.MAX, group=self.channel.group, async_op=True)
         assert work is not None
         return Pending(lambda: self.channel.wait(work, "all_reduce_max"))
@@ -332,6 +350,7 @@ class GlooBroadcast:
         self.channel = channel
 
     def __call__(self, tensor: Tensor, src: int) -> Pending:
+        self.channel.count(tensor.nbytes * (self.channel.size - 1) if self.channel.rank == src else 0)
         work = torch.distributed.broadcast(
             _bytes(tensor), group=self.channel.group, group_src=src, async_op=True
         )

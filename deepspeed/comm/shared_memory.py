@@ -161,6 +161,8 @@ class SharedMemoryChannel:
         self.size = len(ranks)
         self._pid = os.getpid()
         self._unwatched: list[tuple[int, tuple[Tensor, ...]]] = []
+        self.sent = 0
+        """Bytes that others read of this rank's, as sums and copies would travel over a link."""
 
     def start(self, timeout: timedelta, *, cores: int) -> None:
         """Called once every rank has attached; `cores`: how many they have in total."""
@@ -269,6 +271,7 @@ class SharedMemoryAllGather:
         self.channel = channel
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
+        self.channel.sent += input.nbytes * (self.channel.size - 1)
         operation = _copy(_ALL_GATHER, output, input, input.nbytes)
         return self.channel.issue(operation, output, input)
 
@@ -281,6 +284,7 @@ class SharedMemoryReduceScatter:
     def __call__(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         if not can_reduce(input.dtype, output.dtype):
             return self.fallback(output, input, scale=scale)
+        self.channel.sent += input.nbytes * (self.channel.size - 1) // self.channel.size
         operation = _reduction(_REDUCE_SCATTER, output, input, scale)
         return self.channel.issue(operation, output, input)
 
@@ -293,6 +297,7 @@ class SharedMemoryAllReduce:
     def __call__(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
         if tensor.dtype not in _DTYPES:
             return self.fallback(tensor, scale=scale)
+        self.channel.sent += 2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size
         return self.channel.issue(_reduction(_ALL_REDUCE, tensor, tensor, scale), tensor)
 
 
@@ -304,6 +309,7 @@ class SharedMemoryAllReduceMax:
     def __call__(self, tensor: Tensor) -> Pending:
         if not can_reduce(tensor.dtype, tensor.dtype):
             return self.fallback(tensor)
+        self.channel.sent += 2 * tensor.nbytes * (self.channel.size - 1) // self.channel.size
         return self.channel.issue(_reduction(_ALL_REDUCE_MAX, tensor, tensor, 1.0), tensor)
 
 
@@ -315,6 +321,7 @@ class SharedMemoryReduce:
     def __call__(self, tensor: Tensor, dst: int, *, scale: float = 1.0) -> Pending:
         if not can_reduce(tensor.dtype, tensor.dtype):
             return self.fallback(tensor, dst, scale=scale)
+        self.channel.sent += 0 if self.channel.rank == dst else tensor.nbytes
         return self.channel.issue(_reduction(_REDUCE, tensor, tensor, scale, dst), tensor)
 
 
@@ -323,6 +330,7 @@ class SharedMemoryBroadcast:
         self.channel = channel
 
     def __call__(self, tensor: Tensor, src: int) -> Pending:
+        self.channel.sent += tensor.nbytes * (self.channel.size - 1) if self.channel.rank == src else 0
         return self.channel.issue(_copy(_BROADCAST, tensor, tensor, tensor.nbytes, src), tensor)
 
 
@@ -334,6 +342,7 @@ class SharedMemoryAllToAll:
         self, output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
     ) -> Pending:
         item = input.element_size()
+        self.channel.sent += (input.numel() - input_counts[self.channel.rank]) * item
         # A tensor, so that it lives as long as the other tensors.
         counts = torch.tensor([output_counts, input_counts], dtype=torch.int64) * item
         operation = _OPERATION.pack(

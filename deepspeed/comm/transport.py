@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from . import exchanged_sums, gloo, hierarchical, hosts, process_group, shared_memory
 from .history import History
+from .links import Sent, far_share
 from .pending import Pending
 
 
@@ -88,6 +89,9 @@ class Wires:
             tuple[str, bool], Transport
         ] = {}  # by device type and permission to share memory
         self._gloo: gloo.GlooChannel | None = None
+        self._shared: shared_memory.SharedMemoryChannel | None = None
+        self._blocks: tuple[tuple[int, ...], ...] | None = None
+        self._before = Sent()  # through channels that were closed
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -111,13 +115,26 @@ class Wires:
         if self._gloo is None:
             self._gloo = gloo.GlooChannel(self.group, self.ranks)
         met = hosts.meet(self._gloo, may_share_memory)
-        self._gloo.blocks = met.blocks
+        self._gloo.know_hosts(met.blocks)
+        self._blocks = met.blocks
+        self._shared = met.channel or self._shared
         fallback = _gloo_transport(self._gloo)
         if met.channel is None:
             return fallback
         if len(met.blocks) == 1:
             return _shared_memory_transport(met.channel, fallback)
         return _hierarchical_transport(met.channel, self._gloo, fallback)
+
+    def sent(self) -> Sent:
+        """Through gloo and shared memory, for all engines that use the group."""
+        found = self._before
+        if self._gloo is not None:
+            found += Sent(self._gloo.sent_near, self._gloo.sent_far)
+        return found if self._shared is None else found + Sent(self._shared.sent, 0)
+
+    def far_share(self) -> float:
+        """Which share of the other ranks is on other hosts."""
+        return far_share(self.ranks, self.group.rank(), self._blocks)
 
     def at_close(self, method: Callable[[], None]) -> None:
         """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""
@@ -132,6 +149,9 @@ class Wires:
         for transport in self._transports.values():
             transport.close()
         self._transports.clear()
+        if self._shared is not None:
+            self._before += Sent(self._shared.sent, 0)
+            self._shared = None
         for user in self.users:
             user.choose_again()
 

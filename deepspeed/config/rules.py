@@ -43,8 +43,7 @@ Rule = Callable[[TrainingConfig], Iterator[Finding]]
 FP16, BF16, AMP = "fp16.enabled", "bf16.enabled", "amp.enabled"
 STAGE = "zero_optimization.stage"
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
-IN_SLICES = ("onebitadam", "zerooneadam", "diloco")
-"""Those whose state may lie in slices."""
+"""Their state may lie in slices of copies."""
 OFFLOAD = "zero_optimization.offload_optimizer"
 
 
@@ -313,11 +312,11 @@ def one_bit_needs_copies(config: TrainingConfig) -> Iterator[Finding]:
     kind = "" if section is None else (section.type or "").lower()
     if section is None or zero.stage == 0 or kind not in ONE_BIT:
         return
-    if zero.stage == 3 or kind not in IN_SLICES:
+    if zero.stage == 3:
         yield Finding(
             ("optimizer.type", STAGE),
             f"{section.type!r} exchanges momenta instead of gradients, of which stage {zero.stage} has only parts; use "
-            f"stage 0{' to 2' if kind in IN_SLICES else ''}, or another optimizer with zero_quantized_gradients",
+            "stage 0 to 2, or another optimizer with zero_quantized_gradients",
         )
     elif zero.mics_shard_size <= 0:
         yield Finding(

@@ -79,6 +79,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_decode": (None, (_pointer, _pointer, *[_int32] * 3)),
     "ds_encode_floats": (_int32, (_pointer, _pointer, *[_int32] * 2)),
     "ds_decode_floats": (None, (_pointer, _pointer, *[_int32] * 2)),
+    "ds_encode_largest": (_int32, (_pointer, *[_int64] * 3, _pointer, _int32, _pointer, _int32)),
+    "ds_decode_largest": (None, (_pointer, *[_int64] * 3, _pointer, *[_int32] * 2)),
     "ds_crc32_blocks": (_int32, (_pointer, _int64, _int64, _pointer)),
 }
 

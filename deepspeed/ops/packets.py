@@ -1,4 +1,4 @@
-"""Packets of signs and small integers (``deepspeed/comm/codecs.py``), made and read natively in one pass."""
+"""Packets of a few bits per element (``deepspeed/comm/codecs.py``), made and read natively in one pass."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ class Packets(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("numel", ctypes.c_int64),
         ("block", ctypes.c_int64),
-        ("bits", ctypes.c_int32),
+        ("codes", ctypes.c_int32),
     ]
 
 
-def encode(packets: Tensor, values: Tensor, bits: int, block: int, errors: Tensor | None = None) -> bool:
+def encode(packets: Tensor, values: Tensor, codes: int, block: int, errors: Tensor | None = None) -> bool:
     """Fill ``packets`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. False:
     the library cannot, and nothing was done."""
     lib = native.library()
-    if lib is None or not native.is_native(values) or not packets.is_contiguous():
-        return False
-    if errors is not None and not (errors.dtype is torch.float32 and native.is_native(errors)):
+    if lib is None or not _can_encode(packets, values, errors):
         return False
     numel = values.shape[-1]
-    described = _described(packets, numel, bits, block)
+    described = _described(packets, numel, codes, block)
     lib.ds_encode(
         ctypes.byref(described),
         values.data_ptr(),
@@ -43,19 +41,60 @@ def encode(packets: Tensor, values: Tensor, bits: int, block: int, errors: Tenso
     return True
 
 
-def decode(packets: Tensor, values: Tensor, bits: int, block: int, *, total: bool = False) -> bool:
+def decode(packets: Tensor, values: Tensor, codes: int, block: int, *, total: bool = False) -> bool:
     """Fill ``values`` [..., n] with what ``packets`` [..., bytes] hold; ``total``: [n] with the sum of all in their
     order. False: the library cannot, and nothing was done."""
     lib = native.library()
     if lib is None or not native.is_native(values) or packets.is_cuda or not packets.is_contiguous():
         return False
-    described = _described(packets, values.shape[-1], bits, block)
+    described = _described(packets, values.shape[-1], codes, block)
     code = native.DTYPE_CODES[values.dtype]
     lib.ds_decode(ctypes.byref(described), values.data_ptr(), code, total, torch.get_num_threads())
     return True
 
 
-def _described(packets: Tensor, numel: int, bits: int, block: int) -> Packets:
+def encode_largest(packets: Tensor, values: Tensor, count: int, errors: Tensor | None = None) -> bool:
+    """``encode`` for ``count`` elements of each row [n] and their places: ``packets`` [..., 8 * count]."""
+    lib = native.library()
+    if lib is None or not values.numel() or not _can_encode(packets, values, errors):
+        return False
+    numel = values.shape[-1]
+    return bool(
+        lib.ds_encode_largest(
+            packets.data_ptr(),
+            values.numel() // numel,
+            numel,
+            count,
+            values.data_ptr(),
+            native.DTYPE_CODES[values.dtype],
+            None if errors is None else errors.data_ptr(),
+            torch.get_num_threads(),
+        )
+    )
+
+
+def decode_largest(packets: Tensor, values: Tensor, count: int, *, total: bool = False) -> bool:
+    """``decode`` for what ``encode_largest`` makes; ``values`` are fp32."""
+    lib = native.library()
+    if lib is None or packets.is_cuda or not packets.is_contiguous() or not values.numel():
+        return False
+    if values.dtype is not torch.float32 or not native.is_native(values):
+        return False
+    rows = packets.numel() // (8 * count)
+    threads = torch.get_num_threads()
+    lib.ds_decode_largest(
+        packets.data_ptr(), rows, values.shape[-1], count, values.data_ptr(), total, threads
+    )
+    return True
+
+
+def _can_encode(packets: Tensor, values: Tensor, errors: Tensor | None) -> bool:
+    if not native.is_native(values) or not packets.is_contiguous():
+        return False
+    return errors is None or (errors.dtype is torch.float32 and native.is_native(errors))
+
+
+def _described(packets: Tensor, numel: int, codes: int, block: int) -> Packets:
     stride = packets.shape[-1]
     rows = packets.numel() // stride if stride else 0
-    return Packets(packets.data_ptr(), rows, stride, numel, block, bits)
+    return Packets(packets.data_ptr(), rows, stride, numel, block, codes)

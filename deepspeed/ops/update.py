@@ -90,6 +90,10 @@ class UpdateContext:
     gradient_norm: float | None = None
     """Norm of the whole gradient, ``grad_scale`` included."""
     segment_sum: SegmentSum | None = None
+    segment_largest: SegmentSum | None = None
+    """Beside ``segment_sum``: the same for the largest of numbers [n, k] fp64 that are not negative."""
+    copy_sum: Callable[[Tensor], Tensor] | None = None
+    """Beside ``segment_sum``: the sum of numbers [k] fp64 over the ranks that share one copy. Collective."""
     whole_matrices: WholeMatrixUpdate | None = None
     holders: HoldersOf | None = None
     """Set if the gradients are this rank's own: their mean over the holders is the gradient. The update then exchanges

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from statistics import fmean
 from typing import Any
@@ -86,6 +86,8 @@ class CommsLogger:
         self.prof_ops: list[str] = []
         self.prof_all = True
         self.enabled = False
+        self.links: Callable[[], dict[str, float]] | None = None
+        """What an engine says about the bytes that it sent, by link."""
 
     def configure(self, comms_config: Any) -> None:
         """Apply a `comms_logger` section (or an object that holds one as `.comms_logger`)."""
@@ -166,8 +168,11 @@ class CommsLogger:
         """
         summary = {name: self.get_operation_summary(name) for name in self.comms_dict}
         stragglers = self._straggler_analysis() if show_straggler else None
+        links = self.links() if self.links is not None else None
         if print_log:
             print(_table(_TABLE_HEAD, summary))
+            if links is not None:
+                print(_of_links(links))
             if stragglers is not None:
                 print(f"{'_' * 31}\nBreakdown with straggler effect\n{'-' * 31}")
                 print(_table(_STRAGGLER_HEAD, stragglers))
@@ -177,6 +182,7 @@ class CommsLogger:
         return {
             "summary": summary,
             "straggler_analysis": stragglers,
+            **({} if links is None else {"links": links}),
             "metadata": {
                 "world_size": dist.get_world_size() if initialized else 1,
                 "rank": dist.get_rank() if initialized else 0,
@@ -235,6 +241,15 @@ def _straggler_summary(name: str, size: int, latencies: list[float], everyone: l
         "msg_size_bytes": size,
         "msg_size_str": convert_size(size),
     }
+
+
+def _of_links(links: dict[str, float]) -> str:
+    kinds = (("within its host", "bytes_within_host"), ("across hosts", "bytes_across_hosts"))
+    sent = [
+        f"{convert_size(int(links[name]))} {kind} ({convert_size(int(links[f'{name}_per_step']))} per step)"
+        for kind, name in kinds
+    ]
+    return f"Sent by this rank in {links['steps']:.0f} steps: {', '.join(sent)}"
 
 
 def _table(head: tuple[str, ...], rows: dict[str, dict[int, dict[str, Any]]]) -> str:

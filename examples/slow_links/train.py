@@ -2,6 +2,7 @@
 
     python examples/slow_links/train.py                                # 100 Mbit/s
     python examples/slow_links/train.py --mbits 20 --runs Adam "0/1 Adam"
+    python examples/slow_links/train.py --mbits 20 --runs ZeRO++ --add # to the picture of that
     python examples/slow_links/train.py --no_limit                     # where namespaces are not allowed
 
 Model and text are those of examples/pretrain_gpt. The hosts are network namespaces of this machine, joined by a link of
@@ -44,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mbits", type=float, default=100.0, help="rate of the link, each way")
     parser.add_argument("--no_limit", action="store_true", help="two ranks on this host, without namespaces")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
+    parser.add_argument("--add", action="store_true", help="draw the runs that are in the folder as well")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank and step")
     parser.add_argument("--layers", type=int, default=7)
@@ -199,7 +201,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[dict[str, float]]]
     finally:
         if links is not None:
             links.close()
-    draw(options, runs)
+    earlier = [run for run in RUNS if run not in runs and measurements(options, run).exists()]
+    shown = {**runs, **{run: read(measurements(options, run)) for run in earlier if options.add}}
+    draw(options, {run: shown[run] for run in RUNS if run in shown})
     return runs
 
 

@@ -16,6 +16,7 @@ SCRIPTS = {
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "codecs.py": ["encode signs", "of the stream"],
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
+    "compressed_loss.py": ["ZeRO-3, qwZ and qgZ", "difference, mean"],
     "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "expert_products.py": ["dense, one product", "stacked weights, one call"],

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm.codecs import BlockCodec, Codec, SignCodec
+from deepspeed.comm.codecs import BlockCodec, Codec, FloatCodec, SignCodec, TopCodec
 from deepspeed.ops import packets as native
 from tests.ops.cases import DTYPES, same_bits
 
 CODECS = [SignCodec(), SignCodec(24), BlockCodec(8), BlockCodec(4), BlockCodec(4, 6), BlockCodec(8, 2050)]
+CODECS += [FloatCodec(), FloatCodec(6), TopCodec(0.01), TopCodec(0.4), TopCodec(1.0)]
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -45,7 +46,9 @@ def test_same_errors(codec: Any, dtype: torch.dtype, threads: int, isa: str) -> 
     assert same_bits(errors, expected)
 
 
-@pytest.mark.parametrize("codec", [SignCodec(16), BlockCodec(8, 16), BlockCodec(4, 16)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [SignCodec(16), BlockCodec(8, 16), BlockCodec(4, 16), FloatCodec(16)], ids=str
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-45, 1e-40])
 def test_extremes(codec: Any, bad: float, isa: str) -> None:
     x = values(48)
@@ -57,6 +60,48 @@ def test_extremes(codec: Any, bad: float, isa: str) -> None:
     assert found[16:32].isfinite().all() == finite and found[16:32].isfinite().any() == finite
     if finite:
         assert torch.equal(packets, codec.pack(x))
+
+
+def test_every_small_float(isa: str) -> None:
+    """All codes are decoded, and all numbers between rounded, as PyTorch does."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    x = torch.cat([every[every.isfinite()], torch.linspace(-448, 448, 4001), torch.logspace(-6, 2.6, 4001)])
+    codec, x = FloatCodec(8192 * 2), torch.cat([x, -x])
+    assert torch.equal(codec.encode(x), codec.pack(x))
+    packets = torch.zeros(256 + 4, dtype=torch.uint8)
+    packets[:4], packets[4:] = torch.ones(1).view(torch.uint8), torch.arange(256, dtype=torch.uint8)
+    assert same_bits(codec.decode(packets, 256).nan_to_num(nan=1e9), every.nan_to_num(nan=1e9))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+@pytest.mark.parametrize("kind", ["equal", "zeros", "ends", "steps", "nan"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_largest_of_any_numbers(kind: str, share: float, threads: int, isa: str) -> None:
+    """Where a sample says little, or the wrong thing, about the largest magnitudes, and what is not finite."""
+    torch.set_num_threads(threads)
+    numel, codec = 150_001, TopCodec(share)
+    x = {
+        "equal": torch.ones(numel),
+        "zeros": torch.zeros(numel).index_fill_(0, torch.tensor([5, 149_999]), -2.0),
+        "ends": torch.cat([torch.zeros(numel - 1000), torch.arange(1000.0)]),
+        "steps": torch.arange(numel).div(37_000, rounding_mode="floor").float() - 2,
+        "nan": values(numel).index_fill_(0, torch.tensor([7, 70_000]), float("nan")),
+    }[kind]
+    x[17] = -float("inf") if kind == "nan" else x[17]
+    packets = codec.encode(x)
+    assert torch.equal(packets, codec.pack(x))
+    errors, expected = values(numel, seed=1), values(numel, seed=1)
+    packets = Codec.encode(codec, x, expected)
+    assert torch.equal(codec.encode(x, errors), packets)
+    assert torch.equal(errors.nan_to_num(nan=1e9), expected.nan_to_num(nan=1e9))
+
+
+def test_places_beyond_a_row() -> None:
+    """A damaged packet writes nowhere else."""
+    codec = TopCodec(0.5)
+    packets = codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5]))
+    packets[8:12] = torch.tensor([-7], dtype=torch.int32).view(torch.uint8)
+    assert codec.decode(packets, 4).tolist() == [0.0, 0.0, 2.0, 0.0]
 
 
 def test_what_the_library_leaves_to_torch() -> None:
@@ -72,7 +117,8 @@ def test_what_the_library_leaves_to_torch() -> None:
 
 
 @pytest.mark.usefixtures("without_library")
-def test_without_the_library() -> None:
-    codec, x, errors = SignCodec(), values(2, 3000), torch.zeros(2, 3000)
+@pytest.mark.parametrize("codec", [SignCodec(), FloatCodec(), TopCodec(0.1)], ids=str)
+def test_without_the_library(codec: Any) -> None:
+    x, errors = values(2, 3000), torch.zeros(2, 3000)
     packets = codec.encode(x, errors)
     assert torch.equal(errors, x - codec.decode(packets, 3000))

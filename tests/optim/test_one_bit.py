@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
 from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
 from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam, is_variance_update, local_interval
-from tests.pool import distributed
+from deepspeed.utils import safe_get_full_optimizer_state
+from tests.pool import distributed, run
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.99), 1e-6, 0.1
 PARAMS = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY, "bias_correction": False}
@@ -262,6 +264,32 @@ def test_zero_one_adam(world_size: int, stage: int, tmp_path: Path) -> None:
         assert torch.equal(found, value)
 
 
+@distributed(world_size=2)
+def test_bytes_of_zero_one_adam() -> None:
+    """In 1,000 updates after warm-up, when the interval grows to 16: what an exchange costs, and what local updates."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {
+            "type": "ZeroOneAdam",
+            "params": {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 4},
+        },
+    }
+    engine = deepspeed.initialize(model=nn.Linear(200, 200), config=config)[0]
+    link, sent = engine.scopes.everyone, dict[bool, int]()
+    for update in range(1, 9):
+        before = link.bytes_sent
+        engine.backward(engine(torch.ones(2, 200)).square().mean())
+        engine.step()
+        if update > 1:
+            sent[update % local_interval(update, 1, 1, 4) == 0] = link.bytes_sent - before
+    numel = 200 * 201
+    assert sent[False] <= 64 and sent[True] <= 0.27 * numel / 2 + 64  # the other half is this rank's own
+    exchanges = sum(u % local_interval(u, 0, 50, 16) == 0 for u in range(1, 1001))
+    average = 2 * (exchanges * sent[True] + (1000 - exchanges) * sent[False]) / 1000
+    assert average <= 0.06 * numel
+
+
 def test_schedules() -> None:
     found = [u for u in range(1, 33) if is_variance_update(u, 4)]
     assert found == [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32]
@@ -269,18 +297,36 @@ def test_schedules() -> None:
     assert local_interval(10**9, 10, 1, 16) == 16
 
 
-@distributed(world_size=2)
-def test_one_bit_lamb(tmp_path: Path) -> None:
+def whole_states(engine: Any, numbers: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each parameter its whole momentum and variance, and ``numbers`` of its state: the same in every part of it."""
+    states: list[dict[str, Any]] = [
+        {name: safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")}
+        for param in engine.module.parameters()
+    ]
+    store = engine.core.store
+    found: list[Any] = [None] * dist.get_world_size()
+    mine = [(o.param_index, {n: float(store.state_of(o)[n]) for n in numbers}) for o in store.fragments]
+    dist.all_gather_object(found, mine)
+    for index, values in (entry for rank in found for entry in rank):
+        assert all(states[index].setdefault(name, value) == value for name, value in values.items())
+    return states
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=[2, 4])
+def test_one_bit_lamb(world_size: int, stage: int, tmp_path: Path) -> None:
     keys = {"freeze_step": 6, "max_coeff": 0.5, "min_coeff": 0.01, "factor_max": 4.0, "factor_min": 0.5}
-    engine = start("OneBitLamb", {**keys, "coeff_beta": 0.8, "factor_threshold": 0.1})
-    plain = start("Lamb", {"max_coeff": 0.5, "min_coeff": 0.01})
-    assert type(engine.optimizer) is OnebitLamb
+    keys |= {"coeff_beta": 0.8, "factor_threshold": 0.1}
+    engine = start("OneBitLamb", keys, **config_of(stage))
+    plain = start("Lamb", {"max_coeff": 0.5, "min_coeff": 0.01}, **config_of(stage))
+    assert type(engine.optimizer) is OnebitLamb or stage
+    size = world_size // 2 if stage else 1
     assert train(engine, 0, 6) == train(plain, 0, 6)  # warm-up is LAMB
-    ratios = engine.optimizer.get_lamb_coeffs()
-    assert len(ratios) == 4 and all(0.01 <= ratio <= 0.5 for ratio in ratios)
+    ratios = engine.core.store.optimizer.get_lamb_coeffs()
+    assert len(ratios) == len(engine.core.store.fragments) and all(0.01 <= ratio <= 0.5 for ratio in ratios)
     model = copy.deepcopy(engine.module)
-    states = [copy.deepcopy(engine.optimizer.state[p]) for p in engine.module.parameters()]
-    oracle = Ranks(2)
+    states = whole_states(engine, ["lamb_coeff_freeze"])
+    oracle, rank = Ranks(world_size // size, size, lines_of(engine)), dist.get_rank()
     scales = [float(s["exp_avg"].norm() / s["exp_avg"].numel() ** 0.5) for s in states]
     scales = [sum(scales) / 4 / scale for scale in scales]
     fresh, last = [s["exp_avg_sq"].clone() for s in states], [1.0] * 4
@@ -310,10 +356,10 @@ def test_one_bit_lamb(tmp_path: Path) -> None:
                 params[i].sub_(LR * float(state["lamb_coeff_freeze"]) * last[i] * direction)
         momenta = average
         train(engine, step, step + 1)
-        assert_weights(engine, oracle.params[dist.get_rank()])
+        assert_weights(engine, oracle.params[rank // size])
         if step == 7:
             engine.save_checkpoint(tmp_path)
-    resumed = start("OneBitLamb", {**keys, "coeff_beta": 0.8, "factor_threshold": 0.1})
+    resumed = start("OneBitLamb", keys, **config_of(stage))
     resumed.load_checkpoint(tmp_path)
     train(resumed, 8, 10)
     for found, value in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
@@ -419,32 +465,60 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=1)
 def test_stages_are_refused(kind: str, stage: int) -> None:
-    """One copy in slices, and what needs whole tensors."""
+    """One copy in slices, and weights that are nowhere whole."""
     with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
         start(kind, {}, zero_optimization={"stage": stage})
-    if stage == 3 or kind == "OneBitLamb":
+    if stage == 3:
         with pytest.raises(DeepSpeedConfigError, match="optimizer.type.*use stage 0"):
             start(kind, {}, zero_optimization={"stage": stage, "mics_shard_size": 1})
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+FEW = {
+    "OneBitAdam": {"freeze_step": 2},
+    "ZeroOneAdam": {"var_freeze_step": 3, "local_step_clipper": 4},
+    "OneBitLamb": {"freeze_step": 2},
+}
+
+
+@pytest.mark.parametrize("kind", list(TYPES))
 @distributed(world_size=4)
 def test_another_layout(kind: str, tmp_path: Path) -> None:
     """Two groups in slices save; four copies that are whole resume, and the other way: the mean over copies of what is
     owed, to senders and as averages, stays."""
-    keys = {"OneBitAdam": {"freeze_step": 2}, "ZeroOneAdam": {"var_freeze_step": 3, "local_step_clipper": 4}}
     first, other = config_of(2), {"zero_optimization": {"stage": 1, "mics_shard_size": 1}}
     for before, after in ((first, other), (other, first), (other, {}), ({}, first)):
-        engine = start(kind, keys[kind], **before)
+        engine = start(kind, FEW[kind], **before)
         train(engine, 0, 6)
         engine.save_checkpoint(tmp_path)
         owed = everything_owed(engine)
-        resumed = start(kind, keys[kind], **after)
+        resumed = start(kind, FEW[kind], **after)
         resumed.load_checkpoint(tmp_path)
         torch.testing.assert_close(everything_owed(resumed), owed, rtol=1e-5, atol=1e-7)
         assert any(value.any() for value in owed)
         losses = train(resumed, 6, 10)
         assert all(loss < 10 for loss in losses)
+
+
+def save_in_slices(kind: str, path: Path) -> list[Tensor]:
+    engine = start(kind, FEW[kind], **config_of(2))
+    train(engine, 0, 6)
+    engine.save_checkpoint(path)
+    return everything_owed(engine)
+
+
+def resume_whole(kind: str, path: Path) -> tuple[list[Tensor], list[float]]:
+    engine = start(kind, FEW[kind])
+    engine.load_checkpoint(path)
+    return everything_owed(engine), train(engine, 6, 10)
+
+
+@pytest.mark.parametrize("kind", list(TYPES))
+def test_fewer_ranks(kind: str, tmp_path: Path) -> None:
+    """Four ranks in slices save, two whole ones resume: what is owed is spread over them."""
+    owed = run(save_in_slices, 4, kind=kind, path=tmp_path)[0]
+    found, losses = run(resume_whole, 2, kind=kind, path=tmp_path)[0]
+    torch.testing.assert_close(found, owed, rtol=1e-5, atol=1e-7)
+    assert any(value.any() for value in owed) and all(loss < 10 for loss in losses)
 
 
 def everything_owed(engine: Any) -> list[Tensor]:

@@ -80,6 +80,12 @@ def attach_observers(engine: EngineBase) -> None:
         from deepspeed.runtime.observers.same_inputs import SameInputs
 
         SameInputs(engine)
+    watched = engine.monitor.enabled or config.wall_clock_breakdown or engine._network.log.enabled
+    if watched and any(known.size > 1 for known in engine._network.communicators()):
+        from deepspeed.runtime.observers.links import BytesByLink
+
+        monitor = engine.monitor if engine.monitor.enabled else None
+        BytesByLink(engine, speaks=bool(config.wall_clock_breakdown), monitor=monitor)
     attach_compression(engine)
     attach_data_efficiency(engine)
     engine.quantizer = None

@@ -45,7 +45,7 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
         return
     name, traits = type(optimizer).__name__, traits_of(optimizer)
     if traits.own_communication:
-        _check_groups(name, traits.elementwise is True, plan)
+        _check_groups(name, traits.elementwise is True or traits.segment_sums, plan)
     if plan.zero.refuses_untested and not type(optimizer).__module__.startswith(
         ("torch.optim", "deepspeed.")
     ):
@@ -62,12 +62,13 @@ def check_partitioning(optimizer: Optimizer, plan: Plan) -> None:
     )
 
 
-def _check_groups(name: str, elementwise: bool, plan: Plan) -> None:
-    """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole."""
-    if plan.zero.shard_params or not elementwise:
+def _check_groups(name: str, in_slices: bool, plan: Plan) -> None:
+    """One that communicates needs several copies, and at stage 3 there is no telling when a copy is whole.
+    ``in_slices``: it can update slices of tensors."""
+    if plan.zero.shard_params or not in_slices:
         raise DeepSpeedConfigError(
             f"{name} exchanges what it needs of whole gradients itself, so zero_optimization.stage={plan.zero.stage} "
-            f"cannot partition its tensors across ranks; use stage 0{' to 2' if elementwise else ''}."
+            f"cannot partition its tensors across ranks; use stage 0{' to 2' if in_slices else ''}."
         )
     if not plan.zero.in_groups:
         raise DeepSpeedConfigError(

@@ -14,6 +14,8 @@ from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
 from deepspeed.runtime.optim.sign_exchange import SignExchange
 
+PIECE = 1 << 15
+"""Elements: 128 KiB of each operand."""
 BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
 
 
@@ -45,9 +47,10 @@ class OneBitOptimizer(MultiTensorOptimizer):
         group: dict[str, Any],
         part: Fragments,
         grad_scale: float,
-        holders: HoldersOf | None,
+        context: UpdateContext,
     ) -> None:
-        """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if not ``holders``)."""
+        """An update of group ``number`` that is no warm-up, from gradients of this rank (of all if ``context`` has no
+        ``holders``). Without tensors if others may have some and the update sums over fragments."""
         raise NotImplementedError
 
     def warmed_up(self, context: UpdateContext) -> None:
@@ -68,8 +71,8 @@ class OneBitOptimizer(MultiTensorOptimizer):
             return
         with torch.no_grad():
             for number, (group, part) in enumerate(zip(self.param_groups, fragments, strict=True)):
-                if part.masters:
-                    self.update_own(number, group, part, grad_scale, context.holders)
+                if part.masters or context.segment_sum is not None:
+                    self.update_own(number, group, part, grad_scale, context)
 
     def debts(self, masters: Sequence[Sequence[Tensor]]) -> dict[int, list[tuple[int, Tensor]]]:
         return self.exchange.debts(masters)
@@ -97,6 +100,7 @@ class OneBitOptimizer(MultiTensorOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._checked.clear()
         for state in self.state.values():
             state.update({n: state[n].float() for n in self.own_state_names if n in state})
         self.updates = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
@@ -137,24 +141,52 @@ class OneBitOptimizer(MultiTensorOptimizer):
             self.exchange.mean((number, kind), ranks, *chosen)
 
     def fill_variances(
-        self, masters: Sequence[Tensor], grads: Sequence[Tensor], holders: HoldersOf | None, beta2: float
-    ) -> None:
+        self,
+        masters: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        grad_scale: float,
+        context: UpdateContext,
+        beta2: float,
+    ) -> bool:
         """An element that had no gradient so far has variance 0, and any momentum would throw it far away. It gets the
-        mean of its tensor; where the whole tensor had none, the mean square of its first gradients."""
+        mean of its tensor; where the whole tensor had none, the mean square of its first gradients. A slice counts as
+        a tensor, unless the update sums over fragments.
+
+        Returns whether any of the tensors, of any rank with a part of them, were seen for the first time."""
         new = [i for i, master in enumerate(masters) if id(master) not in self._checked]
-        if not new:
-            return
-        self._checked.update(id(masters[i]) for i in new)
-        squares = torch.stack([grads[i].float().square().mean() for i in new]) * (1.0 - beta2)
-        for ranks, positions in by_holders([masters[i] for i in new], holders):
+        count = torch.tensor([float(len(new))], dtype=torch.float64)
+        if not float(count if context.copy_sum is None else context.copy_sum(count)):
+            return False
+        chosen = [masters[i] for i in new]
+        self._checked.update(map(id, chosen))
+        variances = [self.state[master]["exp_avg_sq"] for master in chosen]
+        squares = _stacked([(grads[i].float() * grad_scale).square().sum(dtype=torch.float64) for i in new])
+        for ranks, positions in by_holders(chosen, context.holders):
             share = squares[positions]
             ranks.all_reduce(share, scale=1.0 / ranks.size).wait()
             squares[positions] = share
-        for square, i in zip(squares, new, strict=True):
-            variance = self.state[masters[i]]["exp_avg_sq"]
-            mean = variance.mean()
-            fill = next((float(value) for value in (mean, square) if value > 0), 1.0)
+        sums = _stacked([variance.sum(dtype=torch.float64) for variance in variances])
+        found = whole_sums(chosen, [sums, squares * (1.0 - beta2), numels_of(chosen)], context)
+        for variance, (total, square, numel) in zip(variances, found.tolist(), strict=True):
+            fill = next((value / numel for value in (total, square) if value > 0), 1.0)
             variance.masked_fill_(variance == 0, fill)
+        return True
+
+
+def whole_sums(masters: Sequence[Tensor], sums: Sequence[Tensor], context: UpdateContext) -> Tensor:
+    """[n, k] fp64: k ``sums`` [n] over ``masters``, or over the tensors that these are fragments of if the update sums
+    over those. Collective if it does."""
+    own = torch.stack([one.cpu() for one in sums], dim=1)
+    return own if context.segment_sum is None else context.segment_sum(list(masters), own)
+
+
+def numels_of(masters: Sequence[Tensor]) -> Tensor:
+    """[n] fp64."""
+    return torch.tensor([master.numel() for master in masters], dtype=torch.float64)
+
+
+def _stacked(sums: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(sums)) if sums else torch.zeros(0, dtype=torch.float64)
 
 
 def by_holders(
@@ -172,12 +204,26 @@ def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
         torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
 
 
-def scaled(grads: Sequence[Tensor], grad_scale: float) -> list[Tensor]:
-    """fp32 copies times ``grad_scale``."""
-    wide = [grad.to(torch.float32, copy=True) for grad in grads]
-    if grad_scale != 1.0:
-        torch._foreach_mul_(wide, grad_scale)
-    return wide
+def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Views of tensors of one size, so small on the host that what several operations make of one stays in the cache
+    until the next: 1-D, or the tensors themselves where they cannot be cut. None stays None."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in given):
+        yield tensors
+        return
+    flat = [None if tensor is None else tensor.detach().view(-1) for tensor in tensors]
+    for begin in range(0, given[0].numel(), PIECE):
+        yield tuple(None if one is None else one[begin : begin + PIECE] for one in flat)
+
+
+def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
+    """``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads."""
+    for whole, source in zip(momenta, grads, strict=True):
+        for momentum, grad in pieces(whole, source):
+            wide = grad.to(torch.float32, copy=True)
+            if grad_scale != 1.0:
+                wide.mul_(grad_scale)
+            momentum.mul_(beta1).add_(wide.mul_(1.0 - beta1))
 
 
 def check_backend(optimizer: str, name: str) -> None:

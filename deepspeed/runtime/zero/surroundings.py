@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed.comm.collectives import Communicator
+from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.ops.update import UpdateContext
 from deepspeed.runtime.zero.norms import sum_of_squares
 from deepspeed.runtime.zero.placements import counted
@@ -43,6 +43,8 @@ class Surroundings:
         return UpdateContext(
             gradient_norm=gradient_norm,
             segment_sum=self._sums,
+            segment_largest=self._sums and self._sums.largest,
+            copy_sum=self._sums and self._sums.total,
             whole_matrices=self._matrices,
             holders=self._holders if own_gradients else None,
             parts=self.scopes.dense.shard if self.sharded and self.store.traits.own_communication else None,
@@ -50,12 +52,13 @@ class Surroundings:
 
 
 class SegmentSums:
-    """Adds sums over the fragments of ``store`` up to sums over whole parameters, for LAMB: of the ranks with its
+    """Joins numbers about the fragments of ``store`` to those of whole parameters, for LAMB: of the ranks with its
     shards, and of those with other parts of a larger tensor."""
 
     def __init__(self, store: StateStore, scopes: Scopes, *, sharded: bool) -> None:
         self.store = store
         self.members: dict[Communicator, list[int]] = {}
+        self.shard = scopes.dense.shard if sharded else None
         if sharded:
             self.members = {scope.shard: params for scope, params in params_by_scope(store, scopes).items()}
         for index, param in enumerate(store.params):
@@ -64,16 +67,41 @@ class SegmentSums:
 
     def __call__(self, masters: list[Tensor], sums: Tensor) -> Tensor:
         """``sums`` [n, k] fp64 over fragments -> the same over the parameters that they are parts of. Collective."""
-        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
-        indices = torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
+        indices = self._indices(masters)
         whole = torch.zeros(len(self.store.params), sums.shape[1], dtype=torch.float64)
         whole.index_add_(0, indices, sums.cpu())
+        return self._joined(whole, indices, Communicator.all_reduce).to(sums.device)
+
+    def largest(self, masters: list[Tensor], values: Tensor) -> Tensor:
+        """``values`` [n, k] fp64, not negative, of fragments -> the largest over the parameters that they are parts of.
+        Collective."""
+        indices = self._indices(masters)
+        whole = torch.zeros(len(self.store.params), values.shape[1], dtype=torch.float64)
+        whole.scatter_reduce_(0, indices.view(-1, 1).expand(values.shape), values.cpu(), "amax")
+        return self._joined(whole, indices, Communicator.all_reduce_max).to(values.device)
+
+    def total(self, values: Tensor) -> Tensor:
+        """``values`` [k] fp64 -> their sum over the ranks that share one copy. Collective."""
+        total = values.to(self.store.params[0].device, copy=True)
+        if self.shard is not None:
+            self.shard.all_reduce(total).wait()
+        return total.to(values.device)
+
+    def _indices(self, masters: Sequence[Tensor]) -> Tensor:
+        """[n]: of the parameters that these are fragments of."""
+        index_of = {id(owned.master): owned.param_index for owned in self.store.fragments}
+        return torch.tensor([index_of[id(master)] for master in masters], dtype=torch.int64)
+
+    def _joined(
+        self, whole: Tensor, indices: Tensor, collective: Callable[[Communicator, Tensor], Pending]
+    ) -> Tensor:
+        """Rows of ``whole`` [params, k], each joined over the ranks that have parts of its parameter."""
         whole = whole.to(self.store.params[0].device)
         for holders, params in self.members.items():
             share = whole[params]
-            holders.all_reduce(share.view(-1)).wait()
+            collective(holders, share.view(-1)).wait()
             whole[params] = share
-        return whole[indices.to(whole.device)].to(sums.device)
+        return whole[indices.to(whole.device)]
 
 
 class Holders:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
@@ -99,22 +99,23 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
         group: dict[str, Any],
         part: Fragments,
         grad_scale: float,
-        holders: HoldersOf | None,
+        context: UpdateContext,
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        grads = scaled(part.grads, grad_scale)
-        self.fill_variances(masters, grads, holders, group["betas"][1])
+        self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
         momenta = [state["exp_avg"] for state in states]
-        add_gradients(momenta, grads, group["betas"][0])
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], holders)
-        frozen = self.freeze_step
-        for master, state in zip(masters, states, strict=True):
+        follow(momenta, part.grads, grad_scale, group["betas"][0])
+        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        decay = 1.0 - group["lr"] * group["weight_decay"]
+        for master, state, low in zip(masters, states, part.lows, strict=True):
             state["step"] += 1
-            denominator, rate = rates(state, group, float(state["step"]), min(float(state["step"]), frozen))
-            master.mul_(1.0 - group["lr"] * group["weight_decay"])
-            master.sub_((state["exp_avg"] / denominator).mul_(rate).to(master.dtype))
-        publish(masters, part.lows)
+            step = float(state["step"])
+            second, rate = corrections(group, step, min(step, self.freeze_step))
+            for w, m, v, rounded in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
+                w.mul_(decay).sub_((m / root(v, second, group["eps"])).mul_(rate).to(w.dtype))
+                if rounded is not None:
+                    rounded.copy_(w.reshape(rounded.shape))
 
     def own_state(self) -> dict[str, Any]:
         mine = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
@@ -140,19 +141,15 @@ def adam_defaults(
     }
 
 
-def add_gradients(momenta: list[Tensor], grads: list[Tensor], beta1: float) -> None:
-    """``momenta`` = beta1 * momenta + (1 - beta1) * grads; ``grads`` is overwritten."""
-    torch._foreach_mul_(momenta, beta1)
-    torch._foreach_mul_(grads, 1.0 - beta1)
-    torch._foreach_add_(momenta, grads)
-
-
-def rates(
-    state: dict[str, Any], group: dict[str, Any], step: float, variance_steps: float
-) -> tuple[Tensor, float]:
-    """The denominator of an update, and its learning rate; ``variance_steps``: updates of the variance so far."""
+def corrections(group: dict[str, Any], step: float, variance_steps: float) -> tuple[float, float]:
+    """What the variance is divided by, and the learning rate; ``variance_steps``: updates of the variance so far."""
     beta1, beta2 = group["betas"]
     first, second = 1.0, 1.0
     if group["bias_correction"]:
         first, second = 1.0 - beta1**step, 1.0 - beta2**variance_steps
-    return (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"]), float(group["lr"]) / first
+    return second, float(group["lr"]) / first
+
+
+def root(variance: Tensor, second: float, eps: float) -> Tensor:
+    """The denominator of an update."""
+    return (variance / second).sqrt_().add_(eps)

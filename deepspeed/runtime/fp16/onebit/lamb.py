@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops import native
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import refuse
-from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.runtime.fp16.onebit.adam import add_gradients
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
+from deepspeed.runtime.optim.one_bit import (
+    OneBitOptimizer,
+    check_backend,
+    follow,
+    numels_of,
+    publish,
+    whole_sums,
+)
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 FRESH = "exp_avg_sq_fresh"
@@ -41,8 +48,9 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         cuda_aware, comm_backend_name: accepted; the engine's own communication serves on every device.
         amsgrad: in the signature but not available.
 
-    Only stage 0 leaves gradients as they are. Raises ``ValueError`` for another backend than the documented ones, and
-    ``RuntimeError`` for what is not available.
+    With ZeRO 1 and 2, groups of ranks share a copy each (``mics_shard_size``), and sum up what the trust ratios need to
+    know of whole tensors. Raises ``ValueError`` for another backend than the documented ones, and ``RuntimeError`` for
+    what is not available.
     """
 
     update_traits = UpdateTraits(
@@ -145,41 +153,86 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         group: dict[str, Any],
         part: Fragments,
         grad_scale: float,
-        holders: HoldersOf | None,
+        context: UpdateContext,
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        grads = scaled(part.grads, grad_scale)
-        beta1 = group["betas"][0]
-        self.fill_variances(masters, grads, holders, group["betas"][1])
-        self._begin(states)
-        momenta = [state["exp_avg"] for state in states]
-        before = [momentum.clone() for momentum in momenta]
-        add_gradients(momenta, grads, beta1)
-        scales = [float(state[SCALE]) for state in states]
-        torch._foreach_mul_(momenta, scales)
-        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], holders)
-        torch._foreach_div_(momenta, scales)
-        for master, state, old in zip(masters, states, before, strict=True):
-            state["step"] += 1
-            gradient = (state["exp_avg"] - old * beta1).div_(1.0 - beta1)
-            self._coefficients.append(self._apply(master, state, group, gradient))
+        if self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1]):
+            self._begin(masters, states, context)
+        before = [state["exp_avg"].clone() for state in states]
+        follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
+        if masters:
+            self._exchange(number, masters, states, context)
+        self._apply(masters, states, group, before, context)
         publish(masters, part.lows)
 
+    def _exchange(
+        self,
+        number: int,
+        masters: list[Tensor],
+        states: list[dict[str, Any]],
+        context: UpdateContext,
+    ) -> None:
+        """Momenta become the means of the ranks' ones."""
+        momenta = [state["exp_avg"] for state in states]
+        scales = [float(state[SCALE]) for state in states]
+        torch._foreach_mul_(momenta, scales)
+        self.exchange_means(number, masters, momenta, [state[FEEDBACK] for state in states], context.holders)
+        torch._foreach_div_(momenta, scales)
+
     @staticmethod
-    def _begin(states: Sequence[dict[str, Any]]) -> None:
+    def _begin(masters: list[Tensor], states: list[dict[str, Any]], context: UpdateContext) -> None:
         """At the first update after warm-up: scales that bring momenta to one magnitude, the mean of theirs, and a
         variance that goes on from the frozen one."""
-        new = [state for state in states if not float(state[SCALE])]
-        sizes = [float(s["exp_avg"].norm()) / max(1, s["exp_avg"].numel()) ** 0.5 for s in new]
-        moving = [size for size in sizes if size > 0]
-        common = sum(moving) / len(moving) if moving else 1.0
-        for state, size in zip(new, sizes, strict=True):
-            state[SCALE].fill_(common / size if size > 0 else 1.0)
-            state[FRESH].copy_(state["exp_avg_sq"])
+        new = [i for i, state in enumerate(states) if not float(state[SCALE])]
+        chosen, own = [masters[i] for i in new], numels_of([masters[i] for i in new])
+        squares = native.sums_of_squares([states[i]["exp_avg"] for i in new])
+        found = whole_sums(chosen, [torch.tensor(squares, dtype=torch.float64), own], context)
+        sizes, shares = (found[:, 0] / found[:, 1]).sqrt(), own / found[:, 1]  # fragments count a tensor once
+        total = torch.stack([(sizes * shares).sum(), shares[sizes > 0].sum()])
+        if context.copy_sum is not None:
+            total = context.copy_sum(total)
+        common = float(total[0] / total[1]) if total[1] > 0 else 1.0
+        for i, size in zip(new, sizes.tolist(), strict=True):
+            states[i][SCALE].fill_(common / size if size > 0 else 1.0)
+            states[i][FRESH].copy_(states[i]["exp_avg_sq"])
 
-    def _apply(self, master: Tensor, state: dict[str, Any], group: dict[str, Any], gradient: Tensor) -> float:
-        """Update one tensor; returns its trust ratio. ``gradient``: as the momenta have it."""
+    def _apply(
+        self,
+        masters: list[Tensor],
+        states: list[dict[str, Any]],
+        group: dict[str, Any],
+        before: list[Tensor],
+        context: UpdateContext,
+    ) -> None:
+        """Update tensors whose momenta are new; ``before``: the old ones, overwritten."""
+        beta1, decay = group["betas"][0], group["weight_decay"]
+        largest = []
+        for state, old in zip(states, before, strict=True):
+            state["step"] += 1
+            gradient = old.mul_(-beta1).add_(state["exp_avg"]).div_(1.0 - beta1)  # as the momenta have it
+            largest.append(self._direct(state, group, gradient, out=old))
+        lengths = [torch.tensor(native.sums_of_squares(before), dtype=torch.float64)]
+        for master, direction in zip(masters, before, strict=True) if decay else ():
+            direction.add_(master, alpha=decay)
+        lengths.append(torch.tensor(native.sums_of_squares(before), dtype=torch.float64))
+        change = torch.tensor(largest, dtype=torch.float64).view(-1, 1)
+        norms = whole_sums(masters, lengths, context).sqrt_()
+        if context.segment_largest is not None:
+            change = context.segment_largest(masters, change)
+        for master, state, direction, most, (alone, decayed) in zip(
+            masters, states, before, change[:, 0].tolist(), norms.tolist(), strict=True
+        ):
+            share = min(1.0, alone / max(decayed, 1e-12)) if decay else 1.0
+            ratio = float(state[RATIO]) * self._bounded(most * share + (1.0 - share), state[FACTOR])
+            master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
+            self._coefficients.append(ratio)
+
+    def _direct(
+        self, state: dict[str, Any], group: dict[str, Any], gradient: Tensor, *, out: Tensor
+    ) -> float:
+        """``out`` = momentum over the root of the frozen variance; returns by how much the variance has changed, at
+        most. ``out`` may be ``gradient``."""
         beta1, beta2 = group["betas"]
         state[FRESH].mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         first = second = frozen = 1.0
@@ -188,17 +241,9 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             first, second = 1.0 - beta1**step, 1.0 - beta2**step
             frozen = 1.0 - beta2 ** max(1.0, min(step, self.freeze_step))
         denominator = self._root(state["exp_avg_sq"] / frozen, group)
-        now = self._root(state[FRESH] / second, group)
-        direction = (state["exp_avg"] / first).div_(denominator)
-        share = 1.0
-        length = float(direction.norm())
-        if group["weight_decay"]:
-            direction.add_(master, alpha=group["weight_decay"])
-            share = min(1.0, length / max(float(direction.norm()), 1e-12))
-        factor = float((denominator / now).max()) * share + (1.0 - share) if master.numel() else 1.0
-        ratio = float(state[RATIO]) * self._bounded(factor, state[FACTOR])
-        master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
-        return ratio
+        torch.div(state["exp_avg"], first, out=out).div_(denominator)
+        changes = denominator.div_(self._root(state[FRESH] / second, group))
+        return float(changes.max()) if changes.numel() else 1.0
 
     def _bounded(self, factor: float, last: Tensor) -> float:
         factor = min(self.factor_max, max(self.factor_min, factor))

@@ -10,12 +10,18 @@ from torch import Tensor
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.runtime.fp16.onebit.adam import adam_defaults, add_gradients, rates
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, publish, scaled
+from deepspeed.runtime.fp16.onebit.adam import adam_defaults, corrections, root
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"
 """Entries of the state: the sum of learning rate times momentum since the ranks last agreed, and the weights then."""
+
+
+def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
+    master.copy_(value)
+    if low is not None:
+        low.copy_(master.reshape(low.shape))
 
 
 def is_variance_update(update: int, scaler: int) -> bool:
@@ -132,20 +138,18 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         group: dict[str, Any],
         part: Fragments,
         grad_scale: float,
-        holders: HoldersOf | None,
+        context: UpdateContext,
     ) -> None:
         masters = list(part.masters)
         states = [self.state_for(master, group) for master in masters]
-        grads = scaled(part.grads, grad_scale)
-        self.fill_variances(masters, grads, holders, group["betas"][1])
-        add_gradients([state["exp_avg"] for state in states], grads, group["betas"][0])
+        self.fill_variances(masters, part.grads, grad_scale, context, group["betas"][1])
+        follow([state["exp_avg"] for state in states], part.grads, grad_scale, group["betas"][0])
         for state in states:
             state["step"] += 1
         if self.updates <= self.var_freeze_step:
-            self._follow_momentum(number, group, masters, states, holders)
+            self._follow_momentum(number, group, part, states, context.holders)
         else:
-            self._follow_own_momentum(number, group, masters, states, holders)
-        publish(masters, part.lows)
+            self._follow_own_momentum(number, group, part, states, context.holders)
         if number == 0:
             self.exchanges += self.exchanges_at(self.updates)
 
@@ -153,64 +157,79 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         self,
         number: int,
         group: dict[str, Any],
-        masters: list[Tensor],
+        part: Fragments,
         states: list[Any],
         holders: HoldersOf | None,
     ) -> None:
         """Before the variance is frozen: 1-bit Adam. What travels is rate times momentum, as later, so that what is
         owed means the same then."""
-        prepared = [self._rates(state, group) for state in states]
+        prepared = [self._corrections(state, group) for state in states]
         sums = [state["exp_avg"] * (rate or 1.0) for state, (_, rate) in zip(states, prepared, strict=True)]
-        self.exchange_means(number, masters, sums, [state[FEEDBACK] for state in states], holders)
-        for master, state, total, (denominator, rate) in zip(masters, states, sums, prepared, strict=True):
-            torch.div(total, rate or 1.0, out=state["exp_avg"])
-            master.mul_(1.0 - group["lr"] * group["weight_decay"])
-            master.sub_((state["exp_avg"] / denominator).mul_(rate).to(master.dtype))
+        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        decay = 1.0 - group["lr"] * group["weight_decay"]
+        for master, state, total, low, (second, rate) in zip(
+            part.masters, states, sums, part.lows, prepared, strict=True
+        ):
+            cut = pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
+            for w, m, v, mean, rounded in cut:
+                torch.div(mean, rate or 1.0, out=m)
+                w.mul_(decay).sub_((m / root(v, second, group["eps"])).mul_(rate).to(w.dtype))
+                if rounded is not None:
+                    rounded.copy_(w.reshape(rounded.shape))
 
     def _follow_own_momentum(
         self,
         number: int,
         group: dict[str, Any],
-        masters: list[Tensor],
+        part: Fragments,
         states: list[Any],
         holders: HoldersOf | None,
     ) -> None:
         """After: each rank for itself, until the next exchange of the sum of updates."""
-        since = self.rate_sums.get(number, 0.0)
-        denominators, rate = [], 0.0
-        for master, state in zip(masters, states, strict=True):
-            denominator, rate = self._rates(state, group)
-            denominators.append(denominator)
-            if not since:
-                state[SYNCED].copy_(master)
-            state[SYNCED].mul_(1.0 - group["lr"] * group["weight_decay"])
-            state[LOCAL].add_((state["exp_avg"] / denominator).mul_(rate))
+        since, exchanges = self.rate_sums.get(number, 0.0), self.exchanges_at(self.updates)
+        decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
+        for master, state, low in zip(part.masters, states, part.lows, strict=True):
+            second, rate = self._corrections(state, group)
+            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], low)
+            for w, m, v, synced, local, rounded in pieces(*own):
+                if not since:
+                    synced.copy_(w)
+                synced.mul_(decay)
+                local.add_((m / root(v, second, group["eps"])).mul_(rate))
+                if not exchanges:
+                    _write(w, rounded, synced - local)
         self.rate_sums[number] = since + rate
-        if self.exchanges_at(self.updates):
-            self._agree(number, masters, states, denominators, holders)
-        for master, state in zip(masters, states, strict=True):
-            master.copy_(state[SYNCED] - state[LOCAL])
-        if self.exchanges_at(self.updates):
-            self.rate_sums[number] = 0.0
-            torch._foreach_zero_([state[LOCAL] for state in states])
+        if exchanges:
+            self._agree(number, group, part, states, holders)
 
     def _agree(
         self,
         number: int,
-        masters: list[Tensor],
+        group: dict[str, Any],
+        part: Fragments,
         states: list[Any],
-        denominators: list[Tensor],
         holders: HoldersOf | None,
     ) -> None:
         """Exchange what the ranks did, as sums of rate times momentum; the momentum is their mean."""
-        sums = [state[LOCAL] * denominator for state, denominator in zip(states, denominators, strict=True)]
-        self.exchange_means(number, masters, sums, [state[FEEDBACK] for state in states], holders)
-        for total, state, denominator in zip(sums, states, denominators, strict=True):
-            torch.div(total, denominator, out=state[LOCAL])
-            torch.div(total, self.rate_sums[number] or 1.0, out=state["exp_avg"])
+        seconds = [self._corrections(state, group)[0] for state in states]
+        sums = [torch.empty_like(state[LOCAL]) for state in states]
+        for state, second, whole in zip(states, seconds, sums, strict=True):
+            for v, local, total in pieces(state["exp_avg_sq"], state[LOCAL], whole):
+                torch.mul(local, root(v, second, group["eps"]), out=total)
+        self.exchange_means(number, part.masters, sums, [state[FEEDBACK] for state in states], holders)
+        rate = self.rate_sums[number] or 1.0
+        for master, state, second, whole, low in zip(
+            part.masters, states, seconds, sums, part.lows, strict=True
+        ):
+            own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], whole, low)
+            for w, m, v, synced, local, total, rounded in pieces(*own):
+                _write(w, rounded, synced - total / root(v, second, group["eps"]))
+                torch.div(total, rate, out=m)
+                local.zero_()
+        self.rate_sums[number] = 0.0
 
-    def _rates(self, state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, float]:
-        return rates(state, group, float(state["step"]), max(1, self.variance_updates))
+    def _corrections(self, state: dict[str, Any], group: dict[str, Any]) -> tuple[float, float]:
+        return corrections(group, float(state["step"]), max(1, self.variance_updates))
 
     # Checkpoints ----------------------------------------------------------------------------------------------
 
