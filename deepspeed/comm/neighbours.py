@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed.utils.logging import warning_once
+
 from .groups import timeout_of
 from .hosts import host_identity
 from .pending import CommunicationError
@@ -39,6 +41,7 @@ _FREED = struct.Struct("=q")
 _SENDING, _RECEIVING = "sending to a neighbour", "receiving from a neighbour"
 _GONE = "its process is gone"
 _GOING_MS = 100  # a process that ends closes its pipes a little before it is gone
+_LONGEST_MS = 2**31 - 1  # that a poll can wait
 BLOCK_BYTES = 1 << 16  # sizes of blocks are multiples: messages of changing size find a block that fits
 
 
@@ -56,7 +59,7 @@ class _Peer:
 
     def __init__(self, rank: int, ranks: tuple[int, ...], pid: int, timeout: timedelta) -> None:
         self.rank, self.ranks, self.pid = rank, ranks, pid
-        self.timeout_s = timeout.total_seconds()
+        self.timeout_ms = min(timeout.total_seconds() * 1e3, _LONGEST_MS)
         self.process = os.pidfd_open(pid)
 
     def await_ready(self, descriptor: int, events: int, operation: str) -> None:
@@ -64,7 +67,7 @@ class _Peer:
         poll = select.poll()
         poll.register(descriptor, events)
         poll.register(self.process, select.POLLIN)
-        found = dict(poll.poll(self.timeout_s * 1e3))
+        found = dict(poll.poll(self.timeout_ms))
         if descriptor not in found:
             raise self.error(operation, _GONE if found else "it did not come within the timeout")
 
@@ -284,17 +287,25 @@ def connect(
     the group: all its ranks give the same edges."""
     ranks, own = tuple(dist.get_process_group_ranks(group)), dist.get_rank()
     willing = may_share_memory and _is_possible()
-    pipes = {edge.key: (os.pipe(), os.pipe()) for edge in edges if willing and edge.target == own}
+    pipes = _pipes([edge.key for edge in edges if edge.target == own]) if willing else {}
     offered = {key: (notes[1], freed[0]) for key, (notes, freed) in pipes.items()}
     record = _Record(host_identity() if willing else b"", os.getpid(), offered)
     opened: dict[Hashable, tuple[int, int]] = {}
     try:
         known = dict(zip(ranks, _exchanged(record, group), strict=True))
+        barred: set[Hashable] = set()
         for edge in edges:
-            if willing and edge.source == own and known[edge.target].host == record.host:
-                found = _open(known[edge.target], edge.key)
-                opened |= {edge.key: found} if found else {}
-        done = {key for keys in _exchanged(set(opened), group) for key in keys}
+            other = known[edge.target if edge.source == own else edge.source]
+            if not willing or own not in (edge.source, edge.target) or other.host != record.host:
+                continue
+            if edge.source == own and (found := _open(other, edge.key)):
+                opened[edge.key] = found
+            elif edge.source == own or not _may_look_into(other.pid):
+                barred.add(edge.key)
+        answers = _exchanged((set(opened), barred), group)
+        done = {key for keys, _ in answers for key in keys} - {key for _, keys in answers for key in keys}
+        if barred:
+            _say_why_not()
         made: dict[Hashable, NeighbourSender | NeighbourReceiver] = {}
         for edge in edges:
             if edge.key not in done:
@@ -328,8 +339,41 @@ def _is_possible() -> bool:
     return True
 
 
+def _pipes(keys: Sequence[Hashable]) -> dict[Hashable, tuple[tuple[int, int], tuple[int, int]]]:
+    """A pipe for notes and one for freed blocks, by key; fewer where there are no descriptors left."""
+    made: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}
+    for key in keys:
+        try:
+            notes = os.pipe()
+        except OSError:
+            break
+        try:
+            made[key] = (notes, os.pipe())
+        except OSError:
+            _close(*notes)
+            break
+    return made
+
+
+def _may_look_into(pid: int) -> bool:
+    """Whether descriptors of another process can be opened."""
+    try:
+        return bool(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def _say_why_not() -> None:
+    warning_once(
+        "Neighbouring ranks of one host cannot open each other's descriptors (another user, or hidden processes); they "
+        "send through the process group, which is slower."
+    )
+
+
 def _open(record: _Record, key: Hashable) -> tuple[int, int] | None:
     """The sender's ends of the pipes of another process; None: it may not open them."""
+    if key not in record.offered:
+        return None
     notes, freed = (f"/proc/{record.pid}/fd/{descriptor}" for descriptor in record.offered[key])
     try:
         writes = os.open(notes, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

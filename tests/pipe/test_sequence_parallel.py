@@ -33,7 +33,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        # no bias: that of keys has no gradient but noise, which Adam enlarges
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.shards = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1) if group else None
 
     def forward(self, x: Tensor) -> Tensor:
