@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,21 @@ def test_where_memory_may_not_be_shared_there_is_no_end(monkeypatch: pytest.Monk
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@distributed(world_size=2)
+def test_what_does_not_come_in_time_is_named() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    assert group is not None
+    end = connect(group, [Edge("way", 0, 1)], may_share_memory=True)["way"]
+    if isinstance(end, NeighbourReceiver):
+        with pytest.raises(
+            CommunicationError, match="waiting for rank 0: it did not come within the timeout"
+        ):
+            end.receive()
+    dist.barrier()
+    end.close()
+    dist.destroy_process_group(group)
+
+
 KILLED = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -149,10 +165,15 @@ except RuntimeError as error:
 """
 
 
+def named_memory() -> set[str]:
+    """Other programs' data loaders apart."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("torch_")}
+
+
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KILLED)
-    before = set(os.listdir("/dev/shm"))
+    before = named_memory()
     common = {
         **os.environ,
         "TEST_STORE": f"file://{tmp_path}/store",
@@ -173,4 +194,4 @@ def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(tmp_path: Path) -> 
     assert ranks[0].returncode == 3 and ranks[1].returncode == -signal.SIGKILL, output
     assert "waiting for rank 1: its process is gone" in output
     assert time.monotonic() - start < 50
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_memory() <= before
