@@ -2,7 +2,9 @@
 
     python benchmarks/pipeline.py --peer ../peer/bin/python --save cpu2
 
-With m micro-batches and p stages 1F1B can be p * m / (m + p - 1) times as fast as one rank: 1.78 for 2 and 8.
+With m micro-batches and p stages 1F1B can be p * m / (m + p - 1) times as fast as one rank: 1.78 for 2 and 8. The row
+"limit" is p ranks that each train the whole model at once without a word to each other: what this machine has left
+for p processes, before any schedule.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from jobs import OURS, Contender, Spread, measure, ratios
 from report import Report, common_arguments
 
 GOALS = {"1f1b": 1.70, "zero-bubble": 1.85}  # x one rank
+LIMIT = "limit, ranks apart"
 SCHEDULES = ["1f1b", "zero-bubble", "interleaved", "zero-bubble-v", "auto"]
 
 
@@ -46,11 +49,20 @@ def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]
     }
     target, stages = "pipeline_gpt:PipelineRank", arguments.stages
     rows = [Contender("one rank, plain", target, {"schedule": "plain", **common}, ranks=1)]
+    rows.append(Contender(LIMIT, target, {"schedule": "plain", **common}, ranks=stages))
     for schedule in arguments.schedules:
         options = {"schedule": schedule, **common}
         rows.append(
             Contender(
                 f"ours, {schedule}", target, options, ranks=stages, goal=GOALS.get(schedule), python=OURS
+            )
+        )
+    if "zero-bubble" in arguments.schedules:
+        held = 2 * stages - 1
+        options = {"schedule": "zero-bubble", "held": held, **common}
+        rows.append(
+            Contender(
+                f"ours, zero-bubble, {held} held", target, options, ranks=stages, goal=GOALS["zero-bubble"]
             )
         )
     if arguments.peer:
@@ -62,11 +74,12 @@ def contenders(arguments: argparse.Namespace, precision: str) -> list[Contender]
 
 def cells(row: Contender, data: dict[str, dict[str, Any]], alone: list[float]) -> list[str]:
     found = data[row.name]
+    models = row.ranks if row.name == LIMIT else 1  # that are trained at once
     return [
         row.name,
         f"{Spread.of(found['seconds']).median * 1e3:.1f}",
         f"{Spread.of(found['cpu_seconds']).median * 1e3:.1f}",
-        ratios(alone, found["seconds"]).show(),
+        ratios([seconds * models for seconds in alone], found["seconds"]).show(),
         f">= {row.goal:.2f}" if row.goal is not None else "",
         f"{found['losses'][-1]:.5f}",
     ]

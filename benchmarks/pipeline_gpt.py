@@ -67,12 +67,21 @@ class WithLoss(nn.Sequential):
 
 class PipelineRank:
     """Args: ``schedule``: of ours; "1f1b" for the peer; "plain" for one rank without an engine; "data" for an engine
-    whose ranks divide the micro-batches. ``micro_batches`` of ``batch`` sequences of ``context`` tokens are one step.
+    whose ranks divide the micro-batches. ``held``: ``pipeline.max_held``. ``micro_batches`` of ``batch`` sequences of
+    ``context`` tokens are one step.
     """
 
     def __init__(
-        self, schedule: str, size: str, precision: str, micro_batches: int, batch: int, context: int
+        self,
+        schedule: str,
+        size: str,
+        precision: str,
+        micro_batches: int,
+        batch: int,
+        context: int,
+        held: int = 0,
     ) -> None:
+        self.held = held
         self.count, self.dtype = micro_batches, torch.bfloat16 if precision == "bf16" else torch.float32
         self.pairs = gpt.random_batches(micro_batches, batch, context, seed=2)
         sizes, self.engine = gpt.SIZES[size], None
@@ -104,7 +113,8 @@ class PipelineRank:
             runs, num_stages=stages, loss_fn=loss_fn, partition_method="uniform", **layout
         )
         config = engine_config(0, precision, batch, gradient_accumulation_steps=self.count)
-        config |= {"pipeline": {"schedule": schedule}} if schedule != "1f1b" else {}
+        if schedule != "1f1b":
+            config["pipeline"] = {"schedule": schedule, "max_held": self.held}
         config |= {"train_batch_size": batch * self.count}
         return deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[
             0

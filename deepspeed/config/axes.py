@@ -79,6 +79,11 @@ def tensor_parallel_size(data: Mapping[str, Any]) -> int:
     return _sizes_in(data).get(TENSOR, 1)
 
 
+def sequence_parallel_size(data: Mapping[str, Any]) -> int:
+    """How many ranks share a sequence, by the config."""
+    return _sizes_in(data).get(SEQUENCE, 1)
+
+
 def _sizes_in(data: Mapping[str, Any]) -> dict[str, int]:
     """The sizes that the config states; what is no number is reported with the types."""
     tensor = data.get("tensor_parallel")

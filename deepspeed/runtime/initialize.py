@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm as dist
-from deepspeed.config.axes import tensor_parallel_size
+from deepspeed.config.axes import sequence_parallel_size, tensor_parallel_size
 from deepspeed.config.reader import read_config
 from deepspeed.config.sections import note
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -69,7 +69,10 @@ def initialize(
     if isinstance(model, Staged):
         if mpu is not None:
             raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")
-        model.share_layers(tensor_parallel_size(read_config(given).data))
+        written = read_config(given).data
+        model.share_layers(tensor_parallel_size(written))
+        if (ranks := sequence_parallel_size(written)) > 1:
+            model.share_sequences(ranks)
         mpu = model.mpu()
     parsed = DeepSpeedConfig(given, mpu, mesh_param=mesh_param, split_over=split_over)
     if (

@@ -70,10 +70,11 @@ def batches(replica: int = 0) -> Iterator[dict[str, Tensor]]:
 
 
 def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> PipelineEngine:
-    section, split, experts = (
+    section, split, experts, sequences = (
         more.pop("pipeline", {}),
         more.pop("tensor_parallel", {}),
         more.pop("experts", 0),
+        more.pop("sequences", 1),
     )
     module = cut_causal_lm(model, num_stages=stages, **more)
     config = {
@@ -83,6 +84,7 @@ def engine_of(model: nn.Module, stage: int, stages: int = 2, **more: Any) -> Pip
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},  # Adam would enlarge the noise of zero gradients
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": section,
+        "sequence_parallel_size": sequences,
         "tensor_parallel": split,
         "expert_parallel": {"enabled": experts > 0, "autoep_size": max(experts, 1)},
     }
@@ -153,6 +155,24 @@ def test_orders_and_zero_stages(name: str, stage: int, more: dict[str, Any]) -> 
     with clean_clients():
         engine = engine_of(make(name), stage, **more)
         train_both(engine, Plain(make(name)))
+        engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "more"), [("llama", 0, {}), ("gpt2", 1, {}), ("qwen2", 3, {"chunks": 2})]
+)
+@distributed(world_size=4)
+def test_stages_that_share_sequences(name: str, stage: int, more: dict[str, Any]) -> None:
+    """PP 2 x SP 2: whole sequences in, the loss of one process out; padding is on the first shard."""
+    with clean_clients():
+        engine = engine_of(make(name), stage, sequences=2, **more)
+        assert (engine.dp_world_size, engine.seq_dp_world_size) == (1, 2)
+        plain = Plain(make(name))
+        train_both(engine, plain)
+        data = [next(batches(7)) for _ in range(COUNT)]
+        with torch.no_grad():
+            expected = sum(plain.model(**each, use_cache=False).loss.item() for each in data) / COUNT
+        assert engine.eval_batch(iter(data)).item() == pytest.approx(expected, rel=1e-5)
         engine.destroy()
 
 

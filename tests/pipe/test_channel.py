@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed.runtime.pipe.channel import Handover, Receiver, Sender
+from deepspeed.comm.neighbours import Edge, NeighbourReceiver, NeighbourSender, connect
+from deepspeed.runtime.pipe.channel import Handover, LocalReceiver, LocalSender, Receiver, Sender
 from deepspeed.runtime.pipe.errors import PipelineError
 from tests.pool import distributed
 
@@ -36,11 +38,25 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and one == two
 
 
-@distributed(world_size=2)
-def test_any_message() -> None:
+def over_group() -> tuple[Sender, Receiver]:
     own, other = dist.get_rank(), 1 - dist.get_rank()
     device = torch.device("cpu")
-    sender, receiver = Sender(other, None, device, own), Receiver(other, None, device, other)
+    return Sender(other, None, device, own), Receiver(other, None, device, other)
+
+
+def over_memory() -> tuple[LocalSender, LocalReceiver]:
+    own = dist.get_rank()
+    assert dist.group.WORLD is not None
+    ends = connect(dist.group.WORLD, [Edge(0, 0, 1), Edge(1, 1, 0)], may_share_memory=True)
+    sender, receiver = ends[own], ends[1 - own]
+    assert isinstance(sender, NeighbourSender) and isinstance(receiver, NeighbourReceiver)
+    return LocalSender(sender), LocalReceiver(receiver)
+
+
+@pytest.mark.parametrize("make", [over_group, over_memory])
+@distributed(world_size=2)
+def test_any_message(make: Callable[[], tuple[Any, Any]]) -> None:
+    sender, receiver = make()
     for _ in range(2):  # two batches
         receiver.expect(len(MESSAGES))
         for number, message in enumerate(MESSAGES):
@@ -62,6 +78,16 @@ def test_a_lost_message_is_noticed() -> None:
         receiver.receive()
     dist.recv(torch.empty(4, dtype=torch.uint8), other, tag=other)
     sender.flush()
+
+
+@distributed(world_size=2)
+def test_a_lost_message_is_noticed_in_shared_memory() -> None:
+    sender, receiver = over_memory()
+    receiver.received = 1
+    sender.send(torch.ones(1))
+    with pytest.raises(PipelineError, match="sent message 0, but 1 was expected"):
+        receiver.receive()
+    dist.barrier()
 
 
 def test_between_chunks_of_one_stage() -> None:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.module_inject import LinearAllreduce, LinearLayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -269,10 +268,3 @@ def test_three_axes_and_back(tmp_path: Path) -> None:
     expected = run(first_job, 8, folder=tmp_path, replicas=2)[0]
     for parts in (4, 1):
         assert run(second_job, parts, folder=tmp_path, parts=parts)[0] == pytest.approx(expected, rel=1e-5)
-
-
-@distributed(world_size=2)
-def test_what_the_ranks_of_a_stage_cannot_share_is_refused() -> None:
-    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
-    with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_size=2"):
-        make_engine(module, sequence_parallel_size=2)

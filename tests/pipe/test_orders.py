@@ -9,6 +9,7 @@ import pytest
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.orders import (
+    TYPICAL,
     Action,
     DeadlockError,
     Durations,
@@ -78,6 +79,17 @@ def test_the_bubble_of_unequal_durations() -> None:
     measured = Durations(forward=0.9, backward=1.1, weights=0.8, send=0.02)  # of one chunk
     order = zero_bubble_v(4, 8, chunks=4, durations=measured)
     assert simulate(order, measured).bubble < 0.11 and max(map(order.held, range(4))) <= 16
+
+
+def test_orders_of_an_engine_that_has_measured_nothing() -> None:
+    """They suit equal durations as well as those of transformers, where B takes longer than W."""
+    order = OrderChoice("zero-bubble", Layout(2)).order(8)
+    for durations in (Durations(), TYPICAL, Durations(1.0, 1.5, 0.66), Durations(1.2, 1.0, 0.8)):
+        assert simulate(order, durations).bubble < 0.07
+    assert max(map(order.held, range(2))) == 2
+    assert simulate(zero_bubble(2, 8), TYPICAL).bubble > 0.1
+    order = OrderChoice("zero-bubble", Layout(2), held=3).order(8)
+    assert simulate(order, TYPICAL).bubble < 0.045 and order.held(0) == 3
 
 
 def test_a_circle_is_found() -> None:

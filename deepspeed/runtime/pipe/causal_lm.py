@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.paper import copy_on_paper
 from deepspeed.runtime.pipe.anatomy import Anatomy, examine, hidden_of
@@ -58,7 +60,7 @@ def cut_causal_lm(
     return CutModel(
         examine(model),
         copy_on_paper(model),
-        loss_fn or _own_loss(model),
+        loss_fn or _OwnLoss(model),
         num_stages=num_stages,
         topology=topology,
         partition_method=partition_method,
@@ -67,9 +69,24 @@ def cut_causal_lm(
     )
 
 
-def _own_loss(model: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    vocabulary = model.config.get_text_config().vocab_size
-    return lambda logits, labels: model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
+class _OwnLoss:
+    """The loss of a causal language model."""
+
+    def __init__(self, model: Any) -> None:
+        self._function = model.loss_function
+        self._vocabulary = model.config.get_text_config().vocab_size
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``labels``: each token's own."""
+        loss: Tensor = self._function(logits=logits, labels=labels, vocab_size=self._vocabulary)
+        return loss
+
+    def of_next(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """``labels``: what each position predicts."""
+        loss: Tensor = self._function(
+            logits=logits, labels=labels, vocab_size=self._vocabulary, shift_labels=labels
+        )
+        return loss
 
 
 def pair_of(batch: Any) -> Any:
@@ -260,12 +277,41 @@ class CutModel(PipelineModule):
     def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
         return self._whole, None
 
+    def shard_sequences(self, mesh: ProcessMesh) -> str | None:
+        if mesh.size("sp") == 1:
+            return None
+        own = self.loss_fn
+        if not isinstance(own, _OwnLoss):
+            raise DeepSpeedConfigError(
+                "sequence_parallel_size with cut_causal_lm(loss_fn=...): the loss of a sequence on several ranks is "
+                "known for the model's own loss only; leave out loss_fn"
+            )
+        # imported where it is asked for: sixty modules
+        from deepspeed.runtime.sequence_parallel.attention import shard_attention
+        from deepspeed.runtime.sequence_parallel.dataloader import IGNORED
+        from deepspeed.runtime.sequence_parallel.loss import token_mean
+        from deepspeed.runtime.transforms.sequence_shards import shard_of_pair
+
+        def batch_fn(batch: Any) -> Any:
+            pair = pair_of(batch)
+            return shard_of_pair(*pair, mesh) if self.training else pair
+
+        def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+            if not self.training:  # whole sequences
+                return own(logits, labels)
+            return token_mean(own.of_next(logits, labels), (labels != IGNORED).sum(), group)
+
+        group = mesh.group("sp")
+        self.batch_fn, self.loss_fn = batch_fn, loss_fn
+        core = shard_attention(self, group, disable_in_eval=True, layers=len(self._layers_of(0)))
+        return f"each sequence on {mesh.size('sp')} ranks, attention by {core}"
+
     def _find_ties(self) -> dict[str, list[int]]:
         params = dict(self.named_parameters())
         for name, stages in self._shared.items():
             ranks = (
                 self._ranks_of(stages),
-                self._ranks_of(stages, data=self._grid.get_data_parallel_id()),
+                self._ranks_of(stages, data=self._grid.replica_id),
             )
             setattr(params[name], SHARED_BY, (f"{SHARED}{name}", *ranks))
             setattr(params[name], PIPE_REPLICATED, self.stage_id != stages[0])

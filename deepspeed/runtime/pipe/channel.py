@@ -1,9 +1,11 @@
 """Messages between two stages, in one direction and in order.
 
-A message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receives of the next frame and bytes are
-posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a receive costs gloo
-milliseconds. The frame holds the description of the message (``messages.py``) only where that has changed, and else its
-number of bytes; a description that is too long follows by itself.
+Between ranks of one host they go through shared memory (``LocalSender``), otherwise over the process group.
+
+Over a group, a message is a *frame*, int64 [FRAME], and then the bytes of its tensors. The receives of the next frame
+and bytes are posted ahead, so that the message arrives while the stage computes; posted only when it is needed, a
+receive costs gloo milliseconds. The frame holds the description of the message (``messages.py``) only where that has
+changed, and else its number of bytes; a description that is too long follows by itself.
 
 gloo ends the process where a buffer is too small. So what is posted ahead has the size of the message before, and a
 message of another size is preceded by as many bytes without meaning.
@@ -11,6 +13,7 @@ message of another size is preceded by as many bytes without meaning.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,8 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed.comm.neighbours import NeighbourReceiver, NeighbourSender
 from deepspeed.runtime.pipe.errors import PipelineError
-from deepspeed.runtime.pipe.messages import TensorSpec, describe, pack, rebuild, specs, total_bytes, unpack
+from deepspeed.runtime.pipe.messages import (
+    TensorSpec,
+    describe,
+    pack,
+    pack_into,
+    rebuild,
+    specs,
+    total_bytes,
+    unpack,
+)
 
 FRAME = 64
 _NUMBER, _BYTES, _WORDS, _INLINE = range(4)  # what a frame begins with
@@ -68,6 +81,69 @@ class Handover:
 
     def flush(self) -> None:
         """Nothing is on the way."""
+
+
+class LocalSender:
+    """Sends to a rank of this host. What was sent may change at once."""
+
+    def __init__(self, link: NeighbourSender) -> None:
+        self.link, self.peer = link, link.peer
+        self.sent = 0
+        self.described = 0
+        self._words: list[int] | None = None
+        self._specs: list[TensorSpec] = []
+
+    def send(self, value: Any) -> None:
+        """``value``: as ``messages.describe`` takes it."""
+        words, tensors = describe(value)
+        note = array("q", (self.sent,))
+        if words != self._words:
+            self._words, self._specs = words, specs(words)
+            self.described += 1
+            note.extend(words)
+        found = self._specs
+        self.link.send(note.tobytes(), total_bytes(found), lambda memory: pack_into(memory, tensors, found))
+        self.sent += 1
+
+    def flush(self) -> None:
+        """Wait until the other rank could receive everything without this one."""
+        self.link.flush()
+
+
+class LocalReceiver:
+    """Receives what the ``LocalSender`` of a rank of this host sends: tensors lie where they were put."""
+
+    def __init__(self, link: NeighbourReceiver) -> None:
+        self.link, self.peer = link, link.peer
+        self.received = 0
+        self._words: Sequence[int] | None = None
+        self._specs: list[TensorSpec] = []
+
+    def expect(self, messages: int) -> None:
+        """They come by themselves."""
+
+    def receive(self, left: int = 0) -> Any:
+        """The next message, as from ``Receiver``."""
+        note, data = self.link.receive()
+        number, *words = memoryview(note).cast("q")
+        _check_number(number, self.received, self.peer)
+        self.received += 1
+        if words:
+            self._words, self._specs = words, specs(words)
+        if self._words is None or data.numel() != total_bytes(self._specs):
+            raise PipelineError(
+                f"rank {self.peer} sent {data.numel()} bytes, but described {total_bytes(self._specs)}"
+            )
+        return rebuild(self._words, unpack(data, self._specs))
+
+
+def _check_number(number: int, expected: int, peer: int) -> None:
+    """PipelineError: a message was lost."""
+    if number != expected:
+        raise PipelineError(
+            f"rank {peer} sent message {number}, but {expected} was expected: the stages do not run the same order of "
+            "micro-batches"
+        )
 
 
 class Sender:
@@ -155,11 +231,7 @@ class Receiver:
         self._ahead = []
         work.wait()
         head = frame.tolist()
-        if head[_NUMBER] != self.received:
-            raise PipelineError(
-                f"rank {self.peer} sent message {head[_NUMBER]}, but {self.received} was expected: the stages do not "
-                "run the same order of micro-batches"
-            )
+        _check_number(head[_NUMBER], self.received, self.peer)
         self.received += 1
         for work, _ in ahead:  # before what follows it
             work.wait()

@@ -36,7 +36,7 @@ class Limits:
     """``held``: of how many micro-batches a stage may hold activations; 0: as many as 1F1B."""
 
     held: int = 0
-    durations: Durations = Durations()
+    durations: Durations = orders.TYPICAL
 
     def chunks(self, layout: Layout) -> int:
         return (self.held or layout.stages) * layout.chunks

@@ -16,8 +16,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
-from deepspeed.runtime.pipe.channel import Handover, Inlet, Outlet, Receiver, Sender
+from deepspeed.runtime.pipe.channel import Inlet, Outlet
 from deepspeed.runtime.pipe.choice import Layout, OrderChoice
+from deepspeed.runtime.pipe.connections import Connections
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.orders import Action, Kind, Order, stage_on_chain
@@ -28,8 +29,6 @@ from deepspeed.runtime.zero.scopes import SHARED_BY
 from deepspeed.utils.logging import log_dist
 
 __all__ = ["PipelineEngine"]
-
-_ACTIVATIONS, _GRADIENTS = 1, 2  # tags of messages after the first chunk; those of the next follow
 
 
 def is_even(number: int) -> bool:
@@ -48,7 +47,6 @@ class PipelineEngine(DeepSpeedEngine):
     """What is done to every pair (inputs, labels) that is read, after ``batch_fn``."""
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
-        _check_axes(super_kwargs.get("config_class"))
         _check_stages(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
         module = self.module
@@ -84,8 +82,14 @@ class PipelineEngine(DeepSpeedEngine):
         module.checkpoint_parallel_write_pipeline = self._config.checkpoint_parallel_write_pipeline
         if self.training_dataloader is not None:
             self.set_dataloader(self.training_dataloader)
-        self._handovers: dict[tuple[int, int], Handover] = {}
-        self._links = [self._connect(chunk) for chunk in range(module.chunks)]
+        self._connections = Connections(
+            self.layout,
+            self.stage_id,
+            self.grid.pp_group,
+            self.grid.get_pipe_parallel_group(),
+            self.device,
+            may_share_memory=self._network.may_share_memory(),
+        )
         self._choice = OrderChoice(str(section["schedule"]), self.layout, int(section["max_held"]))
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Linear] = []
@@ -105,47 +109,13 @@ class PipelineEngine(DeepSpeedEngine):
             model.find_layers()
         return found
 
-    def _connect(self, chunk: int) -> Links:
-        """A chunk's channels: tags tell those of different chunks apart."""
-        number = self.stage_module.piece(chunk)
-        links, last = Links(), self.num_stages * self.layout.chunks - 1
-        if number > 0:
-            links.inputs = self._inlet(number - 1, _ACTIVATIONS)
-            links.input_gradients = self._outlet(number - 1, _GRADIENTS)
-        if number < last:
-            links.outputs = self._outlet(number, _ACTIVATIONS)
-            links.output_gradients = self._inlet(number, _GRADIENTS)
-        return links
-
-    def _peer(self, number: int) -> int | None:
-        """The rank that has a piece of the model; None: this one."""
-        stage = stage_on_chain(number, self.num_stages, self.layout.zigzag)
-        return self.grid.pp_group[stage] if stage != self.stage_id else None
-
-    def _inlet(self, edge: int, tag: int) -> Inlet:
-        """From the other end of ``edge``, which is between the pieces ``edge`` and ``edge + 1`` of the model."""
-        peer = self._peer(edge if tag == _ACTIVATIONS else edge + 1)
-        if peer is None:
-            return self._handovers.setdefault((edge, tag), Handover())
-        return Receiver(peer, self.grid.get_pipe_parallel_group(), self.device, 2 * edge + tag)
-
-    def _outlet(self, edge: int, tag: int) -> Outlet:
-        peer = self._peer(edge + 1 if tag == _ACTIVATIONS else edge)
-        if peer is None:
-            return self._handovers.setdefault((edge, tag), Handover())
-        return Sender(peer, self.grid.get_pipe_parallel_group(), self.device, 2 * edge + tag)
-
     def pipe_channels(self) -> Iterator[tuple[str, Inlet | Outlet]]:
         """What each channel to or from a neighbour carries, and the channel."""
-        for links in self._links:
-            for name, channel in (
-                ("activations", links.inputs),
-                ("gradients of activations", links.output_gradients),
-                ("activations", links.outputs),
-                ("gradients of activations", links.input_gradients),
-            ):
-                if channel is not None:
-                    yield name, channel
+        return self._connections.named()
+
+    @property
+    def _links(self) -> list[Links]:
+        return self._connections.links
 
     @property
     def stage_module(self) -> PipelineModule:
@@ -196,8 +166,7 @@ class PipelineEngine(DeepSpeedEngine):
             core.reducer.finish()  # while the stages before this one are still at their last backwards
         except BaseException as error:
             self._abandon_batch(error)
-            for handover in self._handovers.values():
-                handover.clear()
+            self._connections.clear()
             raise
         finally:
             self._weights.active = False
@@ -380,9 +349,10 @@ class PipelineEngine(DeepSpeedEngine):
         return values[0]
 
     def _mean_over_replicas(self, values: Tensor) -> Tensor:
-        if self.mesh.size("dp") > 1:
-            self.scopes.everyone.all_reduce(values.view(-1)).wait()
-            values = values / self.mesh.size("dp")
+        replicas = self.scopes.everyone
+        if replicas.size > 1:
+            replicas.all_reduce(values.view(-1)).wait()
+            values = values / replicas.size
         return values
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
@@ -473,6 +443,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         join_linears(self._split)
+        self._connections.close()
         super().destroy()
 
     # Reports --------------------------------------------------------------------------------------------------
@@ -486,17 +457,6 @@ class PipelineEngine(DeepSpeedEngine):
         every = self.steps_per_print() or math.inf
         if self.global_rank == 0 and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
-
-
-def _check_axes(config: Any) -> None:
-    """DeepSpeedConfigError: ranks are to share what they cannot share within stages."""
-    if config is None:
-        return
-    if config.sequence_parallel_size > 1:
-        raise DeepSpeedConfigError(
-            f"sequence_parallel_size={config.sequence_parallel_size}: the ranks of a stage do not share sequences yet; "
-            "leave it out, or train without stages"
-        )
 
 
 def _check_stages(model: Any) -> None:

@@ -33,8 +33,8 @@ DTYPES = (
     torch.bool,
 )
 _NONE, _BOOL, _INT, _FLOAT, _STR, _TENSOR, _TUPLE, _LIST, _DICT = range(9)
-ALIGNMENT = 16
-"""Bytes: tensors begin at multiples of it, as wide as the widest dtype."""
+ALIGNMENT = 64
+"""Bytes: tensors begin at multiples of it, as those that torch makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,14 @@ def pack(tensors: Sequence[Tensor], found: Sequence[TensorSpec]) -> Tensor:
         return tensors[0].detach().contiguous().view(-1).view(torch.uint8)
     device = tensors[0].device if tensors else None
     packed = torch.empty(total_bytes(found), dtype=torch.uint8, device=device)
+    pack_into(packed, tensors, found)
+    return packed
+
+
+def pack_into(packed: Tensor, tensors: Sequence[Tensor], found: Sequence[TensorSpec]) -> None:
+    """Put the bytes of a message into ``packed``, uint8 [total_bytes]."""
     for tensor, spec in zip(tensors, found, strict=True):
         _part(packed, spec).copy_(tensor.detach())
-    return packed
 
 
 def unpack(packed: Tensor, found: Sequence[TensorSpec]) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.errors import PipelineError
+from deepspeed.runtime.pipe.measured import agreed, measure
 from deepspeed.runtime.pipe.on_paper import WholeModel, on_paper
 from deepspeed.runtime.pipe.orders import place_on_chain, stage_on_chain
 from deepspeed.runtime.pipe.partition import partition, stage_of
@@ -119,7 +119,7 @@ class PipelineModule(Staged, nn.Module):
         self._example = on_paper(profile_input)
         durations = None
         if partition_method.strip().lower() == "profile" and profile_input is not None:
-            durations = _agreed(measure(self._layer_specs, profile_input))
+            durations = agreed(measure(self._layer_specs, profile_input))
         self.parts = partition(self._layer_specs, self.num_stages * chunks, partition_method, durations)
         runs = [self._layers_of(chunk) for chunk in range(chunks)]
         self._numbers = [number for run in runs for number in run]
@@ -189,7 +189,7 @@ class PipelineModule(Staged, nn.Module):
                 _refuse_shared_experts(key, name, param, members)
                 ranks = (
                     self._ranks_of(members),
-                    self._ranks_of(members, data=self._grid.get_data_parallel_id()),
+                    self._ranks_of(members, data=self._grid.replica_id),
                 )
                 setattr(param, SHARED_BY, (f"{SHARED}{key}.{name}", *ranks))
                 setattr(param, PIPE_REPLICATED, self.stage_id != members[0])
@@ -291,7 +291,7 @@ class PipelineModule(Staged, nn.Module):
 
         DeepSpeedConfigError: a topology was given that says otherwise, or there are not as many replicas.
         """
-        given, replicas = self._grid.model_parallel_size, self._grid.data_parallel_size
+        given, replicas = self._grid.model_parallel_size, len(self._grid.dp_group)
         if parts in (1, given):
             return
         if self._arranged or given > 1:
@@ -309,6 +309,9 @@ class PipelineModule(Staged, nn.Module):
         )
         self._topo = self._grid.topology()
         self.tied_stages = self._find_ties()
+
+    def share_sequences(self, ranks: int) -> None:
+        self._grid.share_sequences(ranks)
 
     def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
         whole = WholeModel(self._layer_specs)
@@ -378,8 +381,8 @@ class PipelineModule(Staged, nn.Module):
     ) -> None:
         """Write the file of every layer of this stage, each by one replica. Experts that replicas share are not in it:
         they have files of their own. Collective over replicas; an error is raised when all layers have been passed."""
-        replica = self._grid.get_data_parallel_id()
-        replicas = self._grid.get_data_parallel_world_size() if self.checkpoint_parallel_write_pipeline else 1
+        replica = self._grid.replica_id
+        replicas = len(self._grid.dp_group) if self.checkpoint_parallel_write_pipeline else 1
         failed: Exception | None = None
         for turn, (number, layer) in enumerate(self._stored().items()):
             frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
@@ -456,52 +459,3 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
     if num_stages < 1 or world % num_stages:
         raise RuntimeError(f"num_stages={num_stages} does not divide the {world} ranks of this job")
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
-
-
-def measure(layers: Sequence[Layer], inputs: Any, repeats: int = 3) -> list[float]:
-    """Seconds of one forward and backward of each layer, the best of ``repeats``. Layers are built one at a time."""
-    found = []
-    for layer in layers:
-        module: Any = layer.build() if isinstance(layer, LayerSpec) else layer
-        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-            module = partial(layer.forward_fn, module)
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            with torch.enable_grad():
-                outputs = module(_fresh(inputs))
-            traced = [t for t in _tensors(outputs) if t.requires_grad]
-            wanted = list(module.parameters()) if isinstance(module, nn.Module) else []
-            leaves = [p for p in wanted if p.requires_grad]
-            if traced and leaves:
-                torch.autograd.grad(traced, leaves, [torch.ones_like(t) for t in traced], allow_unused=True)
-            times.append(time.perf_counter() - start)
-        found.append(min(times))
-        inputs = _fresh(outputs)
-    return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
-
-
-def _fresh(value: Any) -> Any:
-    """Without a graph; what can have a gradient wants one."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
-    return type(value)(map(_fresh, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _agreed(durations: list[float]) -> list[float]:
-    """Those of rank 0."""
-    if dist.get_world_size() == 1:
-        return durations
-    message = torch.tensor(durations, dtype=torch.float64)
-    dist.broadcast(message, src=0)
-    return message.tolist()

@@ -33,6 +33,7 @@ class WeightQueue:
             (), requires_grad=True
         )  # backward also reaches layers whose input wants no gradient
         self._waiting: dict[tuple[int, int], list[tuple[int, int | None, Tensor, Tensor]]] = {}
+        self._scratch: Tensor | None = None
 
     def put(self, weight: int, bias: int | None, inputs: Tensor, grad: Tensor) -> None:
         self._waiting.setdefault(self.part, []).append((weight, bias, inputs, grad))
@@ -41,12 +42,24 @@ class WeightQueue:
         """The gradients that wait for a micro-batch of a chunk, in the order in which its backward reached them."""
         for weight, bias, inputs, grad in self._waiting.pop(part, ()):
             rows = grad.reshape(-1, grad.shape[-1])
-            self.add(weight, rows.t().mm(inputs.reshape(-1, inputs.shape[-1])))
+            columns = inputs.reshape(-1, inputs.shape[-1])
+            self.add(weight, torch.mm(rows.t(), columns, out=self._memory_for(rows, columns)))
             if bias is not None:
                 self.add(bias, rows.sum(0))
 
+    def _memory_for(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The product's: each gradient is added up before the next is computed. New memory for each would be cleared by
+        the system page by page."""
+        shape = (rows.shape[1], columns.shape[1])
+        numel, scratch = shape[0] * shape[1], self._scratch
+        if scratch is None or scratch.numel() < numel or scratch.dtype != rows.dtype:
+            self._scratch = scratch = rows.new_empty(numel)
+        return scratch[:numel].view(shape)
+
     def clear(self) -> None:
+        """At the end of a batch."""
         self._waiting.clear()
+        self._scratch = None
 
 
 class _LinearInTwoParts(torch.autograd.Function):

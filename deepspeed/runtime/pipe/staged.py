@@ -20,6 +20,17 @@ class Staged:
         """
         raise NotImplementedError
 
+    def share_sequences(self, ranks: int) -> None:
+        """Let runs of ``ranks`` neighbouring replicas of a stage share sequences. Collective over all ranks.
+
+        DeepSpeedConfigError: there are not as many replicas.
+        """
+        raise NotImplementedError
+
+    def shard_sequences(self, mesh: Any) -> str | None:
+        """Train on shards of the sequences that it is given; says how. None: it is given shards."""
+        return None
+
     def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
         """The model of all stages, with its parameters' names, and what its forward takes, on the meta device; None:
         what a model of Transformers takes. Only to be looked at: it has no values."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.groups import new_group
+from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.utils.arithmetic import prime_factors as _prime_factors
 
 __all__ = [
@@ -151,13 +152,14 @@ class PipelineParallelGrid:
         self.model_parallel_size = max(self._topo.get_dim(MODEL), 1)
         self.slice_parallel_size = self.model_parallel_size
         self.stage_id = self.get_stage_id()
-        self.data_parallel_id = self.get_data_parallel_id()
+        self.replica_id = getattr(self.coord, DATA, 0)
+        """This rank's place among those that hold the same weights."""
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_group = self._along(DATA)
         self.pp_group = self._along(PIPE)
         self.slice_group = self._along(MODEL)
-        replica = {DATA: self.data_parallel_id} if DATA in self._topo.axes else {}
+        replica = {DATA: self.replica_id} if DATA in self._topo.axes else {}
         self.ds_model_group = self._topo.filter_match(**replica)
         self.dp_proc_group = self._new(self.dp_group)
         self.pp_proc_group = self._new(self.pp_group)
@@ -165,6 +167,30 @@ class PipelineParallelGrid:
         self.ds_model_proc_group = self._new(self.ds_model_group)
         self.ds_model_world_size = len(self.ds_model_group)
         self.ds_model_rank = self.ds_model_group.index(self.global_rank)
+        self._take_sequences(1)
+
+    def share_sequences(self, ranks: int) -> None:
+        """Let runs of ``ranks`` neighbours among the replicas of a stage share sequences: what is *data parallel* are
+        then those with other sequences, ``dp_group`` still all replicas. Collective over all ranks.
+        DeepSpeedConfigError: they do not divide the replicas."""
+        if len(self.dp_group) % ranks:
+            raise DeepSpeedConfigError(
+                f"sequence_parallel_size={ranks} does not divide the {len(self.dp_group)} replicas of a pipeline stage"
+            )
+        self._take_sequences(ranks)
+
+    def _take_sequences(self, ranks: int) -> None:
+        replicas, place = self.dp_group, self.dp_group.index(self.global_rank)
+        self.sequence_parallel_size = ranks
+        self.data_parallel_size = len(replicas) // ranks
+        self.data_parallel_id = self.replica_id // ranks
+        self._sequence_group: ProcessGroup | None = None
+        self._data_ranks, self._data_group = replicas, self.dp_proc_group
+        if ranks > 1:
+            first = place - place % ranks
+            self._sequence_group = self._new(replicas[first : first + ranks])
+            self._data_ranks = replicas[place % ranks :: ranks]
+            self._data_group = self._new(self._data_ranks)
 
     def _along(self, axis: str) -> list[int]:
         """The ranks that differ from this one along ``axis`` alone; itself if the topology does not have it."""
@@ -181,7 +207,7 @@ class PipelineParallelGrid:
         return getattr(self.coord, PIPE, 0)
 
     def get_data_parallel_id(self) -> int:
-        return getattr(self.coord, DATA, 0)
+        return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of another stage, at this rank's place along the other axes unless ``kwargs`` name others."""
@@ -210,10 +236,24 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self.dp_proc_group
+        return self._data_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        return self.dp_group
+        return self._data_ranks
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.replica_id % self.sequence_parallel_size
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sequence_parallel_size
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """None: no sequence is shared."""
+        return self._sequence_group
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup:
+        """All ranks that hold the same weights."""
+        return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
         return self.ds_model_rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -231,10 +232,13 @@ class UlyssesSPAttentionHF(nn.Module):
             )
 
 
-def shard_attention(model: nn.Module, process_group: Any, *, disable_in_eval: bool = False) -> str:
+def shard_attention(
+    model: nn.Module, process_group: Any, *, disable_in_eval: bool = False, layers: int | None = None
+) -> str:
     """Make `UlyssesSPAttentionHF` over ``process_group`` the attention of a Transformers model, for sequences of any
-    length; the name of the attention that each rank computes. ValueError: as ``register_with_transformers``."""
-    target = Target.of(model)
+    length; the name of the attention that each rank computes. ``layers``: how many of them its first forward runs, if
+    not all. ValueError: as ``register_with_transformers``."""
+    target = replace(Target.of(model), layers=layers)
     core = target.core_name(None)
     attention = UlyssesSPAttentionHF(
         attn=attention_function(core),

@@ -37,6 +37,8 @@ class Target:
     name: str
     config: Any
     model: nn.Module | None = None
+    layers: int | None = None
+    """How many layers a forward of the model runs; None: all that the config counts."""
 
     @classmethod
     def of(cls, model_name_or_path: Any) -> Target:
@@ -132,7 +134,7 @@ def _check_first_forward(target: Target, attention: CountedAttention) -> None:
     """Some models accept any attention and go on computing their own, which would see one shard only. Whether each
     layer has called it is known after the first forward, before any gradient."""
     assert target.model is not None
-    layers = int(getattr(target.config, "num_hidden_layers", 1))
+    layers = int(getattr(target.config, "num_hidden_layers", 1)) if target.layers is None else target.layers
     before = attention.calls
 
     def check(model: nn.Module, *_: Any) -> None:

@@ -8,7 +8,7 @@ all shards, on every rank. In evaluation and ``generate`` every rank has the who
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.sequence_parallel.attention import shard_attention
 from deepspeed.runtime.sequence_parallel.dataloader import IGNORED, shards_of, with_shifted_labels
 from deepspeed.runtime.sequence_parallel.loss import token_mean, token_sum
@@ -45,6 +46,9 @@ class ShardedSequences:
     before: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, context: _Context) -> None:
+        if isinstance(module, Staged):
+            context.say(module.shard_sequences(context.mesh) or "the model's own matter")
+            return
         if context.mesh.size("sp") == 1 or not _takes_attention(module):
             context.say("the model's own matter")
             return
@@ -88,13 +92,9 @@ class ShardOfInputs:
             raise ValueError(
                 "pass input_ids or inputs_embeds by name, of whole sequences: [batch, tokens, ...]"
             )
-        if batch.get("position_ids") is None:
-            batch["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand(
-                tokens.shape[:2]
-            )
         if batch.get("labels") is not None:
             batch = self._with_labels(batch)
-        shard = shards_of(batch, self.mesh.size("sp"))[self.mesh.rank("sp")]
+        shard = shard_of(batch, tokens, self.mesh)
         if "shift_labels" in shard:
             shard["labels"] = shard["shift_labels"]  # without labels the model computes no loss
         return (), shard
@@ -115,6 +115,26 @@ class ShardOfInputs:
             f"{type(self.module).__name__} has a loss of kind {kind}, which is not a mean over tokens: with "
             f"sequence_parallel_size, labels are for models of kind {', '.join((*_SHIFTED, *_ALIGNED))}"
         )
+
+
+def shard_of(batch: dict[str, Any], tokens: Tensor, mesh: ProcessMesh) -> dict[str, Any]:
+    """This rank's shard, with position ids, of whole sequences: ``tokens`` [batch, tokens, ...] is among them."""
+    if batch.get("position_ids") is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        batch = {**batch, "position_ids": positions.expand(tokens.shape[:2])}
+    return shards_of(batch, mesh.size("sp"))[mesh.rank("sp")]
+
+
+def shard_of_pair(
+    inputs: Any, labels: Tensor | None, mesh: ProcessMesh
+) -> tuple[dict[str, Any], Tensor | None]:
+    """The same of what a pipeline reads: the inputs of a model, or its tokens alone, and labels, which become those of
+    the next tokens."""
+    batch = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    if labels is not None:
+        batch = with_shifted_labels({**batch, "labels": labels})
+    shard = shard_of(batch, batch["input_ids"], mesh)
+    return shard, shard.pop("shift_labels", None)
 
 
 def _loss_of_all(group: Any) -> Callable[..., Any]:
