@@ -99,8 +99,9 @@ class Journal(Protocol):
     def compute(self, phase: Phase, call: int) -> None:
         """The forward or backward of a call runs now; what it needs is there."""
 
-    def collective(self, operation: str, nbytes: float, ranks: int) -> Pending:
-        """One is started. ``nbytes``: of the whole buffer that all ranks fill or sum, or that each sends from."""
+    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+        """One is started. ``nbytes``: of the whole buffer that all ranks fill or sum, or that each sends from;
+        ``apart``: 1, where the ranks are neighbours; else how far each is from the next."""
         ...
 
 
@@ -113,7 +114,7 @@ class _Silent:
 
     def compute(self, phase: Phase, call: int) -> None: ...
 
-    def collective(self, operation: str, nbytes: float, ranks: int) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
         return DONE
 
 
@@ -148,17 +149,27 @@ class PaperPool(BufferPool):
 
 
 class PaperCommunicator(Communicator):
-    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices."""
+    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices.
+    ``apart``: how far each is from the next."""
 
-    def __init__(self, size: int, meter: Meter, *, buffered: bool = False, journal: Journal = SILENT) -> None:
+    def __init__(
+        self,
+        size: int,
+        meter: Meter,
+        *,
+        buffered: bool = False,
+        journal: Journal = SILENT,
+        apart: int = 1,
+    ) -> None:
         super().__init__(None)
         self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
         self.journal = journal
+        self.apart = apart
         self.buffered = buffered and size > 1
 
     def _tell(self, operation: str, nbytes: int) -> Pending:
-        return self.journal.collective(operation, nbytes, self.size) if self.size > 1 else DONE
+        return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/exchanged_sums.py``)."""
@@ -203,10 +214,10 @@ class PaperCommunicator(Communicator):
 
 
 class PaperChannel(PaperCommunicator):
-    """The ranks that hold one copy of a bucket, for its gathers: its slice has no memory, but its layout has a size."""
+    """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
 
-    def __init__(self, bucket: ShardedBucket, size: int, meter: Meter, journal: Journal) -> None:
-        super().__init__(size, meter, journal=journal)
+    def __init__(self, bucket: ShardedBucket, near: PaperCommunicator) -> None:
+        super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
         self.bucket = bucket
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
@@ -214,7 +225,8 @@ class PaperChannel(PaperCommunicator):
 
 
 class PaperScopes:
-    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators."""
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators.
+    ``group``: neighbours among them that hold a copy of their own (hpZ)."""
 
     def __init__(
         self,
@@ -224,23 +236,36 @@ class PaperScopes:
         *,
         buffered: bool,
         journal: Journal = SILENT,
+        group: int = 1,
     ) -> None:
         self.everyone = PaperCommunicator(everyone, meter, journal=journal)
         self.journal = journal
+        self.group = group
+        self.near: dict[str, PaperCommunicator] = {}
+        """By scope: the ranks among which gathers stay."""
         self._known = {
             name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, buffered)
             for name, size in shards.items()
         }
 
     def _scope(self, name: str, size: int, holders: int, meter: Meter, buffered: bool) -> Scope:
+        apart = self.everyone.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
-            PaperCommunicator(ranks, meter, buffered=buffered, journal=self.journal)
-            for ranks in (holders, size, holders // size)
+            PaperCommunicator(ranks, meter, buffered=buffered, journal=self.journal, apart=apart * steps)
+            for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
+        self.near[name] = shard
+        if in_groups(size, self.group):
+            self.near[name] = PaperCommunicator(self.group, meter, journal=self.journal, apart=apart)
         return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
 
     def __getitem__(self, name: str) -> Scope:
         return self._known[name]
+
+
+def in_groups(shards: int, group: int) -> bool:
+    """Whether ranks that share a copy are several groups of several (``Scope.grouped``)."""
+    return 1 < group < shards and shards % group == 0
 
 
 class PaperBucket(ShardedBucket):
@@ -281,32 +306,29 @@ class PaperBucket(ShardedBucket):
 class PaperServers(ShardServers):
     """Other ranks' slices arrive immediately."""
 
-    def __init__(self, buckets: Sequence[ShardedBucket], journal: Journal) -> None:
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: PaperScopes) -> None:
         self.buckets, self.servers = list(buckets), {}
-        self.journal = journal
+        self.scopes = scopes
 
     def fetch(self, index: int, full: Tensor, phase: object) -> None:
         bucket = self.buckets[index]
-        if bucket.layout.num_shards > 1:
-            self.journal.collective("fetch", bucket.nbytes, bucket.layout.num_shards).wait()
+        near = self.scopes.near[bucket.layout.scope]
+        if near.size > 1:
+            near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
 
 
 class PaperLinks(GatherLinks):
     """Ranks that answer immediately."""
 
-    def __init__(self, scopes: PaperScopes, meter: Meter, journal: Journal) -> None:
+    def __init__(self, scopes: PaperScopes) -> None:
         super().__init__(scopes, Packing())
-        self.meter = meter
-        self.journal = journal
+        self.paper = scopes
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
-        return PaperServers(buckets, self.journal)
+        return PaperServers(buckets, self.paper)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
-        return [
-            PaperChannel(bucket, self.shards(bucket.layout.scope), self.meter, self.journal)
-            for bucket in buckets
-        ]
+        return [PaperChannel(bucket, self.paper.near[bucket.layout.scope]) for bucket in buckets]
 
 
 class PaperStorage(ParamStorage):
@@ -351,7 +373,12 @@ class Rehearsal:
     def run(self) -> dict[Phase, Counter[Kind]]:
         with torch.inference_mode(False), torch.enable_grad():
             scopes = PaperScopes(
-                self.shards, self.everyone, self.meter, buffered=self.apart, journal=self.journal
+                self.shards,
+                self.everyone,
+                self.meter,
+                buffered=self.apart,
+                journal=self.journal,
+                group=self.plan.packing.group,
             )
             params = self._params()
             buckets = [
@@ -410,7 +437,7 @@ class Rehearsal:
     def _coordinator(self, buckets: Sequence[PaperBucket], scopes: PaperScopes) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            PaperLinks(scopes, self.meter, self.journal),
+            PaperLinks(scopes),
             PaperStorage(self.plan.param_offload),
             device=META if self.apart else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),

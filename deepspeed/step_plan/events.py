@@ -55,6 +55,10 @@ class Link:
         self._at = end
         return end
 
+    def begin_again(self, now: float) -> None:
+        """Call this moment 0, with what has been saved until then."""
+        self._saved, self._at = min(self.burst, self._saved + self.rate * (now - self._at)), 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

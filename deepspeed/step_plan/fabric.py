@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deepspeed.step_plan.events import Link, Resource
+from deepspeed.step_plan.events import Link
 from deepspeed.step_plan.hardware import Network
 
 INSIDE, BETWEEN = "inside", "between"
@@ -56,7 +56,7 @@ class Fabric:
     costs: Costs = Costs()
     background: bool = True
 
-    def resources(self) -> dict[str, Resource]:
+    def resources(self) -> dict[str, Link]:
         """Fresh links, for one simulation."""
         return {
             INSIDE: self._link(self.inside, self.ranks_per_node if self.inside.per_device else 1),

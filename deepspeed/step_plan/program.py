@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from deepspeed.comm.pending import Pending
 from deepspeed.memory_plan.ledger import Phase
+from deepspeed.memory_plan.offload import BucketUse
 from deepspeed.memory_plan.planner import Setting, cut_buckets, rehearsal_of
-from deepspeed.runtime.zero.scopes import DENSE
+from deepspeed.memory_plan.rehearsal import in_groups
+from deepspeed.runtime.zero.scopes import expert_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective. ``nbytes``: of the whole buffer. ``ranks``: how many take part; ``number``: to wait for it."""
+    """A collective. ``nbytes``: of the whole buffer. ``ranks``: how many take part, each ``apart`` from the next (1:
+    neighbours); ``number``: to wait for it."""
 
     number: int
     operation: str
     nbytes: float
     ranks: int
+    apart: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +81,11 @@ class Notebook:
     def compute(self, phase: Phase, call: int) -> None:
         self.parts[-1].append(Compute(phase, call))
 
-    def collective(self, operation: str, nbytes: float, ranks: int) -> Pending:
+    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
         number, self.started = self.started, self.started + 1
         if not self.parts:
             return Pending()
-        self.parts[-1].append(Start(number, operation, float(nbytes), ranks))
+        self.parts[-1].append(Start(number, operation, float(nbytes), ranks, apart))
         return Pending(lambda: self.parts[-1].append(Wait(number)))
 
 
@@ -92,24 +96,43 @@ def program_of(setting: Setting) -> Program:
     rehearsal_of(setting, buckets, notebook).run()
     first, last = notebook.parts[0], notebook.parts[-1]
     micro_batches = [first] * (setting.micro_batches - 1) + [last]
-    trained = [bucket for bucket in buckets if bucket.trained]
-    elements = sum(fragment.numel for bucket in trained for fragment in bucket.layout.owned(0))
-    update: list[Event] = []
-    shards, number = setting.shards_by_scope(), notebook.started
-    if setting.ranks > 1:  # the norm, and who used what
-        update += [
-            Start(number, "all_reduce", 8.0 * (2 + setting.facts.trained), setting.ranks),
-            Wait(number),
-        ]
-        number += 1
-    update.append(Update(elements))
-    waits: list[Event] = []
+    return Program(micro_batches, _update(setting, buckets, notebook.started))
+
+
+def _update(setting: Setting, buckets: Sequence[BucketUse], number: int) -> list[Event]:
+    """The norm (and who used what), the optimizer, and what the others have to be told of its results."""
+    begun: list[Start] = []
+    if setting.ranks > 1:
+        begun.append(Start(number, "all_reduce", 8.0 * (2 + setting.facts.trained), setting.ranks))
+    updated = [bucket.layout for bucket in buckets if bucket.trained]
+    elements = sum(fragment.numel for layout in updated for fragment in layout.owned(0))
     for bucket in buckets:
-        layout = bucket.layout
-        stays = bucket.persistent if setting.plan.zero.shard_params else layout.num_shards > 1
-        if stays and bucket.trained and shards.get(layout.scope, shards[DENSE]) > 1:
-            nbytes = float(layout.padded_numel * layout.dtype.itemsize)
-            update.append(Start(number, "all_gather", nbytes, layout.num_shards))
-            waits.append(Wait(number))
-            number += 1
-    return Program(micro_batches, [*update, *waits])
+        published = _published(setting, bucket)
+        if published is not None:
+            operation, nbytes, ranks, apart = published
+            begun.append(Start(number + len(begun), operation, nbytes, ranks, apart))
+    agreed = [event for event in begun if event.operation == "all_reduce"]
+    gathers = begun[len(agreed) :]
+    return [
+        *(event for start in agreed for event in (start, Wait(start.number))),
+        Update(elements),
+        *gathers,
+        *(Wait(start.number) for start in gathers),
+    ]
+
+
+def _published(setting: Setting, bucket: BucketUse) -> tuple[str, float, int, int] | None:
+    """The gather after an update: of weights that are whole everywhere; of slices between groups of ranks of which each
+    holds a copy (``runtime/zero/gathering/packets.py``)."""
+    layout, group = bucket.layout, setting.plan.packing.group
+    if layout.num_shards == 1:
+        return None
+    apart = expert_parallel_size(layout.scope, setting.ranks)
+    if setting.plan.zero.shard_params and not bucket.persistent:
+        if not in_groups(layout.num_shards, group):
+            return None
+        across = layout.num_shards // group
+        return "all_gather", float(layout.padded_numel * layout.dtype.itemsize / group), across, apart * group
+    if not bucket.trained:
+        return None
+    return "all_gather", float(layout.padded_numel * layout.dtype.itemsize), layout.num_shards, apart

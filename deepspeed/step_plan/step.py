@@ -18,6 +18,7 @@ from deepspeed.step_plan.work import Exchange, Work
 
 COMPUTE, HOST, HOST_LINK, STORAGE = "compute", "host", "host link", "storage"
 SMALL_MESSAGE = 64 * 1024
+GATHERS = ("all_gather", "fetch")
 STATE_BYTES = 12.0
 """Of an element on storage: master and two moments, in fp32."""
 
@@ -60,11 +61,18 @@ def run(program: Program, setting: Setting, work: Work, machine: Machine, model_
 def schedule_of(
     events: Sequence[Event], setting: Setting, work: Work, machine: Machine, model_ranks: int = 1
 ) -> Schedule:
-    """When everything happens."""
+    """When everything happens, where one step follows the other."""
     builder = Builder(setting, work, machine, model_ranks)
     for event in events:
         builder.add(event)
-    return simulate(builder.tasks, {**machine.fabric.resources(), **_beside(machine.device)})
+    links = machine.fabric.resources()
+    beside = _beside(machine.device)
+    found = simulate(builder.tasks, {**links, **beside})
+    if any(link.burst for link in links.values()):  # the step before has left less than a whole burst
+        for link in links.values():
+            link.begin_again(found.makespan)
+        found = simulate(builder.tasks, {**links, **beside})
+    return found
 
 
 def waits_for(schedule: Schedule) -> str:
@@ -143,7 +151,7 @@ class Builder:
         parts = self.fabric.parts(event.operation, nbytes, group)
         after = self.last
         offload = self.setting.plan.param_offload
-        gathers = event.operation in ("all_gather", "fetch") and event.nbytes > SMALL_MESSAGE
+        gathers = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
         if self.machine.device is not None and offload is not None and gathers:
             slice_bytes = event.nbytes / event.ranks
             if offload.folder is not None:
@@ -157,15 +165,8 @@ class Builder:
         self.open[event.number] = ([Passage("", 0.0, 0.0, work), *later] if work or later else [], begun)
 
     def _group(self, event: Start) -> Group:
-        """Data-parallel ranks are ``model_ranks`` apart. Groups with copies of their own are neighbours, and what is
-        summed over the copies is not."""
-        zero, per_node = self.setting.plan.zero, self.fabric.ranks_per_node
-        there = max(1, per_node // self.model_ranks)
-        if zero.in_groups and event.operation == "all_reduce" and event.nbytes > SMALL_MESSAGE:
-            return Group(event.ranks, max(1, there // self.setting.shards))
-        hpz = self.setting.plan.packing.group
-        if hpz > 1 and event.operation in ("all_gather", "fetch") and event.nbytes > SMALL_MESSAGE:
-            return Group(min(hpz, event.ranks), min(hpz, there))
+        """Data-parallel ranks are ``model_ranks`` apart."""
+        there = max(1, self.fabric.ranks_per_node // (self.model_ranks * event.apart))
         return Group(event.ranks, min(event.ranks, there))
 
     def _wait(self, number: int) -> None:
@@ -214,5 +215,5 @@ class Wire:
         self.factor = bytes_per_element(codec) / item if codec is not None else 1.0
 
     def nbytes(self, event: Start) -> float:
-        gathers = event.operation in ("all_gather", "fetch")
-        return event.nbytes * self.factor if gathers and event.nbytes > SMALL_MESSAGE else event.nbytes
+        packed = event.operation in GATHERS and event.nbytes > SMALL_MESSAGE
+        return event.nbytes * self.factor if packed else event.nbytes

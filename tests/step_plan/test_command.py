@@ -90,7 +90,7 @@ def test_own_hardware(files: tuple[str, str], tmp_path: Path, capsys: pytest.Cap
         (["--on", "H100", "--calibration", "x.json"], "give one"),
         (["--on", "H200000"], "neither a known name (A100, H100) nor a JSON file"),
         (["--on", "H100", "--nodes", "2", "--network", "carrier pigeon"], "neither a known name (1GbE"),
-        (["--on", "H100", "--nodes", "2", "--network", "-1Gbit"], "expected a rate above 0"),
+        (["--on", "H100", "--nodes", "2", "--network=-1Gbit"], "expected a rate above 0"),
         (["--calibration", "nowhere.json"], "No such file"),
         (["--batch", "a:b"], "--batch is for --calibrate"),
         (["--model", "gpt:0x1x1"], "expected gpt:LAYERSxWIDTHxHEADS"),

@@ -50,6 +50,12 @@ def test_what_the_engine_sends(case: str) -> None:
     distributed(world_size=2)(compare)(config=CASES[case])
 
 
+@pytest.mark.parametrize("groups", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_what_groups_send(groups: str) -> None:
+    config = config_for(3, bf16=True, **NOTHING_KEPT, **{groups: 2})
+    distributed(world_size=4)(compare)(config=config)
+
+
 def compare(config: dict[str, Any]) -> None:
     engine, *_ = deepspeed.initialize(model=Gpt(), config=config)
 
@@ -67,7 +73,7 @@ def compare(config: dict[str, Any]) -> None:
     counts: Counter[str] = Counter()
     for each in known:
         counts += each.collectives
-    expected, nbytes = sent(program(config))
+    expected, nbytes = sent(program(config, known[0].size))
     assert counts == expected
     assert sum(each.bytes_sent for each in known) == pytest.approx(nbytes, rel=1e-3)
     engine.destroy()
