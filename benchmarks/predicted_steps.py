@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=5, help="most steps of a cell; the median counts")
+    parser.add_argument("--steps", type=int, default=30, help="most steps of a cell; the median counts")
     parser.add_argument("--calibration", help="a file to use; default: calibrate now")
     parser.add_argument("--memory", action="store_true", help="memory instead of time")
     arguments = parser.parse_args(argv)
@@ -115,12 +115,12 @@ def measure(arguments: argparse.Namespace, predictor: Predictor, ranks: int) -> 
         for stage in arguments.stages:
             links.limit(10_000)
             progress(f"{ranks} ranks, stage {stage}")
-            ranks_running.call("prepare", stage=stage, warmup=3)
+            ranks_running.call("prepare", stage=stage, warmup=5)
             for mbits in arguments.mbits if ranks > 1 else arguments.mbits[-1:]:
                 foreseen = predictor.seconds(mbits, ranks, stage)
                 links.limit(mbits)
                 ranks_running.call("run", steps=1)  # what was saved up for a burst is spent
-                steps = max(2, min(arguments.steps, round(3.0 / foreseen)))
+                steps = max(4, min(arguments.steps, round(2.0 / foreseen)))
                 rows = ranks_running.call("run", steps=steps)
                 seconds = statistics.median(max(step) for step in zip(*rows, strict=True))
                 cells.append(

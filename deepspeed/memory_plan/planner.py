@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A model, a plan, and the ranks they run on.
 
@@ -55,6 +56,10 @@ class Setting:
 
     def shards_by_scope(self) -> dict[str, int]:
         """Ranks that share one copy, by the scope of the weights."""
+        return self._shards_by_scope
+
+    @cached_property
+    def _shards_by_scope(self) -> dict[str, int]:
         size = int(self.zero.mics_shard_size)
         wanted = size if self.plan.zero.in_groups else self.ranks
         names = {DENSE, *(spec.scope for spec in self.facts.specs)}

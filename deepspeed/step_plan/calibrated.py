@@ -10,7 +10,8 @@ from deepspeed.memory_plan.planner import Setting
 from deepspeed.step_plan.calibration import Calibration
 from deepspeed.step_plan.fabric import Costs, Fabric
 from deepspeed.step_plan.hardware import Network
-from deepspeed.step_plan.step import Machine, StepTime, step_time
+from deepspeed.step_plan.program import program_of
+from deepspeed.step_plan.step import Machine, StepTime, run, step_time
 from deepspeed.step_plan.work import Work
 
 
@@ -52,6 +53,8 @@ def _memory_rate(found: Calibration) -> float:
     return 4.0 / byte if byte > 0 else 1e10
 
 
+MOST_STRETCH = (0.5, 8.0)
+BISECTIONS = 16
 UNLIMITED = Network(name="none", rate=1e12)
 """Between the two ranks of a calibration: they limit themselves."""
 
@@ -60,12 +63,10 @@ def work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks_
     """For a rank of ``setting``, of ``ranks_beside`` on its machine.
 
     The model that was measured takes what it took; another one as long as its operations take at the rate that was
-    measured. What two ranks take beyond what the simulation of two ranks explains is a constant of the stage.
+    measured. Ranks that communicate compute longer: their threads also copy what they send and receive.
     """
-    work = _without_constant(found, setting, flops, min(2, setting.ranks))
-    if setting.ranks == 1:
-        return replace(work, busy=busy(found, ranks_beside))
-    return replace(work, busy=busy(found, ranks_beside), constant=_constant(found, setting, flops))
+    work = replace(_work_of(found, setting, flops, min(2, setting.ranks)), busy=busy(found, ranks_beside))
+    return work if setting.ranks == 1 else work.stretched(_stretch(found, setting, flops))
 
 
 def is_same_model(found: Calibration, setting: Setting, flops: Sequence[float]) -> bool:
@@ -78,7 +79,7 @@ def is_same_model(found: Calibration, setting: Setting, flops: Sequence[float]) 
     )
 
 
-def _without_constant(found: Calibration, setting: Setting, flops: Sequence[float], ranks: int) -> Work:
+def _work_of(found: Calibration, setting: Setting, flops: Sequence[float], ranks: int) -> Work:
     stage = stage_of(setting)
     alone = found.of(1, stage) or found.of(1, 0)
     assert alone is not None  # a calibration has it
@@ -101,18 +102,26 @@ def _without_constant(found: Calibration, setting: Setting, flops: Sequence[floa
     )
 
 
-def _constant(found: Calibration, setting: Setting, flops: Sequence[float]) -> float:
-    """Seconds of a step on two ranks that the simulation of it leaves unexplained; below zero: it explains too many.
+def _stretch(found: Calibration, setting: Setting, flops: Sequence[float]) -> float:
+    """How much longer than ``_work_of`` says two ranks of the calibration must have computed, for the simulation of
+    their step to take what it took.
 
-    Only where this model was measured at this stage: a constant of another model says nothing.
+    Only where this model was measured at this stage: what another one exchanges while it computes says nothing.
     """
     measured = found.of(2, stage_of(setting))
-    if measured is None or setting.micro_batches > 1 or not is_same_model(found, setting, flops):
-        return 0.0
-    pair = replace(setting, ranks=2)
-    work = _without_constant(found, pair, flops, 2)
-    simulated = step_time(pair, work, Machine(fabric=fabric_of(found, UNLIMITED, 1)))
-    return measured.step - simulated.seconds
+    if measured is None or not is_same_model(found, setting, flops):
+        return 1.0
+    pair = replace(setting, ranks=2, micro_batches=1)
+    program, work = program_of(pair), _work_of(found, pair, flops, 2)
+    machine = Machine(fabric=fabric_of(found, UNLIMITED, 1))
+    low, high = MOST_STRETCH
+    for _ in range(BISECTIONS):  # a step takes no less time where more is computed
+        middle = (low + high) / 2
+        if run(program, pair, work.stretched(middle), machine).seconds < measured.step:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 def predicted(

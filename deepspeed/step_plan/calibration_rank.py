@@ -27,6 +27,7 @@ from deepspeed.step_plan.user_model import call_of, loss_of
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes that a rank sends in a collective that is timed."""
+ENOUGH_S, MOST_STEPS = 2.0, 60
 
 
 class Trained:
@@ -35,7 +36,7 @@ class Trained:
     def __init__(
         self, name: str, batch: str | None, config: dict[str, Any], micro: int, sequence: int
     ) -> None:
-        device = torch.device(get_accelerator().current_device_name())
+        device = self.device = torch.device(get_accelerator().current_device_name())
         torch.manual_seed(1)
         if is_shape(name):
             self.module: nn.Module = build_shape(name)
@@ -75,13 +76,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def timed(trained: Trained, steps: int, warmup: int) -> dict[str, float]:
-    """Medians over ``steps``, as ``calibration.Steps``."""
-    for _ in range(warmup):
-        trained.step()
-    rows = []
-    for _ in range(steps):
-        rows.append(trained.step())
+def timed(trained: Trained, steps: int, warmup: int, world: Communicator) -> dict[str, float]:
+    """Medians over ``steps``, as ``calibration.Steps``; over more where they are short, since their times vary."""
+    taken = [sum(trained.step()) for _ in range(warmup)]
+    slowest = torch.tensor([taken[-1] if taken else ENOUGH_S], device=trained.device)
+    world.all_reduce_max(slowest).wait()
+    rows = [trained.step() for _ in range(max(steps, min(MOST_STEPS, int(ENOUGH_S / float(slowest)))))]
     whole = [sum(row) for row in rows]
     forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
     step = statistics.median(whole)
@@ -231,7 +231,7 @@ def main() -> None:
     for stage in given["stages"]:
         config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
         trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])
-        found["steps"][f"{world.size}/{stage}"] = timed(trained, given["steps"], given["warmup"])
+        found["steps"][f"{world.size}/{stage}"] = timed(trained, given["steps"], given["warmup"], world)
         if stage == 0 and world.size == 1:
             found["shares"] = shares_of(trained)
         if stage == 3 and world.size > 1:

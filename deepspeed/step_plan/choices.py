@@ -194,6 +194,8 @@ class Search:
         if ranks % way.model_ranks or self.samples % (ranks // way.model_ranks * self.micro):
             return False
         data = ranks // (way.tensor * way.stages)
+        if data == 1 and way.stage > 0 and not way.offload:  # nobody to share with: as stage 0
+            return False
         if way.experts > 1 and (data % way.experts or way.stages > 1):
             return False
         if way.stages > 1 and (way.stage > 1 or way.sequence > 1 or self.micro_batches(way) < way.stages):

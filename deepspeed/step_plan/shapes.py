@@ -89,7 +89,10 @@ class ShapedGPT(nn.Module):
     def __init__(self, config: ShapedConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        if not table.is_meta:  # where it would take seconds to find out that there is nothing to fill
+            nn.init.normal_(table)
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -54,8 +54,7 @@ def step_time(setting: Setting, work: Work, machine: Machine, model_ranks: int =
 
 def run(program: Program, setting: Setting, work: Work, machine: Machine, model_ranks: int = 1) -> StepTime:
     schedule = schedule_of(program.events, setting, work, machine, model_ranks)
-    constant = work.constant * work.busy
-    return StepTime(schedule.makespan + constant, schedule.busy(COMPUTE) + constant, waits_for(schedule))
+    return StepTime(schedule.makespan, schedule.busy(COMPUTE), waits_for(schedule))
 
 
 def schedule_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -22,21 +22,23 @@ and the 16-bit weight."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds. ``constant``: of every step, whatever the model; ``busy``: how much longer everything takes where
-    ranks share processors."""
+    """Seconds. ``busy``: how much longer everything takes where ranks share processors."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     per_element: float
-    constant: float = 0.0
     busy: float = 1.0
     extra: Sequence[Sequence[Exchange]] = field(default_factory=tuple)
     """By call: what its layers exchange in forward, and again in backward, while they wait for it."""
 
-    @property
-    def seconds(self) -> float:
-        """Of a micro-batch."""
-        return (sum(self.forward) + sum(self.backward)) * self.busy
+    def stretched(self, factor: float) -> Work:
+        """All that is computed takes so many times as long."""
+        return replace(
+            self,
+            forward=[factor * each for each in self.forward],
+            backward=[factor * each for each in self.backward],
+            per_element=factor * self.per_element,
+        )
 
 
 @dataclass(frozen=True, slots=True)

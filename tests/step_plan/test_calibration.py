@@ -32,10 +32,12 @@ def config(stage: int) -> dict[str, Any]:
     }
 
 
-def planned(stage: int, ranks: int) -> tuple[Setting, list[float]]:
+def planned(stage: int, ranks: int, **zero: Any) -> tuple[Setting, list[float]]:
     with torch.device("meta"):
         module = build_shape(MODEL)
-    found = answer(Request(module=module, config=config(stage), ranks=ranks, device_type="cpu")).setting
+    given = config(stage)
+    given["zero_optimization"] |= zero
+    found = answer(Request(module=module, config=given, ranks=ranks, device_type="cpu")).setting
     return found, flops_by_call(module, found.facts, TOKENS, TOKENS, shape_of(module.config))
 
 
@@ -114,7 +116,7 @@ def test_no_file() -> None:
 def test_what_was_measured_is_predicted(stage: int) -> None:
     found = made()
     assert step(found, stage, 1) == pytest.approx(0.035)
-    assert step(found, stage, 2) == pytest.approx(0.06 + 0.001 * stage)
+    assert step(found, stage, 2) == pytest.approx(0.06 + 0.001 * stage, rel=1e-3)
 
 
 def test_a_slower_link_adds_its_bytes() -> None:
@@ -124,6 +126,23 @@ def test_a_slower_link_adds_its_bytes() -> None:
     numel = planned(0, 2)[0].facts.numel
     longer = step(found, 1, 2, link) - step(found, 1, 2)
     assert longer == pytest.approx(4 * numel / 2 / 1e6, rel=0.1)
+
+
+def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
+    """Two ranks took 16 ms more than two that compute would: a slow link leaves time for most of that in backward."""
+    usual = made()
+    rows = {**usual.steps, "2/1": replace(usual.steps["2/1"], step=0.045)}
+    setting, flops = planned(1, 2, reduce_bucket_size=20_000)
+
+    def more(network: Network) -> float:
+        with_copies, without = (
+            predicted(found, setting, flops, network, ranks_per_node=1).seconds
+            for found in (usual, replace(usual, steps=rows))
+        )
+        return with_copies - without
+
+    assert more(UNLIMITED) == pytest.approx(0.016, rel=0.01)
+    assert 0 < more(Network(name="slow", rate=2e6)) < 0.6 * more(UNLIMITED)
 
 
 def test_ranks_share_processors() -> None:
@@ -189,4 +208,4 @@ def test_a_real_one(model: str, batch: str | None, tmp_path: Path) -> None:
     if batch is None:
         setting, flops = planned(3, 2)
         seconds = predicted(found, setting, flops, UNLIMITED, ranks_per_node=1).seconds
-        assert seconds == pytest.approx(found.steps["2/3"].step)
+        assert seconds == pytest.approx(found.steps["2/3"].step, rel=1e-3)

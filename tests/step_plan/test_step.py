@@ -59,13 +59,15 @@ def test_a_gather_ahead() -> None:
     assert hand([gathers[0], Wait(0), F0, gathers[1], Wait(1), F1], []) == 2 + 1 + 2 + 1
 
 
-def test_an_update_and_a_constant() -> None:
+def test_an_update_on_shared_processors() -> None:
     at = setting(config_for(0))
-    spent = Work(forward=[1.0], backward=[2.0], per_element=0.5, constant=0.25, busy=2.0)
+    spent = Work(forward=[1.0], backward=[2.0], per_element=0.5, busy=2.0)
     found = run(Program([[F0, B0]], [Update(4)]), at, spent, machine())
-    assert found.seconds == found.compute == 2 * (1 + 2 + 2 + 0.25)
+    assert found.seconds == found.compute == 2 * (1 + 2 + 2)
     assert found.exposed == 0
     assert found.waits_for == ""
+    longer = run(Program([[F0, B0]], [Update(4)]), at, spent.stretched(1.5), machine())
+    assert longer.seconds == 1.5 * found.seconds
 
 
 def small(at: Setting) -> int:
