@@ -288,7 +288,7 @@ def _enough_ranks(current: Answer) -> int | None:
         )
         try:
             if not answer(request).lacking():
-                return request.ranks
+                return request.all_ranks
         except DeepSpeedConfigError:
             return None
     return None

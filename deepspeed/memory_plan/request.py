@@ -61,8 +61,13 @@ class Request:
     """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
 
     @property
+    def all_ranks(self) -> int:
+        """With those that have other parts of the model."""
+        return self.ranks * (self.split.ways if self.split is not None else 1)
+
+    @property
     def ranks_per_node(self) -> int:
-        return -(-self.ranks // self.nodes)
+        return -(-self.all_ranks // self.nodes)
 
     def neighbours(self, place: Place) -> int:
         """Ranks that share the same memory at that place."""

@@ -22,9 +22,14 @@ class Split:
     stage: int = 0
     held: int = 1
 
+    @property
+    def ways(self) -> int:
+        """How many different parts there are."""
+        return self.tensor * self.stages
+
     def facts(self, facts: ModelFacts, module: nn.Module) -> ModelFacts:
         """Of a rank of that stage: every matrix is cut, other parameters are whole."""
-        if self.tensor == self.stages == 1:
+        if self.ways == 1:
             return facts
         first, stop = self._calls(facts)
         calls = facts.calls[first:stop]

@@ -87,7 +87,7 @@ class Choices:
         head = ("", "fits", "GiB/rank", "s/step", "tokens/s", "waits", "waits for")
         cells = [head, *(self._cells(row) for row in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        title = f"a step of {self.samples} samples" + (
+        title = f"a step of {self.samples} sample{'s' * (self.samples != 1)}" + (
             f" ({self.samples * self.tokens:,} tokens)" if self.tokens else ""
         )
         lines = [f"{title}, the fastest that fits first (predicted):"]
@@ -138,8 +138,8 @@ class Choices:
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """``request``: the config as it is, for all ranks. ``modules``: the model with its experts spread over so many
-    ranks. ``job``: where it runs."""
+    """``request``: the config as it is, for all ranks and the whole model. ``modules``: the model with its experts
+    spread over so many ranks. ``job``: where it runs."""
 
     request: Request
     job: Job
@@ -281,7 +281,7 @@ class Search:
             config=self._config(way),
             ranks=data,
             ranks_per_sequence=way.sequence,
-            nodes=max(1, min(request.nodes, data)),
+            nodes=request.nodes,
             sequence=-(-request.sequence // way.sequence) if request.sequence else None,
             checkpointing=way.checkpointing,
             zero_init=way.stage == 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ def times_of(
     samples = samples_of(found)
     choices = None
     if args.choices:
-        choices = Search(request=request, job=job, samples=samples, modules=modules()).run()
+        whole = replace(request, ranks=request.all_ranks, split=None)
+        choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
     name = chosen.name if chosen is not None else "machines as calibrated"
     link = f" over {joined.name}" if args.nodes > 1 else ""
     ranks = args.gpus * args.nodes

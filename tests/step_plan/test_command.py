@@ -160,3 +160,10 @@ def test_tensor_parallel_ranks_share_no_states(
     whole, half = (found["needed"]["device"] for found in needs)
     assert half == pytest.approx(whole / 2, rel=0.1)
     assert needs[1]["step"]["seconds"] > 0
+    assert [found["ranks"] for found in needs] == [2, 2]
+    main([*arguments, "--choices"])
+    shown = capsys.readouterr().out
+    assert "on each of 2 ranks that share all layers" in shown
+    assert "2 ranks, ZeRO stage 0" in shown
+    assert "a step of 1 sample (" in shown
+    assert "ZeRO 0, TP 2" in shown  # the table is about all ranks
