@@ -43,8 +43,8 @@ def headline(answer: Answer) -> str:
         + (f", {frozen:,} frozen" if frozen else "")
         + part,
         f"{_count(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
-        f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, micro-batch {config.train_micro_batch_size_per_gpu} x "
-        f"{config.gradient_accumulation_steps}",
+        f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, "
+        f"micro-batch {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps}",
     ]
     return "\n".join(lines)
 
