@@ -52,8 +52,8 @@ examples:
   ds plan ds_config.json --model train:build_model --gpus 2 --device cpu
   ds plan ds_config.json --model . --gpus 8 --nodes 2 --set zero_optimization.stage=3
   ds plan ds_config.json --model gpt:70b --gpus 8 --nodes 8 --on H100 --network NDR --sequence 4096 --choices
-  ds plan ds_config.json --model gpt:10m --calibrate here.json
-  ds plan ds_config.json --model gpt:10m --nodes 4 --calibration here.json --network 100Mbit
+  ds plan ds_config.json --model gpt:10m --sequence 256 --calibrate here.json
+  ds plan ds_config.json --model gpt:10m --sequence 256 --nodes 4 --calibration here.json --network 100Mbit
 """
 
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -82,7 +82,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)"
     )
-    made.add_argument("--sequence", type=positive, metavar="S", help="tokens per sample, for activations")
+    made.add_argument(
+        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and step times"
+    )
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from deepspeed.step_plan.calibration import Calibration, CalibrationError, load
 from deepspeed.step_plan.choices import Choices, Search, samples_of
 from deepspeed.step_plan.hardware import Device, HardwareError, Network, device, network
 from deepspeed.step_plan.parallel import Job, seconds_of
+from deepspeed.step_plan.shapes import is_shape
 from deepspeed.step_plan.step import StepTime
 
+USUAL_SEQUENCE = 256
 LOCAL = Network(name="none", rate=1e12, source="one node")
 
 
@@ -78,15 +81,22 @@ def device_memory(args: argparse.Namespace) -> int | None:
 
 def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
     """Train, write the file, and say what it holds."""
+    folder = Path(args.calibrate).absolute().parent
+    if not folder.is_dir():  # said before anybody has waited for it
+        raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
+    micro = config.get("train_micro_batch_size_per_gpu")
     asked = Asked(
         model=args.model,
         config=config,
         batch=args.batch,
-        micro=args.micro_batch or 1,
-        sequence=args.sequence or 256,
+        micro=args.micro_batch or (micro if isinstance(micro, int) else 1),
+        sequence=args.sequence or (USUAL_SEQUENCE if is_shape(args.model) else 1),
     )
     found = calibrate(asked)
-    found.save(args.calibrate)
+    try:
+        found.save(args.calibrate)
+    except OSError as error:
+        raise TimeError(f"--calibrate {args.calibrate}: {error.strerror or error}") from None
     return [*found.lines_of_text(), f"written: {args.calibrate}"]
 
 
@@ -163,6 +173,8 @@ def _job(
     args: argparse.Namespace,
 ) -> Job:
     request = found.request
+    if request.shape is not None and request.sequence is None:
+        raise TimeError("how long a step takes depends on the tokens of a sample: give --sequence")
     dtype = found.plan.precision.param or torch.float32
     tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
     return Job(

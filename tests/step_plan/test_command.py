@@ -93,6 +93,8 @@ def test_own_hardware(files: tuple[str, str], tmp_path: Path, capsys: pytest.Cap
         (["--on", "H100", "--nodes", "2", "--network=-1Gbit"], "expected a rate above 0"),
         (["--calibration", "nowhere.json"], "No such file"),
         (["--batch", "a:b"], "--batch is for --calibrate"),
+        (["--on", "H100"], "depends on the tokens of a sample: give --sequence"),
+        (["--calibrate", "/nowhere/here.json"], "there is no folder /nowhere"),
         (["--model", "gpt:0x1x1"], "expected gpt:LAYERSxWIDTHxHEADS"),
         (["--model", "gpt:2x10x3"], "do not divide the width 10"),
     ],
