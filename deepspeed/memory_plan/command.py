@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
         "--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)"
     )
     made.add_argument(
-        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and step times"
+        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and time"
     )
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"

@@ -181,8 +181,8 @@ def _reduce(world: Communicator, nbytes: int, device: torch.device) -> Callable[
     return lambda: world.all_reduce(whole).wait()
 
 
-def _seconds(act: Callable[[], Any], repeats: int = 7) -> float:
-    for _ in range(2):
+def _seconds(act: Callable[[], Any], repeats: int = 21) -> float:
+    for _ in range(5):  # the first ones connect
         act()
     taken = []
     for _ in range(repeats):

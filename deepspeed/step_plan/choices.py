@@ -146,6 +146,8 @@ class Search:
     samples: int
     """Of a step, over all ranks."""
     modules: Mapping[int, nn.Module] = field(default_factory=dict)
+    numel: dict[int, int] = field(default_factory=dict)
+    """Of a model by how its experts are spread, once counted."""
 
     def run(self) -> Choices:
         ways = list(self.ways())
@@ -215,7 +217,7 @@ class Search:
 
     def _rough(self, way: Way) -> tuple[bool, float]:
         """Whether it seems not to fit, and about how long a step takes."""
-        numel = sum(param.numel() for param in self._module(way).parameters()) / (way.tensor * way.stages)
+        numel = self._numel(way.experts) / (way.tensor * way.stages)
         data = self.request.ranks // (way.tensor * way.stages)
         weights, gradients, states = 2.0 * numel, 2.0 * numel, 12.0 * numel
         near = (weights / data if way.stage == 3 else weights) + (
@@ -248,6 +250,12 @@ class Search:
             itemsize=2,
             checkpointing=way.checkpointing,
         )
+
+    def _numel(self, experts: int) -> int:
+        if experts not in self.numel:
+            module = self.modules.get(experts, self.request.module)
+            self.numel[experts] = sum(param.numel() for param in module.parameters())
+        return self.numel[experts]
 
     def _module(self, way: Way) -> nn.Module:
         return self.modules.get(way.experts, self.request.module)

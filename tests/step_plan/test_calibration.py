@@ -129,7 +129,7 @@ def test_a_slower_link_adds_its_bytes() -> None:
 
 
 def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
-    """Two ranks took 16 ms more than two that compute would: a slow link leaves time for most of that in backward."""
+    """Two ranks took 16 ms more than two that compute would: a slow link leaves time for those in backward."""
     usual = made()
     rows = {**usual.steps, "2/1": replace(usual.steps["2/1"], step=0.045)}
     setting, flops = planned(1, 2, reduce_bucket_size=20_000)
@@ -142,7 +142,9 @@ def test_what_ranks_copy_hides_behind_a_slow_link() -> None:
         return with_copies - without
 
     assert more(UNLIMITED) == pytest.approx(0.016, rel=0.01)
-    assert 0 < more(Network(name="slow", rate=2e6)) < 0.6 * more(UNLIMITED)
+    assert (
+        0 < more(Network(name="slow", rate=2e6)) < 0.8 * more(UNLIMITED)
+    )  # what follows the first full bucket
 
 
 def test_ranks_share_processors() -> None:
