@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -179,21 +180,31 @@ def _start(command: list[str], ranks: int, threads: int, place: Place | None) ->
                 before, own = place(rank) if place is not None else ([], {})
                 environment = {**os.environ, **_environment(rank, ranks, threads, port), **own}
                 running.append(subprocess.Popen([*before, *command], env=environment, stdout=log, stderr=log))
-            for process in running:
-                status = process.wait(LIMIT_S)
-                if status:
-                    log.seek(0)
-                    raise CalibrationError(
-                        f"a rank of the calibration ended with status {status}:\n{log.read()[-3000:]}"
-                    )
-        except subprocess.TimeoutExpired:
-            raise CalibrationError(
-                f"the calibration was not done after {LIMIT_S:.0f} s; take a smaller model, such as gpt:10m"
-            ) from None
+            failed = _first_failure(running)
+            if failed is not None:
+                log.seek(0)
+                raise CalibrationError(
+                    f"a rank of the calibration ended with status {failed}:\n{log.read()[-3000:]}"
+                )
         finally:
             for process in running:
                 process.kill()
                 process.wait()
+
+
+def _first_failure(running: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """The status of the first rank that fails; None: all have ended well. The others may wait for it for long."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        statuses = [process.poll() for process in running]
+        failed = next((status for status in statuses if status), None)
+        if failed is not None or None not in statuses:
+            return failed
+        if time.monotonic() > deadline:
+            raise CalibrationError(
+                f"the calibration was not done after {LIMIT_S:.0f} s; take a smaller model, such as gpt:10m"
+            )
+        time.sleep(0.05)
 
 
 def _environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:

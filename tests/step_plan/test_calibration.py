@@ -168,6 +168,18 @@ def test_a_calibration_needs_a_batch() -> None:
         calibrate(Asked(model="train:build", config={}))
 
 
+def broken_batch() -> dict[str, torch.Tensor]:
+    return {"y": torch.ones(2, 32)}
+
+
+@pytest.mark.slow
+def test_what_a_rank_says_is_passed_on() -> None:
+    name = "tests.step_plan.test_calibration:"
+    asked = Asked(model=name + "user_model", batch=name + "broken_batch", config=config(0), steps=1)
+    with pytest.raises(CalibrationError, match=r"ended with status 1(.|\n)*unexpected keyword argument 'y'"):
+        calibrate(asked, tell=lambda text: None)
+
+
 def user_model() -> torch.nn.Module:
     torch.manual_seed(0)
     return UserModel()
