@@ -55,6 +55,9 @@ LAYER_OF = {
     "deepspeed.env_report": "tools",
     "deepspeed.config_tools*": "tools",
     "deepspeed.memory_plan.command": "tools",
+    "deepspeed.step_plan.command": "tools",
+    "deepspeed.step_plan.calibrate": "tools",
+    "deepspeed.step_plan.calibration_rank": "tools",
     "deepspeed.utils.zero_to_fp32": "tools",
     # schemas stand beside the mechanism that they configure
     "deepspeed.ops.sparse_attention*": "comm, ops, io",

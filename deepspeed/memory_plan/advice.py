@@ -46,14 +46,15 @@ class Advice:
 def advise(current: Answer) -> Advice:
     """The first single change that makes it fit, else changes accumulated in order until it fits."""
     changes = list(_changes(current))
+    alone: list[Answer | None] = []
     for change in changes:
-        found = _tried(change, current.request)
-        if found is not None and not found.lacking():
+        alone.append(_tried(change, current.request))
+        if (found := alone[-1]) is not None and not found.lacking():
             return Advice([change.text], found)
     taken: list[Change] = []
     best = current
-    for change in changes:
-        found = _tried(change, best.request)
+    for change, by_itself in zip(changes, alone, strict=True):
+        found = _tried(change, best.request) if taken else by_itself
         if found is None or _missing(found) >= _missing(best):
             continue
         taken.append(change)
@@ -288,7 +289,7 @@ def _enough_ranks(current: Answer) -> int | None:
         )
         try:
             if not answer(request).lacking():
-                return request.ranks
+                return request.all_ranks
         except DeepSpeedConfigError:
             return None
     return None

@@ -9,7 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ from deepspeed.memory_plan.advice import advise
 from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Answer, Request, answer
-from deepspeed.moe.stacked import spread_on_paper
+from deepspeed.memory_plan.split import Split
+from deepspeed.moe.stacked import spread_on_paper, stacked_experts
 from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
+from deepspeed.step_plan import command as step_time
+from deepspeed.step_plan.calibration import CalibrationError
+from deepspeed.step_plan.shapes import build_shape, is_shape
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 
 EPILOG = """\
 The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
-Hugging Face, a name that transformers knows, or module:function, called without arguments to return an nn.Module.
+Hugging Face, a name that transformers knows, module:function, called without arguments to return an nn.Module, or a
+shape: gpt:LAYERSxWIDTHxHEADS, or gpt:10m to gpt:70b.
 
 Model states, buckets, gathers and offload buffers are counted exactly; activations are estimated from the shape of a
 Hugging Face model, and marked so. The exit code is 1 when it does not fit the memory available (--device-memory and its
@@ -45,6 +51,9 @@ examples:
   ds plan ds_config.json --model ./Llama-3.1-8B --gpus 8 --micro-batch 1 --sequence 4096 --device-memory 80G
   ds plan ds_config.json --model train:build_model --gpus 2 --device cpu
   ds plan ds_config.json --model . --gpus 8 --nodes 2 --set zero_optimization.stage=3
+  ds plan ds_config.json --model gpt:70b --gpus 8 --nodes 8 --on H100 --network NDR --sequence 4096 --choices
+  ds plan ds_config.json --model gpt:10m --sequence 256 --calibrate here.json
+  ds plan ds_config.json --model gpt:10m --sequence 256 --nodes 4 --calibration here.json --network 100Mbit
 """
 
 _SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -64,14 +73,18 @@ def parser() -> argparse.ArgumentParser:
         help="JSON or HJSON file, urlsafe-base64 JSON text, or a file of Accelerate or TrainingArguments",
     )
     made.add_argument(
-        "--model", required=True, help="Hugging Face folder, config.json or name, or module:function"
+        "--model",
+        required=True,
+        help="Hugging Face folder, config.json or name, module:function, or a shape such as gpt:7b",
     )
     made.add_argument("--gpus", type=positive, default=1, metavar="N", help="ranks per node (default: 1)")
     made.add_argument("--nodes", type=positive, default=1, metavar="M")
     made.add_argument(
         "--micro-batch", type=positive, metavar="B", help="samples (default: the config's, else 1)"
     )
-    made.add_argument("--sequence", type=positive, metavar="S", help="tokens per sample, for activations")
+    made.add_argument(
+        "--sequence", type=positive, metavar="S", help="tokens per sample, for activations and time"
+    )
     made.add_argument(
         "--checkpointing", action="store_true", help="activation checkpointing is on in the model"
     )
@@ -116,26 +129,62 @@ def parser() -> argparse.ArgumentParser:
         help="with --link-mbits: how long a step computes (default: 1)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
+    step_time.add_options(made)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
+        step_time.check(args)
+        if args.calibrate is not None:
+            print(
+                *step_time.run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n"
+            )
+            return 0
         request = make_request(args)
         found = answer(request)
         advice = advise(found) if found.lacking() else None
-    except (DeepSpeedConfigError, ModelError) as error:
+        parts = dict(_times(args, found))
+    except (DeepSpeedConfigError, ModelError, step_time.TimeError, CalibrationError) as error:
         print(f"ds plan: {error}", file=sys.stderr)
         return 2
-    times = _link_times(args, found)
     if args.json:
-        links = {} if times is None else {"link": times.as_json()}
-        print(json.dumps({**report.as_json(found, advice), **links}, indent=2))
+        more = {name: part.as_json() for name, part in parts.items()}
+        print(json.dumps({**report.as_json(found, advice), **more}, indent=2))
     else:
         print(report.full_report(found, advice))
-        print(*([] if times is None else ["", *times.lines()]), sep="\n", end="" if times is None else "\n")
+        for part in parts.values():
+            print("", *part.lines(), sep="\n")
     return 1 if found.lacking() else 0
+
+
+def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | step_time.Times]]:
+    """What is said about time, by its name in JSON."""
+    link = _link_times(args, found)
+    if link is not None:
+        yield "link", link
+    if step_time.is_asked(args):
+        split = found.request.split
+        modules = partial(_spread_models, args, found.request)
+        yield "step", step_time.times_of(args, found, modules, 1 if split is None else split.tensor)
+
+
+def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
+    """The model with its experts spread over 1, 2, 4, ... ranks; one entry if it has none that can be."""
+    if next(iter(stacked_experts(request.module)), None) is None:
+        return {1: request.module}
+    found: dict[int, nn.Module] = {}
+    size = 1
+    while size <= request.ranks:
+        module = build_model(args.model, _DTYPES[args.dtype])
+        try:
+            spread_on_paper(module, size)
+        except DeepSpeedConfigError:
+            break
+        found[size] = module
+        size *= 2
+    return found or {1: request.module}
 
 
 def _link_times(args: argparse.Namespace, found: Answer) -> LinkTimes | None:
@@ -161,10 +210,14 @@ def make_request(args: argparse.Namespace) -> Request:
         raise DeepSpeedConfigError.of(axes.problems)
     _spread_experts(module, config.get("expert_parallel"))
     _check_experts(args.model, module, args.gpus * args.nodes)
+    tensor = axes.layout.tp if axes.layout is not None else 1
+    if tensor > 1:  # they do not share the states
+        config.pop("tensor_parallel")
     request = Request(
         module=module,
         config=config,
-        ranks=args.gpus * args.nodes,
+        ranks=args.gpus * args.nodes // tensor,
+        split=Split(tensor=tensor) if tensor > 1 else None,
         ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
         nodes=args.nodes,
         device_type=device_type,
@@ -175,9 +228,10 @@ def make_request(args: argparse.Namespace) -> Request:
         checkpointing=args.checkpointing,
     )
     here = free_now(make_plan(answer(request).config), device_type)
+    elsewhere = step_time.device_memory(args)
     capacity = Capacity(
-        None if device_type == "cpu" else args.device_memory or here.device,
-        args.host_memory or here.host,
+        None if device_type == "cpu" else args.device_memory or elsewhere or here.device,
+        args.host_memory or (None if elsewhere else here.host),
         args.disk,
     )
     values = {name: getattr(request, name) for name in request.__dataclass_fields__}
@@ -217,7 +271,7 @@ def read_config(given: str, ranks: int) -> dict[str, Any]:
 
 def _device_type(args: argparse.Namespace) -> str:
     here = get_accelerator().device_name().partition(":")[0]
-    return "cuda" if here == "cpu" and args.device_memory else here
+    return "cuda" if here == "cpu" and (args.device_memory or args.on is not None) else here
 
 
 # The model ---------------------------------------------------------------------------------------------------
@@ -225,6 +279,12 @@ def _device_type(args: argparse.Namespace) -> str:
 
 def build_model(name: str, dtype: torch.dtype) -> nn.Module:
     """The model on the meta device. Raises ModelError naming what is wrong with ``name``."""
+    if is_shape(name):
+        try:
+            with torch.device("meta"):
+                return build_shape(name).to(dtype)
+        except ValueError as error:
+            raise ModelError(f"--model {error}") from None
     if re.fullmatch(r"[\w.]+:[\w.]+", name) and not os.path.exists(name):
         return _call(name)
     return _from_hugging_face(name, dtype)

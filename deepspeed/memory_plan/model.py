@@ -77,11 +77,11 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
     return total
 
 
-def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
+def hooked_modules(module: nn.Module) -> list[nn.Module]:
     """The hooked modules of stage 3 in registration order (``parameter_offload.py``): blocks and leaves as a whole,
     other modules with the parameters they own."""
     whole = set(blocks_of(module))
-    calls: list[list[int]] = []
+    found: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
     def walk(owner: nn.Module) -> None:
@@ -89,14 +89,23 @@ def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) 
             return
         seen.add(owner)
         together = owner in whole or z3_leaf_module(owner)
-        found = [index[id(param)] for param in owner.parameters(recurse=together)]
-        if found:
-            calls.append(found)
+        if next(owner.parameters(recurse=together), None) is not None:
+            found.append(owner)
         if not together:
             for child in owner.children():
                 walk(child)
 
     walk(module)
+    return found
+
+
+def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
+    """Parameters by call of a hooked module; one call more for those of no module."""
+    whole = set(blocks_of(module))
+    calls = [
+        [index[id(param)] for param in owner.parameters(recurse=owner in whole or z3_leaf_module(owner))]
+        for owner in hooked_modules(module)
+    ]
     reached = {i for call in calls for i in call}
     outside = [i for i in range(len(everything.params)) if i not in reached]
     return [*calls, outside] if outside else calls

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.memory_plan.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
-from deepspeed.memory_plan.rehearsal import Rehearsal
+from deepspeed.memory_plan.rehearsal import SILENT, Journal, Rehearsal
 from deepspeed.memory_plan.states import OptimizerFacts
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A model, a plan, and the ranks they run on.
 
@@ -55,6 +56,10 @@ class Setting:
 
     def shards_by_scope(self) -> dict[str, int]:
         """Ranks that share one copy, by the scope of the weights."""
+        return self._shards_by_scope
+
+    @cached_property
+    def _shards_by_scope(self) -> dict[str, int]:
         size = int(self.zero.mics_shard_size)
         wanted = size if self.plan.zero.in_groups else self.ranks
         names = {DENSE, *(spec.scope for spec in self.facts.specs)}
@@ -279,7 +284,14 @@ def _gradients(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], o
 
 
 def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> None:
-    rehearsal = Rehearsal(
+    for phase, kinds in rehearsal_of(setting, buckets).run().items():
+        for kind, nbytes in kinds.items():
+            ledger.add([phase], setting.near, kind, nbytes)
+
+
+def rehearsal_of(setting: Setting, buckets: Sequence[BucketUse], journal: Journal = SILENT) -> Rehearsal:
+    """A rehearsal of these buckets; ``journal`` is told what happens in which order."""
+    return Rehearsal(
         layouts=[bucket.layout for bucket in buckets],
         persistent=[bucket.persistent for bucket in buckets],
         trained=[bucket.trained for bucket in buckets],
@@ -290,10 +302,8 @@ def _moving(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse]) -> N
         everyone=setting.ranks,
         micro_batches=setting.micro_batches,
         apart=setting.apart,
+        journal=journal,
     )
-    for phase, kinds in rehearsal.run().items():
-        for kind, nbytes in kinds.items():
-            ledger.add([phase], setting.near, kind, nbytes)
 
 
 def _update(ledger: Ledger, setting: Setting, buckets: Sequence[BucketUse], offload: Offload) -> None:

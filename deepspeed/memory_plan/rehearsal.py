@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,39 @@ class Meter:
                 self.peaks[phase] = self.now.copy()
 
 
+class Journal(Protocol):
+    """Who is told what a step does, in the order of the thread that trains (``deepspeed/step_plan``)."""
+
+    def begin_step(self) -> None:
+        """Another one of the rehearsal's steps begins."""
+
+    def begin_micro_batch(self) -> None: ...
+
+    def compute(self, phase: Phase, call: int) -> None:
+        """The forward or backward of a call runs now; what it needs is there."""
+
+    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+        """One is started. ``nbytes``: of the whole buffer that all ranks fill or sum, or that each sends from;
+        ``apart``: 1, where the ranks are neighbours; else how far each is from the next."""
+        ...
+
+
+class _Silent:
+    """Nobody is told."""
+
+    def begin_step(self) -> None: ...
+
+    def begin_micro_batch(self) -> None: ...
+
+    def compute(self, phase: Phase, call: int) -> None: ...
+
+    def collective(self, operation: str, nbytes: float, ranks: int, apart: int = 1) -> Pending:
+        return DONE
+
+
+SILENT = _Silent()
+
+
 class PaperPool(BufferPool):
     """The real pool, counted."""
 
@@ -116,34 +149,52 @@ class PaperPool(BufferPool):
 
 
 class PaperCommunicator(Communicator):
-    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices."""
+    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices.
+    ``apart``: how far each is from the next."""
 
-    def __init__(self, size: int, meter: Meter, *, buffered: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        meter: Meter,
+        *,
+        buffered: bool = False,
+        journal: Journal = SILENT,
+        apart: int = 1,
+    ) -> None:
         super().__init__(None)
         self.size, self.ranks = size, tuple(range(size))
         self.meter = meter
+        self.journal = journal
+        self.apart = apart
         self.buffered = buffered and size > 1
+
+    def _tell(self, operation: str, nbytes: int) -> Pending:
+        return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
         """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/exchanged_sums.py``)."""
+        self._take_scratch(input)
+        return self._tell("reduce_scatter", input.nbytes)
+
+    def _take_scratch(self, input: Tensor) -> None:
         if not self.buffered or input.element_size() >= 4:
-            return DONE
+            return
         whole = input.numel() * input.element_size()
         received = min(whole, SCRATCH_BYTES)
         sent = received if whole > SCRATCH_BYTES else 0  # a single piece is sent from where it is
         total = received // input.element_size() // self.size * 4
         self.meter.change(Kind.COMMUNICATION, sent + received + total)
         self.meter.change(Kind.COMMUNICATION, -sent - received - total)
-        return DONE
 
     def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        return self.reduce_scatter(tensor[: -(-tensor.numel() // self.size)], tensor)
+        self._take_scratch(tensor)
+        return self._tell("all_reduce", tensor.nbytes)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return DONE
+        return self._tell("all_reduce", tensor.nbytes)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Pending:
-        return DONE
+        return self._tell("all_gather", input.nbytes * self.size)
 
     def all_to_all(
         self,
@@ -156,30 +207,65 @@ class PaperCommunicator(Communicator):
         packed = input.nbytes + output.nbytes
         self.meter.change(Kind.COMMUNICATION, packed)
         self.meter.change(Kind.COMMUNICATION, -packed)
-        return DONE
+        return self._tell("all_to_all", input.nbytes)
 
     def broadcast(self, tensor: Tensor, src: int) -> Pending:
-        return DONE
+        return self._tell("broadcast", tensor.nbytes)
+
+
+class PaperChannel(PaperCommunicator):
+    """The ranks among which a bucket is gathered: its slice has no memory, but its layout has a size."""
+
+    def __init__(self, bucket: ShardedBucket, near: PaperCommunicator) -> None:
+        super().__init__(near.size, near.meter, journal=near.journal, apart=near.apart)
+        self.bucket = bucket
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Pending:
+        return self._tell("all_gather", self.bucket.nbytes)
 
 
 class PaperScopes:
-    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators."""
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators.
+    ``group``: neighbours among them that hold a copy of their own (hpZ)."""
 
-    def __init__(self, shards: Mapping[str, int], everyone: int, meter: Meter, *, buffered: bool) -> None:
-        self.everyone = PaperCommunicator(everyone, meter)
+    def __init__(
+        self,
+        shards: Mapping[str, int],
+        everyone: int,
+        meter: Meter,
+        *,
+        buffered: bool,
+        journal: Journal = SILENT,
+        group: int = 1,
+    ) -> None:
+        self.everyone = PaperCommunicator(everyone, meter, journal=journal)
+        self.journal = journal
+        self.group = group
+        self.near: dict[str, PaperCommunicator] = {}
+        """By scope: the ranks among which gathers stay."""
         self._known = {
             name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, buffered)
             for name, size in shards.items()
         }
 
     def _scope(self, name: str, size: int, holders: int, meter: Meter, buffered: bool) -> Scope:
+        apart = self.everyone.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
-            PaperCommunicator(ranks, meter, buffered=buffered) for ranks in (holders, size, holders // size)
+            PaperCommunicator(ranks, meter, buffered=buffered, journal=self.journal, apart=apart * steps)
+            for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
+        self.near[name] = shard
+        if in_groups(size, self.group):
+            self.near[name] = PaperCommunicator(self.group, meter, journal=self.journal, apart=apart)
         return Scope(name, whole, shard, replicas, divisor=self.everyone.size)
 
     def __getitem__(self, name: str) -> Scope:
         return self._known[name]
+
+
+def in_groups(shards: int, group: int) -> bool:
+    """Whether ranks that share a copy are several groups of several (``Scope.grouped``)."""
+    return 1 < group < shards and shards % group == 0
 
 
 class PaperBucket(ShardedBucket):
@@ -220,25 +306,29 @@ class PaperBucket(ShardedBucket):
 class PaperServers(ShardServers):
     """Other ranks' slices arrive immediately."""
 
-    def __init__(self) -> None:
-        self.buckets, self.servers = [], {}
+    def __init__(self, buckets: Sequence[ShardedBucket], scopes: PaperScopes) -> None:
+        self.buckets, self.servers = list(buckets), {}
+        self.scopes = scopes
 
     def fetch(self, index: int, full: Tensor, phase: object) -> None:
-        pass
+        bucket = self.buckets[index]
+        near = self.scopes.near[bucket.layout.scope]
+        if near.size > 1:
+            near.journal.collective("fetch", bucket.nbytes, near.size, near.apart).wait()
 
 
 class PaperLinks(GatherLinks):
     """Ranks that answer immediately."""
 
-    def __init__(self, scopes: PaperScopes, meter: Meter) -> None:
+    def __init__(self, scopes: PaperScopes) -> None:
         super().__init__(scopes, Packing())
-        self.meter = meter
+        self.paper = scopes
 
     def server(self, buckets: Sequence[ShardedBucket]) -> ShardServers:
-        return PaperServers()
+        return PaperServers(buckets, self.paper)
 
     def channels(self, buckets: Sequence[ShardedBucket], server: ShardServers) -> list[GatherChannel]:
-        return [PaperCommunicator(self.shards(bucket.layout.scope), self.meter) for bucket in buckets]
+        return [PaperChannel(bucket, self.paper.near[bucket.layout.scope]) for bucket in buckets]
 
 
 class PaperStorage(ParamStorage):
@@ -278,10 +368,18 @@ class Rehearsal:
     micro_batches: int
     apart: bool
     meter: Meter = field(default_factory=Meter)
+    journal: Journal = SILENT
 
     def run(self) -> dict[Phase, Counter[Kind]]:
         with torch.inference_mode(False), torch.enable_grad():
-            scopes = PaperScopes(self.shards, self.everyone, self.meter, buffered=self.apart)
+            scopes = PaperScopes(
+                self.shards,
+                self.everyone,
+                self.meter,
+                buffered=self.apart,
+                journal=self.journal,
+                group=self.plan.packing.group,
+            )
             params = self._params()
             buckets = [
                 PaperBucket(layout, params, scopes[layout.scope].shard, self.meter, persistent=persistent)
@@ -306,7 +404,9 @@ class Rehearsal:
         clock: AccumulationClock,
     ) -> None:
         """Its micro-batches, and what the update does to gathered parameters."""
+        self.journal.begin_step()
         for _ in range(clock.steps):
+            self.journal.begin_micro_batch()
             self._enter(step, Phase.FORWARD)
             last = self._forward(coordinator, self._needs(buckets), arrive)
             self._enter(step, Phase.BACKWARD)
@@ -337,7 +437,7 @@ class Rehearsal:
     def _coordinator(self, buckets: Sequence[PaperBucket], scopes: PaperScopes) -> ParamCoordinator:
         gatherer = make_gatherer(
             buckets,
-            PaperLinks(scopes, self.meter),
+            PaperLinks(scopes),
             PaperStorage(self.plan.param_offload),
             device=META if self.apart else HERE,
             prefetch_numel=int(self.zero.prefetch_bucket_size),
@@ -376,26 +476,34 @@ class Rehearsal:
         found = [list(dict.fromkeys(place[i] for i in call if i in place)) for call in self.calls]
         return [[b for b in needs if not buckets[b].persistent] for needs in found]
 
-    @staticmethod
-    def _forward(coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any) -> Tensor:
+    def _forward(
+        self, coordinator: ParamCoordinator | None, needs: Sequence[list[int]], arrive: Any
+    ) -> Tensor:
         """A chain of scalars, one link per call; backward through it acts like the hooks in a model."""
         link = torch.zeros((), requires_grad=True)
         for call, buckets in enumerate(needs):
             frame: Frame | None = None
             if coordinator is not None:
                 coordinator.enter(list(buckets))
+            self.journal.compute(Phase.FORWARD, call)
             link = link * 1.0
             if coordinator is not None:
                 frame = coordinator.leave()
-            link.register_hook(partial(_reached, coordinator, frame, arrive, call))
+            link.register_hook(partial(_reached, coordinator, frame, arrive, self.journal, call))
         return link
 
 
 def _reached(
-    coordinator: ParamCoordinator | None, frame: Frame | None, arrive: Any, call: int, _: Tensor
+    coordinator: ParamCoordinator | None,
+    frame: Frame | None,
+    arrive: Any,
+    journal: Journal,
+    call: int,
+    _: Tensor,
 ) -> None:
     if coordinator is not None and frame is not None and frame.held:
         coordinator.backward(frame)
+    journal.compute(Phase.BACKWARD, call)
     arrive(call)
 
 

@@ -36,12 +36,15 @@ def headline(answer: Answer) -> str:
     trained = sum(spec.numel for spec in facts.specs[: facts.trained])
     frozen = facts.numel - trained
     nodes = f" on {request.nodes} nodes" if request.nodes > 1 else ""
+    shared = request.split.tensor if request.split is not None else 1
+    part = f", on each of {shared} ranks that share all layers" if shared > 1 else ""
     lines = [
         f"{type(request.module).__name__}: {trained:,} trained parameters"
-        + (f", {frozen:,} frozen" if frozen else ""),
-        f"{_count(request.ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, {answer.plan.precision.name}, "
-        f"{answer.setting.optimizer.name}, micro-batch {config.train_micro_batch_size_per_gpu} x "
-        f"{config.gradient_accumulation_steps}",
+        + (f", {frozen:,} frozen" if frozen else "")
+        + part,
+        f"{_count(request.all_ranks, 'rank')}{nodes}, ZeRO stage {answer.plan.zero.stage}, "
+        f"{answer.plan.precision.name}, {answer.setting.optimizer.name}, "
+        f"micro-batch {config.train_micro_batch_size_per_gpu} x {config.gradient_accumulation_steps}",
     ]
     return "\n".join(lines)
 
@@ -150,7 +153,7 @@ def as_json(answer: Answer, advice: Advice | None) -> dict[str, Any]:
     """Everything in the report, bytes as numbers."""
     ledger = answer.ledger
     return {
-        "ranks": answer.request.ranks,
+        "ranks": answer.request.all_ranks,
         "nodes": answer.request.nodes,
         "parameters": answer.setting.facts.numel,
         "bytes_per_rank": {

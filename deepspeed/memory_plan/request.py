@@ -17,6 +17,7 @@ from deepspeed.memory_plan.ledger import STEADY, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.machine import Capacity, free_disk, swap_folders
 from deepspeed.memory_plan.model import ModelFacts, facts_of
 from deepspeed.memory_plan.planner import Setting, plan_memory
+from deepspeed.memory_plan.split import Split
 from deepspeed.memory_plan.states import ADAM, OptimizerFacts, optimizer_facts
 from deepspeed.ops.update import traits_of
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -54,12 +55,19 @@ class Request:
     sequence: int | None = None
     checkpointing: bool = False
     capacity: Capacity = field(default_factory=Capacity)
+    split: Split | None = None
+    """What of the model a rank has, where ``ranks`` share the states of that part."""
     follow_disk: bool = False
     """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
 
     @property
+    def all_ranks(self) -> int:
+        """With those that have other parts of the model."""
+        return self.ranks * (self.split.ways if self.split is not None else 1)
+
+    @property
     def ranks_per_node(self) -> int:
-        return -(-self.ranks // self.nodes)
+        return -(-self.all_ranks // self.nodes)
 
     def neighbours(self, place: Place) -> int:
         """Ranks that share the same memory at that place."""
@@ -110,6 +118,8 @@ def answer(request: Request) -> Answer:
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
     facts = facts_of(request.module, plan, groups)
+    if request.split is not None:
+        facts = request.split.facts(facts, request.module)
     setting = Setting(
         facts=facts,
         plan=plan,
@@ -195,7 +205,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         return
     dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
     nbytes = activation_bytes(
-        request.shape,
+        request.shape if request.split is None else request.split.shape(request.shape),
         micro_batch=config.train_micro_batch_size_per_gpu,
         sequence=request.sequence,
         itemsize=dtype.itemsize,

@@ -71,8 +71,8 @@ def _repeated_children(module: nn.Module) -> set[nn.Module]:
     candidates = [
         child
         for child in module.children()
-        if next(child.parameters(), None) is not None
-        and (container or next(child.children(), None) is not None)
+        if (container or next(child.children(), None) is not None)
+        and next(child.parameters(), None) is not None
     ]
     by_class: dict[type, list[nn.Module]] = {}
     for child in candidates:

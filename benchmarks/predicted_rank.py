@@ -1,0 +1,63 @@
+"""A rank whose steps were predicted: trains a shape at one stage after another."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.step_plan.calibration_rank import Trained
+
+
+class PredictedRank:
+    """``model``: a shape (``deepspeed/step_plan/shapes.py``)."""
+
+    def __init__(self, model: str, micro: int, sequence: int, config: dict[str, Any]) -> None:
+        self.arguments = (model, None)
+        self.micro, self.sequence, self.config = micro, sequence, config
+        self.trained: Trained | None = None
+        os.environ["DS_SHM"] = "0"
+        deepspeed.init_distributed("gloo")
+
+    def prepare(self, stage: int, warmup: int) -> None:
+        if self.trained is not None:
+            self.trained.close()
+        config = {**self.config, "zero_optimization": {**self.config["zero_optimization"], "stage": stage}}
+        self.trained = Trained(*self.arguments, config, self.micro, self.sequence)
+        for _ in range(warmup):
+            self.trained.step()
+
+    def run(self, steps: int) -> list[float]:
+        """Seconds of each step; all ranks begin together."""
+        assert self.trained is not None
+        dist.barrier()
+        found = []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self.trained.step()
+            found.append(time.perf_counter() - begin)
+        return found
+
+    def memory(self, stage: int, sequence: int) -> int:
+        """Most bytes that torch's allocator has handed out in a step, from the making of the model on."""
+        from tests.memory_plan.counting import Allocations
+
+        if self.trained is not None:
+            self.trained.close()
+            self.trained = None
+        config = {**self.config, "zero_optimization": {**self.config["zero_optimization"], "stage": stage}}
+        with Allocations() as allocations:
+            trained = Trained(*self.arguments, config, 1, sequence)
+            trained.step()
+            with allocations.span("steady"):
+                trained.step()
+                trained.step()
+        trained.close()
+        return allocations.peak("steady")
+
+    def describe(self) -> dict[str, Any]:
+        return {"version": f"deepspeed {deepspeed.__version__}, torch {torch.__version__}"}

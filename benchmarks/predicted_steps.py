@@ -1,0 +1,233 @@
+"""Step times that `ds plan` predicts from a calibration on two ranks, against steps that were measured.
+
+One rank on each of 1 to 4 hosts that are network namespaces of this machine (links.py), whose links are limited. The
+calibration knows neither the links nor more than two ranks. Hosts share the processors of the machine: the prediction
+is told of how many ranks. A cell is a rate, a number of ranks and a ZeRO stage.
+
+    python benchmarks/predicted_steps.py --save cpu2
+    python benchmarks/predicted_steps.py --calibration file.json --ranks 4 --mbits 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed.memory_plan.activations import shape_of
+from deepspeed.memory_plan.ledger import STEADY, Place
+from deepspeed.memory_plan.request import Request, answer
+from deepspeed.step_plan.calibrate import Asked, calibrate
+from deepspeed.step_plan.calibrated import predicted
+from deepspeed.step_plan.calibration import Calibration, load
+from deepspeed.step_plan.hardware import Network
+from deepspeed.step_plan.shapes import build_shape
+from deepspeed.step_plan.work import flops_by_call
+from jobs import Job, progress
+from links import Links, LinksError
+from report import Report, common_arguments
+
+STAGES = (0, 1, 2, 3)
+BURST = 256 * 1024  # of links.py
+SHARE = 1448 / 1514  # payload of a frame, as tc counts it
+CLOSE, CLOSE_MEMORY = 0.1, 0.03
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments("Predicted against measured step times over slow links.")
+    parser.add_argument(
+        "--mbits", nargs="+", type=float, default=[20, 100, 300, 1000], help="rates of the links"
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1, 2, 3, 4], help="numbers of hosts, a rank on each"
+    )
+    parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
+    parser.add_argument("--model", default="gpt:4x192x6x2048", help="a shape, as `ds plan --model` takes it")
+    parser.add_argument("--micro", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"])
+    parser.add_argument("--steps", type=int, default=30, help="most steps of a cell; the median counts")
+    parser.add_argument("--calibration", help="a file to use; default: calibrate now")
+    parser.add_argument("--memory", action="store_true", help="memory instead of time")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.mbits, arguments.ranks, arguments.stages = [100], [1, 2], [0, 3]
+    return arguments
+
+
+def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": arguments.micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": arguments.precision == "bf16"},
+        "zero_optimization": {"reduce_bucket_size": 500_000},  # several: some sums pass beside backward
+        "steps_per_print": 10**9,
+    }
+
+
+def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
+    return {**config, "zero_optimization": {**config["zero_optimization"], "stage": stage}}
+
+
+class Predictor:
+    def __init__(self, arguments: argparse.Namespace, found: Calibration) -> None:
+        self.found = found
+        self.config = config_of(arguments)
+        with torch.device("meta"):
+            self.module = build_shape(arguments.model)
+        self.tokens, self.sequence = arguments.micro * arguments.sequence, arguments.sequence
+
+    def seconds(self, mbits: float, ranks: int, stage: int) -> float:
+        config = at_stage(self.config, stage)
+        planned = answer(Request(module=self.module, config=config, ranks=ranks, device_type="cpu"))
+        shape = shape_of(self.module.config)
+        flops = flops_by_call(self.module, planned.setting.facts, self.tokens, self.sequence, shape)
+        link = Network(name=f"{mbits:g} Mbit/s", rate=mbits * 1e6 / 8, share=SHARE, burst=BURST, peak=1e12)
+        return predicted(
+            self.found, planned.setting, flops, link, ranks_per_node=1, ranks_beside=ranks
+        ).seconds
+
+
+def job(arguments: argparse.Namespace, links: Links, ranks: int) -> Job:
+    options = {
+        "model": arguments.model,
+        "micro": arguments.micro,
+        "sequence": arguments.sequence,
+        "config": config_of(arguments),
+    }
+    return Job(
+        f"{ranks} ranks",
+        "predicted_rank:PredictedRank",
+        options,
+        ranks=ranks,
+        place=lambda rank: links.place(rank, 1),
+    )
+
+
+def measure(arguments: argparse.Namespace, predictor: Predictor, ranks: int) -> list[dict[str, Any]]:
+    cells = []
+    with Links(ranks) as links, job(arguments, links, ranks) as ranks_running:
+        for stage in arguments.stages:
+            links.limit(10_000)
+            progress(f"{ranks} ranks, stage {stage}")
+            ranks_running.call("prepare", stage=stage, warmup=5)
+            for mbits in arguments.mbits if ranks > 1 else arguments.mbits[-1:]:
+                foreseen = predictor.seconds(mbits, ranks, stage)
+                links.limit(mbits)
+                ranks_running.call("run", steps=1)  # what was saved up for a burst is spent
+                steps = max(4, min(arguments.steps, round(2.0 / foreseen)))
+                rows = ranks_running.call("run", steps=steps)
+                seconds = statistics.median(max(step) for step in zip(*rows, strict=True))
+                cells.append(
+                    {
+                        "mbits": mbits,
+                        "ranks": ranks,
+                        "stage": stage,
+                        "measured": seconds,
+                        "predicted": foreseen,
+                    }
+                )
+    return cells
+
+
+def off(cell: dict[str, Any]) -> float:
+    return cell["predicted"] / cell["measured"] - 1
+
+
+def times(arguments: argparse.Namespace, report: Report) -> None:
+    if arguments.calibration and Path(arguments.calibration).exists():
+        found = load(arguments.calibration)
+    else:
+        asked = Asked(
+            model=arguments.model,
+            config=config_of(arguments),
+            micro=arguments.micro,
+            sequence=arguments.sequence,
+            steps=15,
+            threads=1,
+        )
+        found = calibrate(asked, tell=progress)
+        if arguments.calibration:
+            found.save(arguments.calibration)
+    for line in found.lines_of_text():
+        report.line(line)
+    predictor = Predictor(arguments, found)
+    cells = [cell for ranks in arguments.ranks for cell in measure(arguments, predictor, ranks)]
+    rows = [
+        [
+            f"{cell['ranks']} x stage {cell['stage']}",
+            f"{cell['mbits']:g}" if cell["ranks"] > 1 else "-",
+            f"{cell['measured'] * 1e3:.1f}",
+            f"{cell['predicted'] * 1e3:.1f}",
+            f"{off(cell):+.1%}",
+            "" if abs(off(cell)) <= CLOSE else "*",
+        ]
+        for cell in cells
+    ]
+    report.table("a step", ["ranks", "Mbit/s", "measured ms", "predicted ms", "off by", ""], rows)
+    close = sum(abs(off(cell)) <= CLOSE for cell in cells)
+    report.line()
+    report.line(
+        f"within {CLOSE:.0%}: {close} of {len(cells)} cells ({close / len(cells):.0%}); goal: 90 %. "
+        f"Median of |off|: {statistics.median(abs(off(cell)) for cell in cells):.1%}"
+    )
+    report.data["cells"] = cells
+
+
+def memory(arguments: argparse.Namespace, report: Report) -> None:
+    """Against torch's allocator, with so few tokens that what is only estimated (activations) is small."""
+    sequence = 8
+    with torch.device("meta"):
+        module = build_shape(arguments.model)
+    cells = []
+    for ranks in arguments.ranks:
+        with Links(ranks) as links, job(arguments, links, ranks) as running:
+            for stage in arguments.stages:
+                config = at_stage(config_of(arguments), stage)
+                config["train_micro_batch_size_per_gpu"] = 1
+                planned = answer(
+                    Request(
+                        module=module,
+                        config=config,
+                        ranks=ranks,
+                        device_type="cpu",
+                        shape=shape_of(module.config),
+                        sequence=sequence,
+                    )
+                )
+                seen = running.call("memory", stage=stage, sequence=sequence)[0]
+                foreseen = planned.ledger.peak(Place.HOST, STEADY)[0]
+                cells.append({"ranks": ranks, "stage": stage, "measured": seen, "predicted": foreseen})
+    rows = [
+        [
+            f"{cell['ranks']} x stage {cell['stage']}",
+            f"{cell['measured'] / 2**20:.2f}",
+            f"{cell['predicted'] / 2**20:.2f}",
+            f"{off(cell):+.1%}",
+        ]
+        for cell in cells
+    ]
+    report.table("memory of rank 0", ["ranks", "measured MiB", "predicted MiB", "off by"], rows)
+    close = sum(abs(off(cell)) <= CLOSE_MEMORY for cell in cells)
+    report.line()
+    report.line(f"within {CLOSE_MEMORY:.0%}: {close} of {len(cells)}")
+    report.data["cells"] = cells
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("predicted_steps", arguments)
+    try:
+        (memory if arguments.memory else times)(arguments, report)
+    except LinksError as error:
+        sys.exit(f"No network namespaces here: {error}")
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What a short training on one and two ranks has measured, as a small JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "fetch")
+
+
+class CalibrationError(ValueError):
+    """A file is not a calibration, or not one that this release reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Medians of a stage, in seconds: a step, its parts as the thread sees them (communication included), and the
+    highest minus the lowest step over the median."""
+
+    step: float
+    forward: float
+    backward: float
+    update: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Seconds of a collective between two ranks: ``start + byte * n`` for n bytes that each sends."""
+
+    start: float
+    byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """``steps``: by "ranks/stage". ``forward_share``: of each call in the forward of the model, and ``backward_share``.
+    ``lines``: of the transport between hosts, by operation. ``elements``: trained ones."""
+
+    machine: str
+    date: str
+    release: str
+    device_type: str
+    cores: int
+    threads: int
+    model: str
+    elements: int
+    tokens: int
+    precision: str
+    flops: float
+    forward_share: Sequence[float]
+    backward_share: Sequence[float]
+    steps: Mapping[str, Steps]
+    lines: Mapping[str, Line]
+    version: int = VERSION
+
+    def of(self, ranks: int, stage: int) -> Steps | None:
+        return self.steps.get(f"{ranks}/{stage}")
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def lines_of_text(self) -> list[str]:
+        """For people."""
+        result = [
+            f"calibrated {self.date} on {self.machine} ({self.device_type}, {self.threads} threads a rank)",
+            f"{self.model}, {self.elements:,} parameters, {self.tokens} tokens, {self.precision}",
+        ]
+        for key, steps in self.steps.items():
+            ranks, _, stage = key.partition("/")
+            result.append(
+                f"  {ranks} rank{'s' * (ranks != '1')}, stage {stage}: {steps.step * 1e3:9.2f} ms "
+                f"(forward {steps.forward * 1e3:.2f}, backward {steps.backward * 1e3:.2f}, "
+                f"update {steps.update * 1e3:.2f}; spread {steps.spread:.0%})"
+            )
+        for name, line in self.lines.items():
+            rate = f"{1 / line.byte / 1e6:,.0f} MB/s" if line.byte > 0 else "no cost per byte"
+            result.append(f"  {name:<14} {line.start * 1e6:7.0f} us + bytes / ({rate})")
+        return result
+
+
+def load(path: str | Path) -> Calibration:
+    """CalibrationError: there is no such file, or it is something else."""
+    remedy = "write one with `ds plan CONFIG --model MODEL --calibrate FILE`"
+    try:
+        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CalibrationError(f"--calibration {path}: {error.strerror or error}; {remedy}") from None
+    except ValueError as error:
+        raise CalibrationError(f"--calibration {path}: not JSON ({error}); {remedy}") from None
+    fields = {field.name for field in dataclasses.fields(Calibration)}
+    if not isinstance(data, dict) or "version" not in data:
+        raise CalibrationError(f"--calibration {path}: not a calibration; {remedy}")
+    if data["version"] != VERSION:
+        raise CalibrationError(
+            f"--calibration {path}: version {data['version']}, and this release reads version {VERSION}; {remedy}"
+        )
+    if data.keys() != fields:
+        wrong = sorted(data.keys() ^ fields)
+        raise CalibrationError(f"--calibration {path}: {', '.join(wrong)} is missing or not known; {remedy}")
+    try:
+        steps = {key: Steps(**row) for key, row in data["steps"].items()}
+        lines = {key: Line(**row) for key, row in data["lines"].items()}
+        numbers = [n for row in (*steps.values(), *lines.values()) for n in dataclasses.astuple(row)]
+        numbers += [data["elements"], data["tokens"], data["flops"], data["cores"], data["threads"]]
+        numbers += [*data["forward_share"], *data["backward_share"]]
+        usable = bool(steps) and all(math.isfinite(n) and n >= 0 for n in numbers)
+    except (TypeError, AttributeError):
+        usable = False
+    if not usable:
+        raise CalibrationError(f"--calibration {path}: its numbers are damaged; {remedy}")
+    return Calibration(**{**data, "steps": steps, "lines": lines})

@@ -1,0 +1,189 @@
+"""The part of `ds plan` that is about time: options, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.memory_plan.request import Answer
+from deepspeed.step_plan.calibrate import Asked, calibrate
+from deepspeed.step_plan.calibration import Calibration, CalibrationError, load
+from deepspeed.step_plan.choices import Choices, Search, samples_of
+from deepspeed.step_plan.hardware import Device, HardwareError, Network, device, network
+from deepspeed.step_plan.parallel import Job, seconds_of
+from deepspeed.step_plan.shapes import is_shape
+from deepspeed.step_plan.step import StepTime
+
+USUAL_SEQUENCE = 256
+LOCAL = Network(name="none", rate=1e12, source="one node")
+
+
+class TimeError(ValueError):
+    """The options do not say where the job runs."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("step time")
+    group.add_argument(
+        "--calibrate", metavar="FILE", help="train shortly on 1 and 2 ranks of this machine and write FILE"
+    )
+    group.add_argument(
+        "--batch", metavar="MODULE:FUNCTION", help="with --calibrate: returns what the model is called with"
+    )
+    group.add_argument(
+        "--calibration", metavar="FILE", help="predict for machines like the one that wrote FILE"
+    )
+    group.add_argument(
+        "--on", metavar="DEVICE", help="predict for a device: A100, H100, or a JSON file with its rates"
+    )
+    group.add_argument(
+        "--network",
+        metavar="NAME",
+        help="between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
+    )
+    group.add_argument(
+        "--choices",
+        action="store_true",
+        help="also rank every way to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
+    )
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    return args.calibration is not None or args.on is not None
+
+
+def check(args: argparse.Namespace) -> None:
+    """TimeError: an option needs another one."""
+    if args.calibration is not None and args.on is not None:
+        raise TimeError("--calibration and --on both say where the job runs; give one")
+    for name in ("network", "choices"):
+        if getattr(args, name) and not is_asked(args):
+            raise TimeError(f"--{name} needs --calibration FILE or --on DEVICE: how long a rank computes")
+    if is_asked(args) and args.nodes > 1 and args.network is None:
+        raise TimeError(f"--nodes {args.nodes}: say what joins them with --network, such as --network 100GbE")
+    if args.batch is not None and args.calibrate is None:
+        raise TimeError("--batch is for --calibrate")
+
+
+def device_memory(args: argparse.Namespace) -> int | None:
+    """Of the device that --on names; then the host is not this one either. TimeError: there is no such device."""
+    try:
+        return None if args.on is None else device(args.on).memory
+    except HardwareError as error:
+        raise TimeError(str(error)) from None
+
+
+def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
+    """Train, write the file, and say what it holds."""
+    folder = Path(args.calibrate).absolute().parent
+    if not folder.is_dir():  # said before anybody has waited for it
+        raise TimeError(f"--calibrate {args.calibrate}: there is no folder {folder}")
+    micro = config.get("train_micro_batch_size_per_gpu")
+    asked = Asked(
+        model=args.model,
+        config=config,
+        batch=args.batch,
+        micro=args.micro_batch or (micro if isinstance(micro, int) else 1),
+        sequence=args.sequence or (USUAL_SEQUENCE if is_shape(args.model) else 1),
+    )
+    found = calibrate(asked)
+    try:
+        found.save(args.calibrate)
+    except OSError as error:
+        raise TimeError(f"--calibrate {args.calibrate}: {error.strerror or error}") from None
+    return [*found.lines_of_text(), f"written: {args.calibrate}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """What was predicted: of the config as it is, and of the ways there are besides."""
+
+    where: str
+    step: StepTime
+    samples: int
+    choices: Choices | None = None
+
+    def lines(self) -> list[str]:
+        step = self.step
+        waits = f", {step.exposed / step.seconds:.0%} of it waiting" if step.seconds else ""
+        on = (
+            f" (mostly for {step.waits_for})" if step.waits_for and step.exposed > 0.01 * step.seconds else ""
+        )
+        lines = [f"a step on {self.where}: {step.seconds:.4g} s{waits}{on} (predicted)"]
+        return lines if self.choices is None else [*lines, "", *self.choices.lines()]
+
+    def as_json(self) -> dict[str, Any]:
+        step = self.step
+        result: dict[str, Any] = {
+            "seconds": step.seconds,
+            "compute": step.compute,
+            "waits_for": step.waits_for,
+            "samples": self.samples,
+        }
+        if self.choices is not None:
+            best = self.choices.best
+            result["choices"] = self.choices.as_json()
+            result["fastest"] = str(best.way) if best is not None else None
+        return result
+
+
+def times_of(
+    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]], tensor: int
+) -> Times:
+    """``modules``: the model with its experts spread over so many ranks. ``tensor``: ranks that share each layer."""
+    try:
+        joined = network(args.network) if args.network is not None else LOCAL
+        chosen = device(args.on) if args.on is not None else None
+        measured = load(args.calibration) if args.calibration is not None else None
+    except (HardwareError, CalibrationError) as error:
+        raise TimeError(str(error)) from None
+    if measured is not None and measured.device_type != found.request.device_type:
+        raise TimeError(
+            f"--calibration {args.calibration} is of {measured.device_type}, the plan of "
+            f"{found.request.device_type}: give --device {measured.device_type}"
+        )
+    job = _job(found, joined, chosen, measured, args)
+    request = found.request
+    step = seconds_of([found], job, tensor, sequence=request.ranks_per_sequence)
+    samples = samples_of(found)
+    choices = None
+    if args.choices:
+        whole = replace(request, ranks=request.all_ranks, split=None)
+        choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
+    name = chosen.name if chosen is not None else "machines as calibrated"
+    link = f" over {joined.name}" if args.nodes > 1 else ""
+    ranks = args.gpus * args.nodes
+    where = (
+        f"{ranks} {name}{link}" if chosen is not None else f"{ranks} rank{'s' * (ranks > 1)} of {name}{link}"
+    )
+    return Times(where=where, step=step, samples=samples, choices=choices)
+
+
+def _job(
+    found: Answer,
+    joined: Network,
+    chosen: Device | None,
+    measured: Calibration | None,
+    args: argparse.Namespace,
+) -> Job:
+    request = found.request
+    if request.shape is not None and request.sequence is None:
+        raise TimeError("how long a step takes depends on the tokens of a sample: give --sequence")
+    dtype = found.plan.precision.param or torch.float32
+    tokens = found.config.train_micro_batch_size_per_gpu * (request.sequence or 1)
+    return Job(
+        network=joined,
+        ranks_per_node=args.gpus,
+        device=chosen,
+        calibration=measured,
+        tokens=tokens,
+        sequence=request.sequence or 0,
+        shape=request.shape,
+        item=dtype.itemsize,
+    )

@@ -1,0 +1,207 @@
+"""Named networks and devices, with where their numbers are from; one's own come from JSON files.
+
+Rates are those of data sheets, each way; ``share`` is how much of them programs get to see. Shares that no data sheet
+states are assumptions, and said to be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+ETHERNET_SHARE = 1448 / 1538
+"""Payload of a full frame: 1,448 bytes with TCP's time stamps, of 1,538 with headers, preamble and gap."""
+
+
+class HardwareError(ValueError):
+    """A name that is not known, or a file that does not describe what it should."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """``rate``: bytes per second each way, of a node or (``per_device``) of each device in it. ``latency``: seconds of
+    a message. ``burst``: bytes that pass at ``peak`` after a rest, where a token bucket limits the rate."""
+
+    name: str
+    rate: float
+    share: float = 1.0
+    latency: float = 0.0
+    per_device: bool = False
+    burst: float = 0.0
+    peak: float = 0.0
+    source: str = ""
+
+    @property
+    def payload_rate(self) -> float:
+        return self.rate * self.share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """``flops``: of dense 16-bit products per second. ``share``: of them that a step reaches while it computes.
+    ``memory_rate``: bytes per second, for updates. ``inside``: the network of a node; ``host_rate``: bytes per second
+    to and from host memory, each way; ``host_update``: seconds that the host takes to update an element."""
+
+    name: str
+    flops: float
+    share: float
+    memory_rate: float
+    memory: int
+    inside: str
+    host_rate: float
+    launch: float = 1e-5
+    host_update: float = 2e-9
+    storage_rate: float = 3e9
+    source: str = ""
+
+
+def _ethernet(gbits: float, latency: float) -> Network:
+    return Network(
+        name=f"{gbits:g}GbE",
+        rate=gbits * 1e9 / 8,
+        share=ETHERNET_SHARE,
+        latency=latency,
+        source="IEEE 802.3 line rate, TCP over IPv4; latency: assumed",
+    )
+
+
+NETWORKS: Mapping[str, Network] = {
+    network.name.lower(): network
+    for network in (
+        _ethernet(1, 1e-4),
+        _ethernet(10, 5e-5),
+        _ethernet(25, 3e-5),
+        _ethernet(100, 2e-5),
+        Network(
+            name="HDR",
+            rate=25e9,
+            share=0.92,
+            latency=5e-6,
+            per_device=True,
+            source="InfiniBand HDR, 200 Gbit/s a port (NVIDIA ConnectX-6 data sheet), one per device; share: assumed",
+        ),
+        Network(
+            name="NDR",
+            rate=50e9,
+            share=0.92,
+            latency=5e-6,
+            per_device=True,
+            source="InfiniBand NDR, 400 Gbit/s a port (NVIDIA ConnectX-7 data sheet), one per device; share: assumed",
+        ),
+        Network(
+            name="NVLink3",
+            rate=300e9,
+            share=0.78,
+            latency=1e-5,
+            per_device=True,
+            source="NVIDIA A100 data sheet: 600 GB/s both ways together; share: assumed",
+        ),
+        Network(
+            name="NVLink4",
+            rate=450e9,
+            share=0.78,
+            latency=1e-5,
+            per_device=True,
+            source="NVIDIA H100 SXM data sheet: 900 GB/s both ways together; share: assumed",
+        ),
+    )
+}
+
+DEVICES: Mapping[str, Device] = {
+    device.name.lower(): device
+    for device in (
+        Device(
+            name="A100",
+            flops=312e12,
+            share=0.5,
+            memory_rate=2.039e12,
+            memory=80 * 10**9,
+            inside="NVLink3",
+            host_rate=25e9,
+            source="NVIDIA A100 80GB SXM data sheet: bf16 dense, HBM2e, PCIe 4 x16; share: assumed",
+        ),
+        Device(
+            name="H100",
+            flops=989e12,
+            share=0.45,
+            memory_rate=3.35e12,
+            memory=80 * 10**9,
+            inside="NVLink4",
+            host_rate=50e9,
+            source="NVIDIA H100 SXM data sheet: bf16 dense, HBM3, PCIe 5 x16; share: assumed",
+        ),
+    )
+}
+
+Thing = TypeVar("Thing", Network, Device)
+
+
+def network(name: str) -> Network:
+    """A known name (any case), a rate such as "100Mbit" or "40Gbit", or a JSON file with the fields of ``Network``."""
+    text = name.lower()
+    for unit, factor in (("mbit", 1e6), ("gbit", 1e9)):
+        if text.endswith(unit):
+            return _of_rate(name, text[: -len(unit)], factor)
+    return _found(name, NETWORKS, Network, "--network")
+
+
+def _of_rate(name: str, number: str, factor: float) -> Network:
+    try:
+        rate = float(number) * factor / 8
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise HardwareError(f"--network {name}: expected a rate above 0, such as 100Mbit")
+    return Network(
+        name=name, rate=rate, share=ETHERNET_SHARE, latency=5e-5, source="as given; TCP over Ethernet"
+    )
+
+
+def device(name: str) -> Device:
+    """A known name (any case), or a JSON file with the fields of ``Device``."""
+    return _found(name, DEVICES, Device, "--on")
+
+
+def _found(name: str, known: Mapping[str, Thing], kind: type[Thing], option: str) -> Thing:
+    if name.lower() in known:
+        return known[name.lower()]
+    path = Path(name)
+    if not path.is_file():
+        names = ", ".join(thing.name for thing in known.values())
+        raise HardwareError(
+            f"{option} {name}: neither a known name ({names}) nor a JSON file with the fields of a {kind.__name__}"
+        )
+    return _read(path, kind, option)
+
+
+def _read(path: Path, kind: type[Thing], option: str) -> Thing:
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HardwareError(f"{option} {path}: not JSON ({error})") from None
+    allowed = {field.name for field in fields(kind)}
+    if not isinstance(data, dict) or not data.keys() <= allowed:
+        extra = sorted(data.keys() - allowed) if isinstance(data, dict) else [type(data).__name__]
+        raise HardwareError(
+            f"{option} {path}: {', '.join(extra)} is not a field of a {kind.__name__}; these are: "
+            f"{', '.join(sorted(allowed))}"
+        )
+    texts = {"name", "source", "inside", "per_device"}
+    bad = [
+        key
+        for key, value in data.items()
+        if key not in texts and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0)
+    ]
+    if bad:
+        raise HardwareError(f"{option} {path}: {bad[0]}={data[bad[0]]!r}: expected a number, 0 or more")
+    positive = {"rate", "share", "flops", "memory_rate", "host_rate", "storage_rate"}
+    zero = sorted(key for key in positive & data.keys() if data[key] == 0)
+    if zero:
+        raise HardwareError(f"{option} {path}: {zero[0]}=0: expected a number above 0")
+    try:
+        return kind(**{"name": path.stem, **data})
+    except TypeError as error:
+        raise HardwareError(f"{option} {path}: {error}") from None
