@@ -85,8 +85,10 @@ class Results:
         if best is None:
             return
         exp = best[0]
-        added = {"autotuning"} | {"wall_clock_breakdown"} - self.user_config.keys()
+        added = ("autotuning", "wall_clock_breakdown")
         self.optimal_ds_config = {key: value for key, value in exp["ds_config"].items() if key not in added}
+        if "wall_clock_breakdown" in self.user_config:  # every run had it on
+            self.optimal_ds_config["wall_clock_breakdown"] = self.user_config["wall_clock_breakdown"]
         self.optimal_environment = dict(exp.get("environment") or {})
         self.write_optimal_config()
 

@@ -34,6 +34,8 @@ from deepspeed.memory_plan.variants import STAGES, TENSOR, note_variants, planne
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
 GIB = 1 << 30
+PARAMS = 20_000_000
+"""Of the models that are made up."""
 
 
 def test_the_space() -> None:
@@ -71,6 +73,10 @@ def test_parts_of_a_step() -> None:
     assert found.total == pytest.approx(1.0) and found.compute == pytest.approx(0.55)
 
 
+def offloaded(point: Point) -> float:
+    return point.changes.get(f"{OFFLOAD}.ratio", 0.0)
+
+
 def made_of(point: Point, ranks: int = 2) -> tuple[float, dict[str, float]]:
     """A machine: seconds of a step, and its breakdown."""
     sent = {0: 2.0, 1: 2.0, 2: point.gas + 1.0, 3: 3.0 * point.gas}[point.stage]
@@ -79,6 +85,8 @@ def made_of(point: Point, ranks: int = 2) -> tuple[float, dict[str, float]]:
     compute *= 1 + 0.3 * (1 - share) if share else 1
     exposed, update = 0.020 * sent, 0.030 / (ranks if point.stage else 1)
     exposed *= 0.5 if BUCKET in point.changes else 1.0
+    on_host = offloaded(point)
+    update = (1 - on_host) * update + on_host * planned_of(point).owned / 3e8
     told = {
         "fwd": 0.3 * compute,
         "bwd_allreduce": exposed,
@@ -91,7 +99,7 @@ def made_of(point: Point, ranks: int = 2) -> tuple[float, dict[str, float]]:
 
 def planned_of(point: Point) -> Planned:
     sent = {0: 2.0, 1: 2.0, 2: point.gas + 1.0, 3: 3.0 * point.gas}[point.stage]
-    return Planned(sent, 1.0 / (2 if point.stage else 1))
+    return Planned(sent, PARAMS / (2 if point.stage else 1))
 
 
 def test_two_runs_tell_every_step() -> None:
@@ -110,10 +118,10 @@ def test_what_cannot_save_anything_is_not_run() -> None:
     search = Search("throughput", planned_of, 2)
     fine = Choice(((BUCKET, 5_000_000),), "exposed communication")
     search.measured(Point(0, 1), 1.0, {"exposed_comm": 20.0, "bwd_allreduce": 20.0})
-    search.measured(Point(0, 4), 4.0, {"exposed_comm": 80.0, "bwd_allreduce": 80.0})
+    search.measured(Point(0, 4), 3.9, {"exposed_comm": 78.0, "bwd_allreduce": 78.0})
     assert search.may_save(Point(0, 1), fine) == pytest.approx(0.02)
     assert search.next(lambda _: [], lambda _: [fine]) is None and "was measured" in search.reason
-    search.measured(Point(0, 4), 4.0, {"exposed_comm": 800.0, "bwd_allreduce": 800.0})
+    search.measured(Point(0, 4), 3.9, {"exposed_comm": 800.0, "bwd_allreduce": 800.0})
     assert search.next(lambda _: [], lambda _: [fine]) == Point(0, 4, 1, (fine,))
 
 
@@ -126,11 +134,15 @@ class Machine:
         self.each, self.states = 40 << 20, {0: 800 << 20, 1: 600 << 20, 2: 500 << 20, 3: 400 << 20}
 
     def need(self, point: Point) -> float:
-        return self.states[point.stage] + point.size * self.each * point.changes.get(BUDGET, 1.0)
+        states = self.states[point.stage] - offloaded(point) * 12 * planned_of(point).owned
+        return states + point.size * self.each * point.changes.get(BUDGET, 1.0)
 
     def point_of(self, config: dict[str, Any]) -> Point:
         zero = config["zero_optimization"]
+        offload = zero.get("offload_optimizer", {})
         changes = {
+            f"{OFFLOAD}.device": offload.get("device"),
+            f"{OFFLOAD}.ratio": offload.get("ratio"),
             BUDGET: config.get("activation_checkpointing", {}).get("memory_budget"),
             BUCKET: zero.get("reduce_bucket_size"),
         }
@@ -144,7 +156,7 @@ class Machine:
     def plan(self, changes: dict[str, Any]) -> dict[str, Any]:
         stage = changes["zero_optimization.stage"]
         told = planned_of(Point(stage, 1))
-        need = self.states[stage]
+        need = self.states[stage] - changes.get(f"{OFFLOAD}.ratio", 0.0) * 12 * told.owned
         return {
             "changes": changes,
             "need": need,
@@ -210,7 +222,7 @@ def tuner(
 def test_the_best_of_a_grid_in_three_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, free: int, config: dict[str, Any]
 ) -> None:
-    """Stage, micro-batch, accumulation, activation budget and bucket size, against all of them."""
+    """Stage, micro-batch, accumulation, offload, activation budget and bucket size, against all of them."""
     machine = Machine(free)
     found = tuner(tmp_path, monkeypatch, machine, config, fast=False, max_train_batch_size=256)
     found.tune()
@@ -219,15 +231,18 @@ def test_the_best_of_a_grid_in_three_runs(
     assert best is not None and "wall_clock_breakdown" not in best
     whole = config.get("train_batch_size")
     sizes = [1 << power for power in range(8)]
+    choices: list[tuple[Choice, ...]] = [
+        tuple(Choice(((key, value),)) for key, value in chosen if value)
+        for chosen in itertools.product(
+            [(f"{OFFLOAD}.ratio", ratio) for ratio in (None, 0.5, 1.0)],
+            [(BUDGET, budget) for budget in (None, 0.5, 0.2)],
+            [(BUCKET, bucket) for bucket in (None, 5_000_000)],
+        )
+    ]
     grid = [
-        Point(
-            stage, size, whole // (2 * size) if whole else 1, tuple(Choice(((k, v),)) for k, v in chosen if v)
-        )
-        for stage, size, budget, bucket in itertools.product(
-            range(4), sizes, (None, 0.5, 0.2), (None, 5_000_000)
-        )
-        for chosen in [((BUDGET, budget), (BUCKET, bucket))]
-        if not whole or size <= whole // 2
+        Point(stage, size, whole // (2 * size) if whole else 1, chosen)
+        for stage, size, chosen in itertools.product(range(4), sizes, choices)
+        if (not whole or size <= whole // 2) and (stage or not offloaded(Point(stage, size, 1, chosen)))
     ]
     grid = [point for point in grid if machine.need(point) <= SPARE * free]
     rates = {point: point.size * point.gas / made_of(point)[0] for point in grid}

@@ -213,19 +213,14 @@ def _every_rank(ranks: Ranks) -> list[str]:
 
 def memory(model: nn.Module) -> list[str]:
     """A row for each module: what it weighs, what its forward left alive, and the most that it made at once."""
-    rows = [("module", "class", "weights", "held after fwd", "peak in fwd")]
+    rows: list[tuple[str, ...]] = [("module", "class", "weights", "held after fwd", "peak in fwd")]
     for name, module in model.named_modules():
         sizes = (weight_bytes(module), held_bytes(module), peak_bytes(module))
         if any(sizes):
             depth = "  " * (name.count(".") + 1) if name else ""
-            rows.append(
-                (
-                    f"{depth}{name.rpartition('.')[2] or '(model)'}",
-                    type(module).__name__,
-                    *map(bytes_to_string, sizes),
-                )
-            )
-    widths = [max(len(row[place]) for row in rows) for place in range(5)]
+            shown = f"{depth}{name.rpartition('.')[2] or '(model)'}"
+            rows.append((shown, type(module).__name__, *map(bytes_to_string, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
