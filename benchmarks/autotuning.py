@@ -2,7 +2,8 @@
 
 The grid is what an exhaustive search would run: each stage with micro-batches of powers of two as far as they fit. Its
 configs are measured by the same trials as the autotuner's, without a limit, and those whose measured peak was above the
-limit do not count. The autotuner itself is given nothing but the script and the limit.
+limit do not count. The autotuner itself is given nothing but the script and the limit. With `--folder`, what has ended
+is kept there, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ MODEL_INFO = "profile_model_info"
 
 
 def tune(folder: Path, arguments: Any, section: dict[str, Any], stages: Any = "all") -> tuple[float, str]:
-    """Run the command; returns its seconds and what it printed."""
+    """Run the command; returns its seconds and what it printed. One that has ended in this folder is not run again."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / "ended.json"
+    if kept.exists():
+        seconds, out = json.loads(kept.read_text())
+        return seconds, out
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -52,7 +57,9 @@ def tune(folder: Path, arguments: Any, section: dict[str, Any], stages: Any = "a
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
-    return time.monotonic() - began, done.stdout
+    seconds = time.monotonic() - began
+    kept.write_text(json.dumps([seconds, done.stdout]))
+    return seconds, done.stdout
 
 
 def runs_of(folder: Path) -> dict[str, dict[str, Any]]:
@@ -78,15 +85,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--limits", type=float, nargs="+", default=[1.0, 4.0], help="GiB of each rank")
     parser.add_argument(
-        "--grid", type=int, nargs="+", default=[1, 4, 16, 32], help="micro-batches of the grid"
+        "--grid", type=int, nargs="+", default=[1, 4, 8, 16], help="micro-batches of the grid"
     )
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where runs are kept; default: nowhere")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.size, arguments.grid, arguments.limits = "tiny", [1, 4], [1.0]
     report = Report("autotuning", arguments)
     with tempfile.TemporaryDirectory() as temporary:
-        there = Path(temporary)
+        there = arguments.folder or Path(temporary)
         most = max(arguments.grid)
         rows, details = [], []
         tuned = {}

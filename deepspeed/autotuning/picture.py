@@ -39,5 +39,5 @@ def draw(
         right.barh(places, widths, left=starts, label=part, color=color)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     right.set_xlabel("ms per sample of a rank")
-    right.legend(loc="lower right")
+    figure.legend(loc="outside upper right", ncols=4)
     figure.savefig(path, dpi=110)

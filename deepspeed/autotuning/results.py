@@ -152,7 +152,7 @@ class Results:
             self._unit(),
             "s/step",
             "ms/sample",
-            "computing",
+            "compute",
             "communication",
             "update",
             "data",
@@ -202,7 +202,9 @@ class Results:
             logger.info("autotuning: no picture is drawn without matplotlib (%s)", hint)
             return ""
         rows = [
-            (name, self.points[name], value) for name, _, value in self._measured() if name in self.points
+            (self.points[name].name(), self.points[name], value)
+            for name, _, value in self._measured()
+            if name in self.points
         ]
         Path(self.results_dir).mkdir(parents=True, exist_ok=True)
         draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
@@ -210,6 +212,8 @@ class Results:
 
 
 def _reason(part: str, best: Point, other: Point) -> str:
+    if part == "compute" and other.size > best.size:
+        return " (larger micro-batches compute slower here)"
     if other.size * other.gas < best.size * best.gas and part != "data":
         mine, theirs = best.size * best.gas, other.size * other.gas
         return (

@@ -91,10 +91,14 @@ class Search:
         def rank(point: Point) -> tuple[float, int, int]:
             return round(score(point), 9), -len(point.choices), -point.stage
 
-        if candidates:
-            found = max(candidates, key=rank)
-            if score(found) > (1 + PLATEAU) * reached:
-                return found
+        def cheapest(among: Sequence[Point]) -> Point:
+            """Of those that nearly are the best, the one with the shortest steps."""
+            top = score(max(among, key=rank))
+            near = [point for point in among if score(point) >= (1 - PLATEAU) * top]
+            return min(near, key=lambda point: (round(model.seconds(point), 9), *(-x for x in rank(point))))
+
+        if candidates and score(max(candidates, key=rank)) > (1 + PLATEAU) * reached:
+            return cheapest(candidates)
         fine = self._next_fine(best, fines(best.stage))
         if fine is not None and self.may_save(best, fine.choices[-1]) >= 2 * PLATEAU:
             return fine
@@ -102,7 +106,7 @@ class Search:
             tried = {point.stage for point in self.runs}
             others = [p for p in candidates if p.stage not in tried and score(p) > (1 - PLATEAU) * reached]
             if others:
-                return max(others, key=rank)
+                return cheapest(others)
         if fine is not None:
             return fine
         self.left = [
