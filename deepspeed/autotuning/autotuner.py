@@ -33,6 +33,7 @@ from deepspeed.autotuning.space import (
     choices_of,
     threads_to_try,
     without_rooms,
+    without_same_sizes,
 )
 from deepspeed.autotuning.tuner.base_tuner import BaseTuner, better
 from deepspeed.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
@@ -209,6 +210,7 @@ class Autotuner(Results):
         self.choices = without_rooms(
             self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
         )
+        self.choices = without_same_sizes(self.choices, self.get_model_num_params(), space)
         if not self.fast_enabled() and not self.search.apart and self.num_nodes == 1:
             threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
             self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
@@ -426,6 +428,7 @@ class Autotuner(Results):
     def _calibrate(self) -> None:
         """A second size beside the first: what of a micro-batch's time and memory grows with it."""
         first = self.search.best()
+        self.memory.learn(self._peaks)  # what the plan has missed, before a larger run is started
         _, most = self.get_min_max_micro_batch_size(
             first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.autotuning.arguments import LAUNCHER, arguments_for, start_command
-from deepspeed.autotuning.search import Search
+from deepspeed.autotuning.search import PLATEAU, Search
 from deepspeed.autotuning.space import Point
 from deepspeed.autotuning.tuner.base_tuner import better
 from deepspeed.utils.extras import install_hint
@@ -186,6 +186,9 @@ class Results:
             theirs = self._per_sample(other)
             most = max(theirs, key=lambda part: theirs[part] - mine[part])
             lost = sum(theirs.values()) - sum(mine.values())
+            if abs(lost) <= PLATEAU * sum(mine.values()):
+                lines.append(f"  {name} is about as good: {lost:+.3g} ms per sample")
+                continue
             lines.append(
                 f"  {name} takes {lost:+.3g} ms per sample, most of it for {most}: {theirs[most]:.3g} ms instead of "
                 f"{mine[most]:.3g} ms{_reason(most, point, other)}"

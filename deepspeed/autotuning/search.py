@@ -10,6 +10,8 @@ from deepspeed.autotuning.step_model import Parts, Planned, StepModel, parts_of
 
 PLATEAU = 0.03
 """A larger micro-batch that gains less than this share is not worth its memory, nor a run that promises no more."""
+NEARLY = PLATEAU / 2
+"""Points that promise as much within this share are told apart by what it costs to run them."""
 OF_COMPUTE = 0.5
 """The most of the computing that other numbers of threads are taken to save."""
 
@@ -94,7 +96,7 @@ class Search:
         def cheapest(among: Sequence[Point]) -> Point:
             """Of those that nearly are the best, the one with the shortest steps."""
             top = score(max(among, key=rank))
-            near = [point for point in among if score(point) >= (1 - PLATEAU) * top]
+            near = [point for point in among if score(point) >= (1 - NEARLY) * top]
             return min(near, key=lambda point: (round(model.seconds(point), 9), *(-x for x in rank(point))))
 
         if candidates and score(max(candidates, key=rank)) > (1 + PLATEAU) * reached:

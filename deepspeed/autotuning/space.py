@@ -19,6 +19,8 @@ OFFLOAD = "zero_optimization.offload_optimizer"
 BUDGET = "activation_checkpointing.memory_budget"
 BUCKET = "zero_optimization.reduce_bucket_size"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+DEFAULTS = {BUCKET: 500_000_000, PREFETCH: 50_000_000}
+"""Elements."""
 THREADS = "OMP_NUM_THREADS"
 PARALLEL = (TENSOR, SEQUENCE, STAGES, EXPERTS)
 """Sizes of parallelism. They are tuned where `tuning_space` lists them: a model or a script has to allow it."""
@@ -181,6 +183,19 @@ def without_rooms(choices: Choices, keys: Iterable[str]) -> Choices:
         if not any(key.startswith(gone) for choice in group for key, _ in choice.changes)
     )
     return replace(choices, room=kept)
+
+
+def without_same_sizes(choices: Choices, numel: int, given: Iterable[str]) -> Choices:
+    """Sizes that hold all elements of the model, as the default does, are left out; not those of keys that the user
+    has ``given`` values for."""
+    listed = set(given)
+
+    def differs(choice: Choice) -> bool:
+        sizes = [(value, DEFAULTS[key]) for key, value in choice.changes if key in DEFAULTS.keys() - listed]
+        return all(min(value, numel) != min(default, numel) for value, default in sizes)
+
+    fine = tuple(tuple(choice for choice in group if differs(choice)) for group in choices.fine)
+    return replace(choices, fine=fine)
 
 
 def value_at(config: Mapping[str, Any], key: str) -> Any:

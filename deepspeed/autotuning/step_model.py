@@ -120,15 +120,13 @@ class StepModel:
         return self.expected(point).total * self._correction(point)
 
     def _correction(self, point: Point) -> float:
-        """That of the same point, else of the same choices at the same stage, else of the same choices."""
-        found = self.corrections
-        if point in found:
-            return found[point]
-        alike = [factor for at, factor in found.items() if at.choices == point.choices]
-        near = [
-            factor for at, factor in found.items() if at.choices == point.choices and at.stage == point.stage
-        ]
-        return _mean(near or alike) if near or alike else 1.0
+        """That of the same point, else of the same choices, if possible at the same stage, at the nearest size."""
+        alike = [at for at in self.corrections if at.choices == point.choices]
+        if not alike:
+            return 1.0
+        near = [at for at in alike if at.stage == point.stage] or alike
+        apart = {at: (at != point, abs(math.log(at.size / point.size))) for at in near}
+        return self.corrections[min(apart, key=lambda at: apart[at])]
 
     def plateau(self, loss: float, gas: int = 1, parts: Parts | None = None) -> int:
         """Samples of a micro-batch from which on larger ones gain less than this share of throughput: what is spread
@@ -140,9 +138,10 @@ class StepModel:
 
 
 def _rate(pairs: Any) -> float:
-    """Seconds per unit: the median of those that have any."""
+    """Seconds per unit: the median of those that have any; of two the lower, as only chance makes a rank wait longer
+    for the same bytes."""
     found = sorted(seconds / amount for seconds, amount in pairs if amount > 0)
-    return found[len(found) // 2] if found else 0.0
+    return found[(len(found) - 1) // 2] if found else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from deepspeed.autotuning.space import (
     choices_of,
     key_of,
     threads_to_try,
+    without_same_sizes,
 )
 from deepspeed.autotuning.step_model import Parts, Planned, StepModel, parts_of
 from deepspeed.memory_plan.request import Request, answer
@@ -57,6 +58,10 @@ def test_the_space() -> None:
     assert {key for room in left.rooms(3) for c in room for key, _ in c.changes} == {BUDGET, TENSOR}
     assert {choice.changes[0][0] for choice in left.fines(3)} == {PREFETCH, THREADS}
     assert len(list(left.everything(3))) == 2 * 3 * 3 * 3 and len(left.on_paper([3])) == 6 * (1 + 2 + 2)
+    for numel, kept in ((10**6, set()), (10**7, {BUCKET, PREFETCH}), (10**9, {BUCKET, PREFETCH})):
+        assert {c.changes[0][0] for c in without_same_sizes(wide, numel, ()).fines(3)} == kept
+    assert len(list(without_same_sizes(wide, 10**7, ()).fines(3))) == 2
+    assert len(list(without_same_sizes(wide, 10**6, [BUCKET]).fines(3))) == 2
     point = Point(2, 4, 2).with_choice(Choice(((BUCKET, 10),))).with_choice(Choice(((BUCKET, 20),)))
     assert point.changes == {BUCKET: 20} and point.name() == "z2_gas2_tmbspg4_reducebucketsize20"
     assert Point(0, 1, 1, (Choice(((TENSOR, 2),)),)).parts() == 2
@@ -112,6 +117,19 @@ def test_two_runs_tell_every_step() -> None:
     assert model.seconds(tight) == pytest.approx(made_of(tight)[0], rel=1e-6)
     model.fit([(Point(0, 1), 1.0, None)])  # without a breakdown all of it is computing
     assert model.seconds(Point(0, 2, 2)) == pytest.approx(4.0)
+
+
+def test_a_rank_that_waited_by_chance_misleads_nobody() -> None:
+    model, late = StepModel(planned_of), made_of(Point(0, 1))
+    told = {
+        **late[1],
+        "exposed_comm": late[1]["exposed_comm"] + 90,
+        "bwd_allreduce": late[1]["exposed_comm"] + 90,
+    }
+    model.fit([(Point(0, 1), late[0] + 0.09, told), (Point(0, 4), *made_of(Point(0, 4)))])
+    for stage, size in itertools.product(range(4), (4, 8, 32)):
+        assert model.seconds(Point(stage, size)) == pytest.approx(made_of(Point(stage, size))[0], rel=1e-6)
+    assert model.seconds(Point(0, 1)) == pytest.approx(late[0] + 0.09)
 
 
 def test_what_cannot_save_anything_is_not_run() -> None:
@@ -176,7 +194,7 @@ class Machine:
                 for s in range(4)
             }
             info = {
-                "num_params": 1000,
+                "num_params": PARAMS,
                 "ranks_per_node": 2,
                 "stages": stages,
                 "blocks": 4,
@@ -362,6 +380,9 @@ def test_peaks_tell_what_a_sample_takes() -> None:
     needs.learn({Point(0, 1): 1000 + 100 + 20 + 7, Point(0, 4): 1000 + 100 + 80 + 7})
     assert needs.per_sample() == 20 and needs.apart == 7
     assert needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 107) // 20
+    needs = MemoryNeeds({**info, "resident": 1000, "device_type": "cpu"}, (), 1500)
+    needs.learn({Point(0, 1): 1000 + 100 + 10 + 300})  # one run tells what the plan has missed
+    assert needs.apart == 300 and needs.most_that_fits(Point(0, 1), 10**6) == (1350 - 400) // 10
     two = (Choice(((BUCKET, 1),)), Choice(((PREFETCH, 1),)))
     plans = [(Point(3, 1), 10), (Point(3, 1, 1, two[:1]), 15), (Point(3, 1, 1, two[1:]), 12)]
     variants = [{"changes": key_of(point), "need": need, "fits": True} for point, need in plans]
