@@ -10,9 +10,11 @@ from typing import Any
 
 from deepspeed.autotuning.utils import get_val_by_key
 from deepspeed.config.reader import read_config
+from deepspeed.config_tools.clients import read_any, read_client
 
-CONFIG_ARGUMENTS = ("--deepspeed_config", "--deepspeed")
-"""Arguments of scripts that are followed by a config: ours, and that of the Trainer."""
+CONFIG_ARGUMENTS = ("--deepspeed_config", "--deepspeed", "--deepspeed_config_file")
+"""Arguments that are followed by a config: of scripts ours, and that of the Trainer; that of `accelerate launch`."""
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
 ACCELERATE_CONFIG = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]
 FLAGS = "module no_python no_local_rank bind_cores_to_rank quiet no_ssh_check force_multi save_pid".split()
@@ -26,12 +28,24 @@ def given_config(arguments: Sequence[str]) -> dict[str, Any]:
     """The config that the script is given. Raises ValueError: there is none, or it cannot be read."""
     found = (value_of(arguments, name) for name in CONFIG_ARGUMENTS)
     given = next((value for value in found if value), None) or os.environ.get(ACCELERATE_CONFIG)
+    of_accelerate = value_of(arguments, "--config_file") if list(arguments[:1]) == ["launch"] else None
+    if given is None and of_accelerate is not None:
+        return read_config_of_accelerate(of_accelerate)
     if given is None:
         raise ValueError(
             "autotuning changes the config that the script is given, and there is none among its arguments: pass "
             "--deepspeed_config FILE, or --deepspeed FILE to a script of the Trainer"
         )
     return read_config(given).data
+
+
+def read_config_of_accelerate(file: str) -> dict[str, Any]:
+    """The DeepSpeed config that Accelerate makes of its own file."""
+    client = read_client(read_any(file), 1)
+    if client is None or client.errors:
+        told = "; ".join(map(str, client.errors)) if client is not None else "it is no file of Accelerate"
+        raise ValueError(f"--config_file {file}: {told}")
+    return dict(client.source.data)
 
 
 def value_of(arguments: Sequence[str], name: str) -> str | None:
@@ -63,14 +77,28 @@ def arguments_for(
     """The script's arguments with another config, which is in ``file``, and with its values where ``mappings`` (key of
     the config -> argument) say that the script takes them."""
     arguments = list(user_args)
-    for name in CONFIG_ARGUMENTS:
-        if value_of(arguments, name) is not None:
-            arguments = with_value(arguments, name, str(file))
+    names = [name for name in CONFIG_ARGUMENTS if value_of(arguments, name) is not None]
+    if not names and arguments[:1] == ["launch"] and value_of(arguments, "--config_file"):
+        arguments[1:1] = ["--deepspeed_config_file", str(file)]
+    for name in names:
+        arguments = with_value(arguments, name, str(file))
     for key, name in mappings.items():
         value = get_val_by_key(config, key)
         if value is not None:
             arguments = with_value(arguments, name, str(value))
     return arguments
+
+
+def start_command(args: Any, devices: str) -> list[str]:
+    """What starts the script, with the script: `accelerate launch` starts its ranks itself."""
+    if is_accelerate(args):
+        return list(ACCELERATE)
+    return [*launcher_command(args, devices), args.user_script]
+
+
+def is_accelerate(args: Any) -> bool:
+    """Whether the script is a command: `deepspeed --autotuning tune accelerate launch train.py`."""
+    return Path(args.user_script).name == "accelerate" and list(args.user_args[:1]) == ["launch"]
 
 
 def launcher_command(args: Any, devices: str) -> list[str]:

@@ -1,50 +1,58 @@
-"""``deepspeed --autotuning``: which ZeRO stage and micro-batch size train fastest on this machine.
+"""``deepspeed --autotuning``: which config trains fastest on this machine.
 
-One short run asks the memory plan what every stage needs and measures what the activations of a sample take; what
-cannot fit is never started. With the default tuner a second run of another size calibrates a model of the step's time,
-which says which of the remaining configs are worth a run.
+One short run asks the memory plan what every stage, and every choice beside it, needs, and measures what the
+activations of a sample take; what cannot fit is never started. With the default tuner a second run of another size
+calibrates a model of the step's time, which says which of the remaining configs are worth a run.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import shlex
 import subprocess
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed.autotuning.arguments import LAUNCHER, arguments_for, given_config, launcher_command, value_of
+from tqdm import tqdm
+
+from deepspeed.autotuning.arguments import given_config, value_of
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-from deepspeed.autotuning.scheduler import ResourceManager, metrics_of
+from deepspeed.autotuning.memory import MemoryNeeds
+from deepspeed.autotuning.results import OPTIMAL_CONFIG, Results
+from deepspeed.autotuning.scheduler import ResourceManager, environment_for, metrics_of
 from deepspeed.autotuning.search import PLATEAU, Search
+from deepspeed.autotuning.space import (
+    BUDGET,
+    OFFLOAD,
+    Choice,
+    Point,
+    choices_of,
+    threads_to_try,
+    without_rooms,
+    without_same_sizes,
+)
 from deepspeed.autotuning.tuner.base_tuner import BaseTuner, better
 from deepspeed.autotuning.tuner.index_based_tuner import GridSearchTuner, RandomTuner
 from deepspeed.autotuning.tuner.model_based_tuner import ModelBasedTuner
-from deepspeed.autotuning.utils import (
-    canonical_name,
-    get_list,
-    memory_to_string,
-    number_to_string,
-    write_experiments,
-)
+from deepspeed.autotuning.utils import get_list, memory_to_string, number_to_string, write_experiments
+from deepspeed.memory_plan.variants import changed
 from deepspeed.utils.logging import logger
 
 MODEL_INFO = "profile_model_info"
-OPTIMAL_CONFIG, OPTIMAL_COMMAND, SUMMARY = "ds_config_optimal.json", "cmd_optimal.txt", "summary.txt"
 STAGES = (0, 1, 2, 3)
-SPARE = 0.9
-"""The share of free memory that a config may need: the rest is for what no plan knows."""
+MEASURED = 3
+"""Runs beyond the two that calibrate, unless `tuner_num_trials` says otherwise."""
 
 
 class AutotuningError(ValueError):
     """Nothing can be tuned as it was asked for; the message says why and what to do."""
 
 
-class Autotuner:
+class Autotuner(Results):
     """Finds the config with the best ``autotuning.metric``.
 
     Args:
@@ -57,12 +65,12 @@ class Autotuner:
     """
 
     def __init__(self, args: Any, active_resources: dict[str, Sequence[int]]) -> None:
+        super().__init__()
         self.args = args
         self.user_config = given_config(args.user_args)
         given = self.user_config.get("autotuning") or {}
-        self.autotuning_config = DeepSpeedAutotuningConfig(**given)
-        self.given = given
-        section = self.autotuning_config
+        section = self.autotuning_config = DeepSpeedAutotuningConfig(**given)
+        self.given, self.metric_name = given, section.metric
         self.exps_dir, self.results_dir = section.exps_dir, section.results_dir
         self.num_nodes = section.num_nodes or len(active_resources)
         self.num_gpus = section.num_gpus or min(map(len, active_resources.values()))
@@ -72,15 +80,18 @@ class Autotuner:
             args, hosts, self.num_gpus, self.results_dir, self.exps_dir, section.arg_mappings
         )
         self.rm.overwrite = bool(given.get("overwrite", False))
-        self.model_info: dict[str, Any] = {}
-        self.records: dict[str, list[tuple[dict[str, Any], float, int]]] = {}
-        self.counts: dict[str, int] = {}
-        """Experiments of each space, also those that measured nothing."""
-        self.optimal_ds_config: dict[str, Any] | None = None
-        self.optimal_cmd: list[str] | None = None
-        self.reason = ""
-        self.search = Search(self.metric())
-        self._began = time.monotonic()
+        self.choices = self._space = choices_of(self.user_config, section.tuning_space, fast=section.fast)
+        self.memory = MemoryNeeds(asked=self._on_paper(), limit=section.memory_per_rank)
+        self._peaks: dict[Point, int] = {}
+        self.search = Search(section.metric, lambda point: self.memory.plan_of(point), self._data_parallel())
+
+    @property
+    def model_info(self) -> dict[str, Any]:
+        """What the first run wrote about the model."""
+        return self.memory.info
+
+    def _on_paper(self) -> list[dict[str, Any]]:
+        return self.choices.on_paper(self._stages())
 
     # What the section says ------------------------------------------------------------------------------------
 
@@ -127,7 +138,30 @@ class Autotuner:
         given = self.user_config.get("gradient_accumulation_steps")
         if given in (None, "auto"):
             given = self.get_val_from_user_args("gradient_accumulation_steps")
+        if isinstance(given, list):
+            return min(map(int, given))
         return int(given) if given not in (None, "auto") else 1
+
+    def _gases(self, point: Point) -> list[int]:
+        """Accumulation steps to try at a micro-batch: those listed; where only the whole batch is given, and not only
+        the essentials are tuned, what keeps that batch; else those of the config."""
+        ranks = max(1, self._data_parallel() // point.parts())
+        given = self.user_config.get("gradient_accumulation_steps")
+        if isinstance(given, list):
+            most = self.max_train_batch_size()
+            return [int(gas) for gas in given if most is None or int(gas) * point.size * ranks <= most]
+        whole = self._kept_batch()
+        if whole is not None:
+            return [whole // (point.size * ranks)] if whole % (point.size * ranks) == 0 else []
+        return [self.get_gas_from_user_config()]
+
+    def _kept_batch(self) -> int | None:
+        """The batch of all ranks that stays as it is, while micro-batches and accumulation steps are tuned."""
+        given, whole = (
+            self.user_config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size")
+        )
+        free = not self.fast_enabled() and given in (None, "auto")
+        return whole if free and isinstance(whole, int) else None
 
     # What one run finds out about the model -------------------------------------------------------------------
 
@@ -136,21 +170,50 @@ class Autotuner:
         AutotuningError: the script does not run."""
         path = Path(self.results_dir).absolute() / MODEL_INFO / "model_info.json"
         error = None
-        for stage in self._stages():
-            if not self._can_fit(stage):
-                continue
-            size = self.min_train_micro_batch_size_per_gpu()
-            exp = self._experiment(stage, size, MODEL_INFO)
-            exp["ds_config"]["autotuning"] |= {"model_info": {"profile": True}, "model_info_path": str(path)}
+        for point in self._first_points():
+            exp = self._experiment(point, MODEL_INFO)
+            exp["ds_config"]["autotuning"] |= {
+                "model_info": {"profile": True},
+                "model_info_path": str(path),
+                "variants": self.memory.asked,
+            }
             error = self._run([exp])
-            self.model_info = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if path.exists():
+                self._know(json.loads(path.read_text(encoding="utf-8")))
             if error is None:
-                self._learn(exp, stage, size)
+                self._learn(exp, point)
                 return self.model_info
         raise AutotuningError(
             f"the first run of {self.args.user_script} did not reach its end ({error or 'no stage fits the memory'}); "
             f"{Path(self.results_dir) / MODEL_INFO / 'stderr.log'} has what it said"
         )
+
+    def _first_points(self) -> Iterator[Point]:
+        """The lowest stage first, as the config is; then what makes room. What is known not to fit is left out."""
+        size = self.min_train_micro_batch_size_per_gpu()
+        tried: set[Point] = set()
+        for plain in (True, False):
+            for stage in self._stages():
+                for room in self.choices.rooms(stage):
+                    point = Point(stage, size, (self._gases(Point(stage, size, 1, room)) or [1])[0], room)
+                    if bool(room) is not plain and point not in tried and self.memory.can_fit(point):
+                        tried.add(point)
+                        yield point
+
+    def _know(self, info: dict[str, Any]) -> None:
+        """Leave out what makes no difference on this machine, or to this model."""
+        self.memory = MemoryNeeds(info, self.memory.asked, self.memory.limit)
+        self.search.apart = info.get("device_type", "cpu") != "cpu"
+        space = self.autotuning_config.tuning_space
+        useless = [] if self.search.apart else [OFFLOAD]
+        useless += [BUDGET] if info.get("blocks", 0) == 0 else []
+        self.choices = without_rooms(
+            self._space, [key for key in useless if not any(given.startswith(key) for given in space)]
+        )
+        self.choices = without_same_sizes(self.choices, self.get_model_num_params(), space)
+        if not self.fast_enabled() and not self.search.apart and self.num_nodes == 1:
+            threads = threads_to_try(os.cpu_count() or 1, self.num_gpus)
+            self.choices = replace(self.choices, fine=(*self.choices.fine, threads))
 
     def get_model_num_params(self) -> int:
         """Parameters of the model, once it has been profiled, or as the section says; 0 if neither is known."""
@@ -158,37 +221,16 @@ class Autotuner:
         return int(self.model_info.get("num_params") or (told and told.num_params) or 0)
 
     def get_activation_memory_per_gpu(self) -> int:
-        """Bytes that a forward keeps for its backward, for one sample."""
-        known = self.model_info.get("activation_mem_per_gpu", 0)
-        return int(known // max(1, self.model_info.get("micro_batch") or 1))
+        """Bytes that a sample takes from forward to backward."""
+        return int(self.memory.per_sample())
 
     def get_gpu_memory_info(self) -> int | None:
         """Free bytes where the model computes, for one rank; None if it is not known."""
-        for plan in self.model_info.get("stages", {}).values():
-            if "near" in plan and plan["free"][plan["near"]] is not None:
-                sharing = self.model_info["ranks_per_node"] if plan["near"] == "host" else 1
-                return plan["free"][plan["near"]] // sharing
-        return None
+        return self.memory.free()
 
     def get_instantiation_memory_required_per_gpu(self, zero_stage: int) -> int:
         """Bytes for weights, gradients and optimizer state of one rank at this stage, at the peak of a step."""
-        plan = self.model_info.get("stages", {}).get(str(zero_stage), {})
-        if "need" not in plan:
-            return 0
-        sharing = self.model_info["ranks_per_node"] if plan["near"] == "host" else 1
-        return plan["need"][plan["near"]] // sharing
-
-    def _can_fit(self, stage: int) -> bool:
-        plan = self.model_info.get("stages", {}).get(str(stage))
-        return plan is None or bool(plan.get("fits"))
-
-    def _most_that_fits(self, stage: int) -> int:
-        """Samples of a micro-batch that memory allows."""
-        free, each = self.get_gpu_memory_info(), self.get_activation_memory_per_gpu()
-        if free is None or not each:
-            return self.max_train_micro_batch_size_per_gpu()
-        left = int(free * SPARE) - self.get_instantiation_memory_required_per_gpu(stage)
-        return max(0, left // each)
+        return self.memory.states(Point(zero_stage, 1))
 
     # The space ------------------------------------------------------------------------------------------------
 
@@ -199,10 +241,14 @@ class Autotuner:
         return list(STAGES) if given in ("all", "auto") else sorted(int(stage) for stage in get_list(given))
 
     def get_min_max_micro_batch_size(
-        self, stage: int, min_micro_batch_size: int, calculated_max_micro_batch_size: int
+        self,
+        stage: int,
+        min_micro_batch_size: int,
+        calculated_max_micro_batch_size: int,
+        room: tuple[Choice, ...] = (),
     ) -> tuple[int, int]:
         """The smallest and largest micro-batch to try at this stage; (-1, 0) if none fits."""
-        most = min(calculated_max_micro_batch_size, self._most_that_fits(stage))
+        most = self.memory.most_that_fits(Point(stage, 1, 1, room), calculated_max_micro_batch_size)
         return (min_micro_batch_size, most) if most >= min_micro_batch_size else (-1, 0)
 
     def get_tuning_micro_batch_size_list(
@@ -224,34 +270,60 @@ class Autotuner:
             size //= 2
         return sorted(sizes or [min_micro_batch_size])
 
-    def _experiment(self, stage: int, size: int, name: str | None = None, **zero: Any) -> dict[str, Any]:
-        config = copy.deepcopy(self.user_config)
+    def _points(self, limit: int | None = None) -> Iterator[Point]:
+        """All that can be run, with micro-batches up to a limit."""
+        self.refused = []
+        for stage in self._stages():
+            for room in self.choices.rooms(stage):
+                base = Point(stage, self.min_train_micro_batch_size_per_gpu(), 1, room)
+                if not self.memory.can_fit(base):
+                    self.refused.append(self._lacks(base))
+                    continue
+                for size in self._sizes(stage, limit, room):
+                    for gas in self._gases(Point(stage, size, 1, room)):
+                        yield Point(stage, size, gas, room)
+
+    def _lacks(self, point: Point) -> str:
+        planned, free = self.memory.planned(point) or {}, self.memory.free()
+        text = ", ".join([f"stage {point.stage}", *(choice.text() for choice in point.choices)])
+        if "error" in planned:
+            return f"{text}: {planned['error']}"
+        return (
+            f"{text} does not fit: with {point.size} samples it needs {memory_to_string(self.memory.need(point), 'B')} "
+            f"of {memory_to_string(free or 0, 'B')} for each rank"
+        )
+
+    def _fines(self, stage: int) -> list[Choice]:
+        """Choices that are tried one at a time from the best point, and do not need more than there is."""
+        best = self.search.best()
+        return [c for c in self.choices.fines(stage) if self.memory.can_fit(best.with_choice(c))]
+
+    def _experiment(self, point: Point, name: str | None = None) -> dict[str, Any]:
+        config = changed(self.user_config, point.changes)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             config.pop(key, None)
-        gas = self.get_gas_from_user_config()
-        config |= {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": gas}
-        section = dict(config.get("zero_optimization") or {})
-        config["zero_optimization"] = {**section, "stage": stage, **zero}
-        place = name or canonical_name(
-            {"gradient_accumulation_steps": gas, "train_micro_batch_size_per_gpu": size, **zero},
-            ["gradient_accumulation_steps", "train_micro_batch_size_per_gpu", *sorted(zero)],
-            prefix=f"z{stage}",
-        )
+        config |= {"train_micro_batch_size_per_gpu": point.size, "gradient_accumulation_steps": point.gas}
+        section = config.get("zero_optimization")
+        config["zero_optimization"] = {**(section if isinstance(section, dict) else {}), "stage": point.stage}
+        config["wall_clock_breakdown"] = True
+        place = name or point.name()
         folder = Path(self.results_dir).absolute() / place
         config["autotuning"] = {
-            **self.given,
+            **{key: value for key, value in self.given.items() if key != "tuning_space"},
             "enabled": True,
             "start_profile_step": self.autotuning_config.start_profile_step,
             "end_profile_step": self.autotuning_config.end_profile_step,
             "metric": self.metric(),
             "metric_path": str(folder / "metrics.json"),
         }
+        self.points[place] = point
         return {
             "name": place,
             "ds_config": config,
             "num_gpus": self.num_gpus,
             "num_nodes": self.num_nodes,
             "result_dir": str(folder),
+            "environment": {key: str(value) for key, value in point.changes.items() if key.isupper()},
         }
 
     # Running --------------------------------------------------------------------------------------------------
@@ -268,21 +340,18 @@ class Autotuner:
         self.rm.clear()
         return error
 
-    def _unit(self) -> str:
-        return {"latency": "s per step", "throughput": "samples/s", "flops": "FLOPS"}[self.metric()]
-
-    def _learn(self, exp: dict[str, Any], stage: int, size: int) -> float | None:
+    def _learn(self, exp: dict[str, Any], point: Point) -> float | None:
         """Remember what an experiment measured; returns its metric."""
         metrics = metrics_of(exp)
         if metrics is None:
             return None
         samples = metrics.get("samples")
-        if samples and samples != size:
-            self._sizes_are_fixed(samples, size)
-        gas = exp["ds_config"]["gradient_accumulation_steps"]
-        self.search.measured((stage, size), metrics["latency"] / gas)
+        if samples and samples != point.size:
+            self._sizes_are_fixed(samples, point.size)
+        self.search.measured(point, metrics["latency"], metrics.get("breakdown"))
+        self._peaks[point] = int(metrics.get("peak_memory") or 0)
         value = metrics.get(self.metric())
-        space = f"z{stage}"
+        space = f"z{point.stage}"
         self.update_records(space, exp, value, len(self.records.get(space, [])) + 1)
         return value
 
@@ -296,7 +365,7 @@ class Autotuner:
 
     def run_ds_config(self, ds_config: dict[str, Any], exp_name: str) -> float | None:
         """Run the script with a config of one's own; returns the metric, or None if it fails."""
-        exp = self._experiment(0, 1, exp_name)
+        exp = self._experiment(Point(0, 1), exp_name)
         exp["ds_config"] = {**copy.deepcopy(ds_config), "autotuning": exp["ds_config"]["autotuning"]}
         return None if self._run([exp]) else (metrics_of(exp) or {}).get(self.metric())
 
@@ -304,16 +373,19 @@ class Autotuner:
 
     def tune(self) -> None:
         """Find the best config; what was found so far is kept if it is interrupted. AutotuningError: nothing ran."""
-        try:
-            self.model_info_profile_run()
-            logger.info("autotuning: %s", self._about_the_model())
-            if self.given.get("tuner_type", "model_based") == "model_based":
-                self._tune_by_model()
-            else:
-                for stage in self._stages():
-                    self.tune_space({"zero_optimization": {"stage": stage}})
-        finally:
-            self._choose()
+        by_model = self.given.get("tuner_type", "model_based") == "model_based"
+        runs = 2 + self._most_runs() if by_model else None
+        with tqdm(total=runs, desc="autotuning", unit="run", disable=None) as self.rm.pbar:
+            try:
+                self.model_info_profile_run()
+                logger.info("autotuning: %s", self._about_the_model())
+                if by_model:
+                    self._tune_by_model()
+                else:
+                    for stage in self._stages():
+                        self.tune_space({"zero_optimization": {"stage": stage}})
+            finally:
+                self._choose()
 
     def _about_the_model(self) -> str:
         free = self.get_gpu_memory_info()
@@ -323,49 +395,65 @@ class Autotuner:
             f"{memory_to_string(free, 'B') if free is not None else 'an unknown amount'} of memory per rank"
         )
 
+    def _most_runs(self) -> int:
+        """Beyond those that calibrate."""
+        return self.autotuning_config.tuner_num_trials if "tuner_num_trials" in self.given else MEASURED
+
     def _tune_by_model(self) -> None:
         """Measure where the model of the step's time expects most, until nothing promises to be better."""
         section = self.autotuning_config
-        stages = [stage for stage in self._stages() if self._can_fit(stage)]
-        self._calibrate(stages[0])
+        self._calibrate()
         since_best, best = 0, self._best()
-        for _ in range(section.tuner_num_trials):
-            chosen = self.search.next(stages, self._sizes)
+        for _ in range(self._most_runs()):
+            chosen = self.search.next(self._points, self._fines)
             if chosen is None:
-                self.reason = self.search.reason
-                return
-            self._measure(*chosen)
+                break
+            self._measure(chosen)
             now = self._best()
             since_best, best = (0, now) if better(self.metric(), now, best) else (since_best + 1, best)
             if since_best >= max(1, section.tuner_early_stopping):
                 break
-        self.reason = "the number of runs is limited"
-
-    def _measure(self, stage: int, size: int) -> None:
-        exp = self._experiment(stage, size)
-        if self._run([exp]) is None:
-            self._learn(exp, stage, size)
         else:
-            self.search.measured((stage, size))
+            if self.search.next(self._points, self._fines) is not None:
+                self.search.reason = "the number of runs is limited"
+        self.reason = self.search.reason or "the number of runs is limited"
 
-    def _calibrate(self, stage: int) -> None:
-        """A second size beside the first: what of a micro-batch's time grows with it."""
-        least = self.min_train_micro_batch_size_per_gpu()
-        _, most = self.get_min_max_micro_batch_size(stage, least, self.max_train_micro_batch_size_per_gpu())
-        size = min(4 * least, most)
-        if size > least:
-            self._measure(stage, size)
+    def _measure(self, point: Point) -> None:
+        exp = self._experiment(point)
+        if self._run([exp]) is None:
+            self._learn(exp, point)
+        else:
+            self.search.measured(point)
+
+    def _calibrate(self) -> None:
+        """A second size beside the first: what of a micro-batch's time and memory grows with it."""
+        first = self.search.best()
+        self.memory.learn(self._peaks)  # what the plan has missed, before a larger run is started
+        _, most = self.get_min_max_micro_batch_size(
+            first.stage, first.size, self.max_train_micro_batch_size_per_gpu(), first.choices
+        )
+        for size in range(min(4 * first.size, most), first.size, -1):
+            gases = self._gases(replace(first, size=size))
+            if gases:
+                self._measure(replace(first, size=size, gas=gases[0]))
+                break
+        self.memory.learn(self._peaks)
 
     def _best(self) -> float | None:
         values = [value for records in self.records.values() for _, value, _ in records]
         return (min if self.metric() == "latency" else max)(values, default=None)
 
-    def _sizes(self, stage: int, limit: int | None = None) -> list[int]:
+    def _sizes(self, stage: int, limit: int | None = None, room: tuple[Choice, ...] = ()) -> list[int]:
         """The micro-batches to try at a stage, none above ``limit``."""
         least, most = self.min_train_micro_batch_size_per_gpu(), self.max_train_micro_batch_size_per_gpu()
         if limit is not None:
             most = max(least, min(most, limit))
-        least, most = self.get_min_max_micro_batch_size(stage, least, most)
+        least, most = self.get_min_max_micro_batch_size(stage, least, most, room)
+        whole = self._kept_batch()
+        if whole is not None:
+            own = whole * Point(stage, 1, 1, room).parts() // self._data_parallel()
+            sizes = [size for size in range(max(1, least), most + 1) if own % size == 0]
+            return sizes[-self.num_tuning_micro_batch_sizes() :]
         return self.get_tuning_micro_batch_size_list(least, most, self.num_tuning_micro_batch_sizes())
 
     def tune_space(
@@ -378,7 +466,7 @@ class Autotuner:
         """Explore one stage with the tuner of the section. Returns the largest micro-batch that fits, the best, and its
         metric; what was passed if nothing fits."""
         stage = int(tuning_space["zero_optimization"]["stage"])
-        sizes = self._sizes(stage) if self._can_fit(stage) else []
+        sizes = self._sizes(stage) if self.memory.can_fit(Point(stage, 1)) else []
         if not sizes:
             logger.info("autotuning: z%d does not fit the memory", stage)
             return prev_max_mbs, prev_best_mbs, prev_best_metric_val
@@ -400,7 +488,14 @@ class Autotuner:
     ) -> tuple[int, int, float | None]:
         """Run these sizes at one stage, in the order of the tuner. Returns the largest, the best, and its metric."""
         section, space = self.autotuning_config, {"zero_optimization": {"stage": stage}}
-        exps = [self._experiment(stage, size) for size in tuning_micro_batch_sizes]
+        points = [
+            Point(stage, size, gas, choices)
+            for choices in self.choices.everything(stage)
+            for size in tuning_micro_batch_sizes
+            for gas in self._gases(Point(stage, size, 1, choices))
+            if self.memory.can_fit(Point(stage, size, gas, choices))
+        ]
+        exps = [self._experiment(point) for point in points]
         tuner: BaseTuner
         if section.tuner_type == "random":
             tuner = RandomTuner(exps, self.rm, self.metric())
@@ -410,10 +505,10 @@ class Autotuner:
             tuner = GridSearchTuner(exps, self.rm, self.metric())
         tuner.tune(1, section.tuner_num_trials, section.tuner_early_stopping)
         best_size, best = 0, None
-        for exp, size in zip(exps, tuning_micro_batch_sizes, strict=True):
-            value = self._learn(exp, stage, size)
+        for exp, point in zip(exps, points, strict=True):
+            value = self._learn(exp, point)
             if better(self.metric(), value, best):
-                best_size, best = size, value
+                best_size, best = point.size, value
         return max(tuning_micro_batch_sizes), best_size, best
 
     def get_plateau_mbs(self, tuning_space_name: str) -> int:
@@ -425,98 +520,12 @@ class Autotuner:
         near = [exp for exp, value, _ in records if abs(value - top) <= PLATEAU * abs(top)]
         return min(exp["ds_config"]["train_micro_batch_size_per_gpu"] for exp in near)
 
-    # Results --------------------------------------------------------------------------------------------------
-
-    def update_records(
-        self, space_name: str, exp: dict[str, Any], metric_val: float | None, num_exps: int
-    ) -> None:
-        """Remember that ``num_exps`` experiments of a space were run up to this one; None: it measured nothing."""
-        self.counts[space_name] = self.counts.get(space_name, 0) + 1
-        if metric_val is not None:
-            self.records.setdefault(space_name, []).append((exp, metric_val, num_exps))
-
-    def get_best_space_record(self, space_name: str) -> Any:
-        """(experiment, metric, experiments) of the best in a space; None if there is none."""
-        best = None
-        for record in self.records.get(space_name, []):
-            if best is None or better(self.metric(), record[1], best[1]):
-                best = record
-        if best is None:
-            return None
-        return (*best[:2], self.counts.get(space_name, len(self.records[space_name])))
-
-    def get_best_space_records(self) -> dict[str, Any]:
-        """The best of each space, and of all as "global"."""
-        found = {space: self.get_best_space_record(space) for space in sorted(self.records)}
-        best = None
-        for record in found.values():
-            if best is None or better(self.metric(), record[1], best[1]):
-                best = record
-        if best is not None:
-            found["global"] = (*best[:2], sum(record[2] for record in found.values()))
-        return found
-
-    def _choose(self) -> None:
-        best = self.get_best_space_records().get("global")
-        if best is None:
-            return
-        exp = best[0]
-        self.optimal_ds_config = {
-            key: value for key, value in exp["ds_config"].items() if key != "autotuning"
-        }
-        self.write_optimal_config()
-
-    def write_optimal_config(self) -> None:
-        """Write ``ds_config_optimal.json`` and ``cmd_optimal.txt`` to the folder of the results."""
-        if self.optimal_ds_config is None:
-            return
-        folder = Path(self.results_dir).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / OPTIMAL_CONFIG
-        path.write_text(json.dumps(self.optimal_ds_config, indent=2), encoding="utf-8")
-        arguments = arguments_for(self.args.user_args, path, self.optimal_ds_config, self.rm.arg_mappings)
-        launcher = launcher_command(self.args, self.rm.devices({"num_gpus": self.num_gpus}))
-        self.optimal_cmd = [*launcher, self.args.user_script, *arguments]
-        readable = ["deepspeed", *self.optimal_cmd[len(LAUNCHER) :]]
-        (folder / OPTIMAL_COMMAND).write_text(f"{shlex.join(readable)}\n", encoding="utf-8")
-
-    def print_tuning_results(self) -> None:
-        """Print the table of the results, and write it to ``summary.txt``."""
-        records = self.get_best_space_records()
-        if not records:
-            return
-        rows = [
-            (space, str(number), f"{value:.6g}", exp["name"])
-            for space, (exp, value, number) in records.items()
-        ]
-        lines = _table(("tuning_space", "num_experiments", "best_metric_val", "best_exp_name"), rows)
-        total = timedelta(seconds=round(time.monotonic() - self._began))
-        exp, value, number = records["global"]
-        lines += [
-            "",
-            f"Tuning completed in {total}. Total number of experiments: {number}.",
-            f"The best is {exp['name']} with {value:.6g} {self._unit()}"
-            + (f": {self.reason}." if self.reason else "."),
-        ]
-        lines += [
-            f"{Path(self.results_dir) / OPTIMAL_CONFIG} has its config, {OPTIMAL_COMMAND} beside it the command."
-        ]
-        Path(self.results_dir).mkdir(parents=True, exist_ok=True)
-        (Path(self.results_dir) / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print("\n".join(lines))
-
     def run_after_tuning(self) -> int:
         """Run the script with the best config; returns its exit code. AutotuningError: there is none."""
         if self.optimal_cmd is None:
             raise AutotuningError("no config was found that the script runs with")
-        logger.info("autotuning: running %s", shlex.join(self.optimal_cmd[len(LAUNCHER) :]))
-        return subprocess.run(self.optimal_cmd, check=False).returncode
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return [
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |"
-        for line in lines
-    ]
+        logger.info("autotuning: running %s", shlex.join(self.optimal_cmd))
+        environment = environment_for(
+            Path(self.results_dir).absolute() / OPTIMAL_CONFIG, self.optimal_environment
+        )
+        return subprocess.run(self.optimal_cmd, check=False, env=environment).returncode

@@ -24,7 +24,20 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     """Search for the fastest configuration."""
 
     enabled: bool = Field(default=False, description="Turn it on.")
-    fast: bool = Field(default=True, description="Only ZeRO stage and micro-batch size are tuned.")
+    fast: bool = Field(
+        default=True,
+        description="Only ZeRO stage and micro-batch size are tuned, and what `tuning_space` lists; false: also "
+        "accumulation, offload, activations, buckets and threads.",
+    )
+    tuning_space: dict[str, list[Any]] = Field(
+        default={},
+        description="Values to try: dotted key of the config, or name of an environment variable, to a list.",
+    )
+    memory_per_rank: Int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that a rank may use where the model computes; null: its share of what is free.",
+    )
     results_dir: str = Field(default="autotuning_results", description="Folder of the results.")
     exps_dir: str = Field(default="autotuning_exps", description="Folder of the configurations tried.")
     overwrite: bool = Field(default=True, description="Replace earlier results.")
@@ -67,6 +80,9 @@ class DeepSpeedAutotuningConfig(LenientConfigModel):
     )
     model_info: AutotuningModelInfoConfig | None = Field(
         default=None, description="Known facts about the model."
+    )
+    variants: list[dict[str, Any]] = Field(
+        default=[], description="Changes of the config that the first run plans; written by the autotuner."
     )
 
     @field_validator("end_profile_step")

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.autotuning.arguments import ACCELERATE_CONFIG, LAUNCHER, arguments_for, launcher_command
+from deepspeed.autotuning.arguments import ACCELERATE_CONFIG, LAUNCHER, arguments_for, start_command
 from deepspeed.autotuning.tuner.base_tuner import better
 from deepspeed.autotuning.utils import get_val_by_key, search_error
 from deepspeed.utils.logging import logger
@@ -91,6 +91,7 @@ class ResourceManager:
         self.exps_dir = exps_dir
         self.arg_mappings = {key.strip(): name for key, name in (arg_mappings or {}).items()}
         self.overwrite = False
+        self.pbar: Any = None
         self.experiment_count = 0
         self.experiment_queue: deque[dict[str, Any]] = deque()
         self.running_experiments: dict[int, tuple[dict[str, Any], list[Reservation], int]] = {}
@@ -120,12 +121,12 @@ class ResourceManager:
                 self.finished_experiments[exp["exp_id"]] = (exp, error)
                 continue
             self.run_job(exp, reservations)
-            self.experiment_check(None)
+            self.experiment_check(self.pbar)
 
     def run_job(self, exp: dict[str, Any], reservations: list[Reservation]) -> None:
         """Run one experiment on the reserved slots."""
         (Path(exp["result_dir"]) / METRICS).unlink(missing_ok=True)
-        exp["launcher"] = launcher_command(self.args, self.devices(exp, reservations))
+        exp["launcher"] = start_command(self.args, self.devices(exp, reservations))
         config = Path(exp["result_dir"]) / CONFIG
         user_args = arguments_for(self.args.user_args, config, exp["ds_config"], self.arg_mappings)
         try:
@@ -240,12 +241,10 @@ def run_experiment(
     folder.mkdir(parents=True, exist_ok=True)
     exp["job_id"], exp["user"] = get_job_id(), get_user()
     (folder / CONFIG).write_text(json.dumps(exp["ds_config"], indent=2), encoding="utf-8")
-    command = [*(exp.get("launcher") or LAUNCHER), user_script, *user_args]
+    command = [*(exp.get("launcher") or [*LAUNCHER, user_script]), *user_args]
     (folder / "exp.json").write_text(json.dumps(exp, indent=2), encoding="utf-8")
     (folder / "cmd.txt").write_text(f"{shlex.join(command)}\n", encoding="utf-8")
-    environment = dict(os.environ)
-    if ACCELERATE_CONFIG in environment:
-        environment[ACCELERATE_CONFIG] = str(folder / CONFIG)
+    environment = environment_for(folder / CONFIG, exp.get("environment") or {})
     began = time.monotonic()
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
@@ -256,6 +255,14 @@ def run_experiment(
             raise
     logger.debug("autotuning: %s took %.1f s", exp["name"], time.monotonic() - began)
     return code
+
+
+def environment_for(config: Path, more: Mapping[str, str]) -> dict[str, str]:
+    """That of a run: scripts of Accelerate find their config there."""
+    environment = {**os.environ, **more}
+    if ACCELERATE_CONFIG in environment:
+        environment[ACCELERATE_CONFIG] = str(config)
+    return environment
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

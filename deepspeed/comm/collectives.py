@@ -333,6 +333,9 @@ class Network:
         self.names: Names | None = None
         """What the engine calls its modules and parameters."""
         self.hang_report_seconds = 0.0
+        self.waits: Any = None
+        """Adds up how long this rank waits (`timed.Waits`), if `makes` are communicators that tell it."""
+        self.makes: type[Communicator] = Communicator
         self._communicators: dict[ProcessGroup, Communicator] = {}
 
     def communicator(self, group: ProcessGroup) -> Communicator:
@@ -340,7 +343,7 @@ class Network:
         found = self._communicators.get(group)
         if found is None:
             _forget_destroyed_groups()
-            found = self._communicators[group] = Communicator(group, self)
+            found = self._communicators[group] = self.makes(group, self)
         return found
 
     def communicators(self) -> list[Communicator]:

@@ -25,6 +25,7 @@ from .client_state import tell_accelerate
 from .collectives import Network, histories, process_network, use_shared_memory
 from .logging import PROCESS_LOG, configure, set_newest_log
 from .pending import CommunicationError
+from .timed import TimedCommunicator
 from .waiting import start_of_all
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def network_of(config: DeepSpeedConfig) -> Network:
         process_network.use_shared_memory(wanted)
     network = Network(shared_memory=shared, log=log)
     network.hang_report_seconds = config.comm_config.hang_report_seconds
+    if config.wall_clock_breakdown:
+        network.makes = TimedCommunicator
     hang_watch.begin(network, histories)
     return network
 

@@ -19,6 +19,7 @@ from deepspeed.memory_plan.fits import request_of
 from deepspeed.memory_plan.ledger import Place
 from deepspeed.memory_plan.machine import free_now
 from deepspeed.memory_plan.request import Request, answer
+from deepspeed.memory_plan.variants import note_variants, refuse_beyond
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.utils.logging import is_rank_zero
 
@@ -53,10 +54,12 @@ def note_stages(
         "ranks_per_node": request.ranks_per_node,
         "device_type": request.device_type,
         "stages": {str(stage): planned(request, stage) for stage in STAGES},
+        **note_variants(request, tuning.variants),
     }
     path = Path(tuning.model_info_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(info, indent=2), encoding="utf-8")
+    refuse_beyond(tuning.memory_per_rank, info["stages"][str(plan.zero.stage)], request.ranks_per_node)
 
 
 def planned(request: Request, stage: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
 BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
+EXPOSED_COMMUNICATION_TIMER = "exposed_comm"
+DATA_TIMER = "data"
 
 MOST_UNREAD_SPANS = 256  # per timer
 OUTLIER_SHARE = 0.1  # of the intervals, dropped at each end before a mean is taken
@@ -110,6 +112,10 @@ class SynchronizedWallClockTimer:
                 len(self._finished) == MOST_UNREAD_SPANS
             ):  # not read so far; old ones completed on the device long ago
                 self._settle(MOST_UNREAD_SPANS // 2)
+
+        def add(self, milliseconds: float) -> None:
+            """Adds what was measured by other means."""
+            self._total_ms += milliseconds
 
         def cancel(self) -> None:
             """Drops a running interval: what it was timing has failed."""

@@ -14,6 +14,7 @@ from deepspeed.autotuning import Autotuner, scheduler, utils
 from deepspeed.autotuning.arguments import arguments_for, given_config, launcher_command
 from deepspeed.autotuning.command import run_autotuning
 from deepspeed.autotuning.config import get_model_info_config
+from deepspeed.autotuning.space import Point
 from deepspeed.autotuning.tuner import GridSearchTuner, ModelBasedTuner, RandomTuner
 from deepspeed.autotuning.tuner import utils as numbers
 from deepspeed.autotuning.tuner.cost_model import StepTime, XGBoostCostModel
@@ -214,7 +215,7 @@ def test_documented_tuners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
     assert len(machine.runs) == 1 + 4 * 3
     assert size == (8 if metric == "throughput" else 1)
     assert found.get_tuning_micro_batch_size_list(1, 48, 3) == [12, 24, 48]
-    exps = [found._experiment(0, size) for size in (1, 2, 4)]
+    exps = [found._experiment(Point(0, size)) for size in (1, 2, 4)]
     for cls in (GridSearchTuner, RandomTuner):
         one = cls(exps, found.rm, metric)
         assert one.has_next() and one.tune(n_trials=2) == 2

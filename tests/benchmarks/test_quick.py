@@ -13,6 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SCRIPTS = {
     "adam.py": ["10M parameters, 1 thread, with bf16 copy-out", "stream"],
+    "autotuning.py": ["autotuner chose", "the grid"],
     "checkpoint.py": ["ours, stage 2", "MB on disk"],
     "codecs.py": ["encode signs", "of the stream"],
     "data_analysis.py": ["one metric of 200,000 samples", "sampler"],
@@ -58,6 +59,7 @@ def test_quick_form_prints_its_table(script: str) -> None:
 
 
 WITH_CLIENTS = {
+    "flops_profile.py": ["forward + backward", "ours"],
     "inference.py": ["decoding 24 tokens", "kernels, fp32", "ours, continuous"],
     "quantized_perplexity.py": ["int8, init_inference", "int4, gptq"],
     "transformer_layer.py": ["x eager", "ours"],

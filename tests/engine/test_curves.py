@@ -17,8 +17,9 @@ from tests.zero.models import batch, config_for, make_zoo
 
 ELAPSED = {
     f"elapsed_time_ms_{part}"
-    for part in ("forward", "backward", "backward_inner", "backward_allreduce", "step")
+    for part in ("forward", "backward", "backward_inner", "backward_allreduce", "step", "data")
 }
+ALONE = {"elapsed_time_ms_exposed_communication"}  # zero on one rank
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -134,7 +135,8 @@ def test_times_of_the_parts_of_a_step(tmp_path: Path, asked: dict[str, Any]) -> 
         engine.backward(engine(batch(step, 0, 0)))
         engine.step()
     found = curves(tmp_path)
-    assert found.keys() == {"train_loss", "lr"} | ELAPSED
+    assert found.keys() == {"train_loss", "lr"} | ELAPSED | ALONE
+    assert all(value == 0 for name in ALONE for _, value in found[name])
     for name in ELAPSED:
         assert len(found[name]) == 2 and all(value > 0 for _, value in found[name])
     for (_, whole), (_, inner), (_, reduced) in zip(

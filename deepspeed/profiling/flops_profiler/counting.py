@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.flops_profiler.formulas import FORMULAS, Formula, Work
+from deepspeed.profiling.flops_profiler.memory import LiveBytes
 
 NONE_RUNS = -1
 """What torch calls the backward that runs if there is none."""
@@ -50,13 +51,18 @@ class Record:
     recomputed: Amount = field(default_factory=Amount)
     seconds: float = 0.0
     calls: int = 0
+    held: int = 0
+    """Bytes that its forward made and left alive: its outputs, and what the backward will need; the most of its
+    calls."""
+    peak: int = 0
+    """Bytes that its forward made and that were alive at once."""
 
     def amounts(self) -> tuple[Amount, Amount, Amount]:
         return self.forward, self.backward, self.recomputed
 
     def reset(self) -> None:
         self.forward, self.backward, self.recomputed = Amount(), Amount(), Amount()
-        self.seconds, self.calls = 0.0, 0
+        self.seconds, self.calls, self.held, self.peak = 0.0, 0, 0, 0
 
 
 _RECORD = "_flops_record"
@@ -117,6 +123,7 @@ class Counter(TorchDispatchMode):
         self._formulas: dict[Any, Formula | None] = {}
         self._composite: set[Any] = set()
         self._own_seconds = 0.0
+        self._live: LiveBytes | None = None
         self._hooks: list[Any] = []
         self._eager: Any = None
         self._entered = self._suspended = False
@@ -135,6 +142,7 @@ class Counter(TorchDispatchMode):
                 module.register_forward_pre_hook(self._entering(record), prepend=True),
                 module.register_forward_hook(self._leaving(record), always_call=True),
             ]
+        self._live = LiveBytes(self.model)
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
         self._entered, self._suspended = True, False
@@ -151,6 +159,9 @@ class Counter(TorchDispatchMode):
             hook.remove()
         self._hooks.clear()
         self._suspended = True
+        if self._live is not None:
+            self._live.end()
+            self._live = None
         modes = _python_dispatch._get_current_dispatch_mode_stack()
         if (
             self._entered and modes and modes[-1] is self
@@ -167,6 +178,8 @@ class Counter(TorchDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:
             if self._waits:
                 get_accelerator().synchronize()
+            if self._live is not None:
+                self._live.enter()
             self._running.append((record, time.perf_counter() - self._own_seconds))
             self._note_maker(record)
 
@@ -176,6 +189,7 @@ class Counter(TorchDispatchMode):
         def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
             while self._running:
                 running, began = self._running.pop()
+                held, peak = self._live.leave() if self._live is not None and self._live.spans else (0, 0)
                 if running is record:
                     break
             else:
@@ -185,6 +199,7 @@ class Counter(TorchDispatchMode):
             if torch._C._current_graph_task_id() == NONE_RUNS:
                 record.seconds += time.perf_counter() - self._own_seconds - began
                 record.calls += 1
+                record.held, record.peak = max(record.held, held), max(record.peak, peak)
             self._note_maker(self._running[-1][0] if self._running else None)
 
         return leave
@@ -224,6 +239,8 @@ class Counter(TorchDispatchMode):
         returned = time.perf_counter()
         if formula is not None and not self._suspended:
             self.count(formula(args, kwargs, out))
+        if self._live is not None:
+            self._live.see(out, (*args, *kwargs.values()))
         if not self._waits:
             self._own_seconds += called - began + time.perf_counter() - returned
         return out

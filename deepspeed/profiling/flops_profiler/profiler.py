@@ -109,6 +109,9 @@ class FlopsProfiler:
             tree.backward_of(self.model),
             tree.recomputed_of(self.model),
             tree.get_module_duration(self.model),
+            tree.weight_bytes(self.model),
+            tree.held_bytes(self.model),
+            tree.peak_bytes(self.model),
         )
 
     @property
@@ -147,6 +150,16 @@ class FlopsProfiler:
         """Flops of forwards that checkpointing repeated in those backwards."""
         flops = self.totals.recomputed.flops
         return number_to_string(flops) if as_string else flops
+
+    def get_total_held_memory(self, as_string: bool = False) -> int | str:
+        """Bytes that the forward made and left alive: outputs, and what the backward needs."""
+        held = self.totals.held
+        return bytes_to_string(held) if as_string else held
+
+    def get_total_peak_memory(self, as_string: bool = False) -> int | str:
+        """The most bytes that the forward made and that were alive at once; weights are not among them."""
+        peak = self.totals.peak
+        return bytes_to_string(peak) if as_string else peak
 
     @property
     def flops(self) -> int:
@@ -190,6 +203,7 @@ class FlopsProfiler:
         lines += ["", report.AGGREGATED, *report.aggregated(self.model, module_depth, top_modules)]
         if detailed:
             lines += ["", report.DETAILED, *report.detailed(self.model, totals)]
+            lines += ["", report.MEMORY, *report.memory(self.model)]
         lines.append(report.END)
         if output_file is None:
             report.write(lines, sys.stdout)

@@ -9,6 +9,7 @@ from torch import nn
 
 from deepspeed.profiling.flops_profiler.counting import Amount
 from deepspeed.profiling.flops_profiler.formatting import (
+    bytes_to_string,
     duration_to_string,
     flops_to_string,
     macs_to_string,
@@ -20,12 +21,16 @@ from deepspeed.profiling.flops_profiler.tree import (
     get_module_duration,
     get_module_flops,
     get_module_macs,
+    held_bytes,
     params_of,
+    peak_bytes,
+    weight_bytes,
 )
 
 TITLE = "-------------------------- DeepSpeed Flops Profiler --------------------------"
 AGGREGATED = "----------------------------- Aggregated Profile per GPU -----------------------------"
 DETAILED = "------------------------------ Detailed Profile per GPU ------------------------------"
+MEMORY = "------------------------------ Memory Profile per GPU ------------------------------"
 END = "------------------------------------------------------------------------------"
 NOTATIONS = """Notations:
 data parallel size (dp_size), model parallel size(mp_size),
@@ -44,6 +49,8 @@ than the maximum system throughput.
 3. The fwd latency listed in the top module's profile is directly captured at the module forward function in PyTorch, \
 thus it's less than the fwd latency shown above which is captured in DeepSpeed."""
 WIDTH = 70
+MOST_RANKS = 64
+"""Of which a line of their own is printed."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class Ranks:
     """Samples of a micro-batch on each."""
     forward_flops: int
     """Of one micro-batch, summed over all of them."""
+    by_rank: tuple[tuple[int, ...], ...] = ()
+    """For each rank: params, flops of forward, backward and repeated forwards, bytes held and at the peak. Empty: not
+    known."""
+    copies: int = 1
+    """Ranks that do the same for other data: data-parallel ones."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,12 @@ class Totals:
     recomputed: Amount
     seconds: float
     """Of the forward, measured at the module."""
+    weights: int = 0
+    """Bytes of parameters and buffers."""
+    held: int = 0
+    """Bytes that the forward left alive."""
+    peak: int = 0
+    """Bytes that the forward made and that were alive at once."""
 
 
 def rate(flops: float, seconds: float) -> str:
@@ -162,7 +180,50 @@ def _counted(totals: Totals, times: Times | None, ranks: Ranks | None) -> list[s
             )
     if ranks is not None and ranks.world > 1:
         lines.append(_line("fwd flops of all ranks, counted:", number_to_string(ranks.forward_flops).strip()))
+        lines += _every_rank(ranks)
+    lines += [
+        _line("weights and buffers per GPU:", bytes_to_string(totals.weights)),
+        _line("activations per GPU, held after fwd:", bytes_to_string(totals.held)),
+        _line("activations per GPU, peak in fwd:", bytes_to_string(totals.peak)),
+    ]
     return lines
+
+
+def _every_rank(ranks: Ranks) -> list[str]:
+    """The whole model, and what its ranks do where they do not all do the same."""
+    if not ranks.by_rank:
+        return []
+    forward = sum(row[1] for row in ranks.by_rank)
+    lines = [
+        _line(
+            "fwd flops of the whole model for one batch of a data-parallel rank, counted:",
+            number_to_string(forward / ranks.copies).strip(),
+        )
+    ]
+    if len(set(ranks.by_rank)) == 1:
+        return lines
+    for rank, (params, fwd, bwd, again, held, peak) in enumerate(ranks.by_rank[:MOST_RANKS]):
+        lines.append(
+            f"  rank {rank}: params {params_to_string(params)}, fwd flops {number_to_string(fwd).strip()}, "
+            f"bwd flops {number_to_string(bwd + again).strip()}, held {bytes_to_string(held)}, "
+            f"peak {bytes_to_string(peak)}"
+        )
+    return lines
+
+
+def memory(model: nn.Module) -> list[str]:
+    """A row for each module: what it weighs, what its forward left alive, and the most that it made at once."""
+    rows: list[tuple[str, ...]] = [("module", "class", "weights", "held after fwd", "peak in fwd")]
+    for name, module in model.named_modules():
+        sizes = (weight_bytes(module), held_bytes(module), peak_bytes(module))
+        if any(sizes):
+            depth = "  " * (name.count(".") + 1) if name else ""
+            shown = f"{depth}{name.rpartition('.')[2] or '(model)'}"
+            rows.append((shown, type(module).__name__, *map(bytes_to_string, sizes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> list[str]:

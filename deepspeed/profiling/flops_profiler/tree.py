@@ -53,6 +53,29 @@ def get_module_duration(module: nn.Module) -> float:
     return sum((get_module_duration(child) for child in module.children()), 0.0)
 
 
+def held_bytes(module: nn.Module) -> int:
+    """Bytes that its forward made and left alive: outputs, and what the backward needs. A module that is never called
+    holds what the modules inside it hold."""
+    record = record_of(module)
+    if record is not None and record.calls:
+        return record.held
+    return sum(held_bytes(child) for child in module.children())
+
+
+def peak_bytes(module: nn.Module) -> int:
+    """The most bytes that its forward made and that were alive at once."""
+    record = record_of(module)
+    if record is not None and record.calls:
+        return record.peak
+    return max((peak_bytes(child) for child in module.children()), default=0)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Of its parameters and buffers, each counted once; those that ZeRO has partitioned count whole."""
+    weights = sum(full_numel(param) * param.element_size() for param in module.parameters())
+    return weights + sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+
+
 def params_of(module: nn.Module) -> int:
     """Elements of its parameters, each counted once; those that ZeRO has partitioned count whole."""
     return sum(full_numel(param) for param in module.parameters())

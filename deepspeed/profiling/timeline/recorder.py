@@ -136,15 +136,18 @@ class Replaced:
     engines see nothing, and neither does this one afterwards."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: dict[tuple[int, str], tuple[Any, Any]] = {}
 
     def method(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        if name in vars(owner):
-            return  # somebody else's, or ours: the same object under two names
+        if (id(owner), name) in self._replaced:
+            return  # the same object under two names
+        self._replaced[id(owner), name] = owner, vars(owner).get(name)  # somebody else may have replaced it
         setattr(owner, name, wrap(getattr(owner, name)))
-        self._replaced.append((owner, name))
 
     def undo(self) -> None:
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+        for (_, name), (owner, before) in self._replaced.items():
+            if before is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)
         self._replaced.clear()

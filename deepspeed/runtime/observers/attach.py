@@ -16,18 +16,10 @@ from deepspeed.runtime.observers.experts import watch_experts
 from deepspeed.runtime.observers.hang_names import NamesOfEngine
 from deepspeed.runtime.observers.live_line import attach_live_line
 from deepspeed.runtime.observers.out_of_memory import OutOfMemoryAdvice
+from deepspeed.runtime.observers.wall_clock import WallClock
 from deepspeed.utils.logging import is_rank_zero, print_json_dist
 from deepspeed.utils.memory import see_memory_usage
-from deepspeed.utils.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    STEP_GLOBAL_TIMER,
-    NoopTimer,
-    SynchronizedWallClockTimer,
-    ThroughputTimer,
-)
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
@@ -44,9 +36,7 @@ def attach_observers(engine: EngineBase) -> None:
         steps_per_output=_print_interval(engine),
         monitor_memory=False,
     )
-    elapsed_ms: dict[str, float] = {}
-    if config.wall_clock_breakdown:
-        elapsed_ms = WallClock(engine).elapsed_ms
+    clock = WallClock(engine, _print_interval(engine)) if config.wall_clock_breakdown else None
     if _print_interval(engine):
         Throughput(engine)
     if config.flops_profiler_config.enabled:
@@ -57,7 +47,7 @@ def attach_observers(engine: EngineBase) -> None:
         engine.flops_profiler = FlopsOfOneStep(engine).profiler
     engine.monitor = MonitorMaster(config.monitor_config)
     if engine.monitor.enabled and is_rank_zero():
-        Curves(engine, engine.monitor, elapsed_ms)
+        Curves(engine, engine.monitor, clock)
     if engine.monitor.enabled or config.wall_clock_breakdown:
         watch_experts(engine, engine.monitor if engine.monitor.enabled else None)
     if config.memory_breakdown:
@@ -65,7 +55,7 @@ def attach_observers(engine: EngineBase) -> None:
     if config.autotuning_config.enabled and config.autotuning_config.metric_path:
         from deepspeed.runtime.observers.trial import Trial
 
-        Trial(engine)
+        Trial(engine, clock)
     if config.audit_config is not None:
         from deepspeed.runtime.observers.audit import Audit
 
@@ -121,49 +111,3 @@ class Throughput:
         stepped = self.engine.global_steps != self.step
         self.step = self.engine.global_steps
         self.engine.tput_timer.stop(global_step=stepped, report_speed=False)
-
-
-class WallClock:
-    """``wall_clock_breakdown``: milliseconds of forward, backward and step, summed over each optimizer step.
-
-    ``bwd_inner`` is the part of backward that computes gradients, ``bwd_allreduce`` the time their reduction
-    takes beyond that. ``elapsed_ms`` keeps the sums of the last step.
-    """
-
-    SPANS = (
-        ("before_forward", "after_forward", FORWARD_GLOBAL_TIMER),
-        ("before_backward", "after_backward", BACKWARD_GLOBAL_TIMER),
-        ("before_backward", "before_reduction", BACKWARD_INNER_GLOBAL_TIMER),
-        ("before_reduction", "after_backward", BACKWARD_REDUCE_GLOBAL_TIMER),
-        ("before_step", "after_step", STEP_GLOBAL_TIMER),
-    )
-
-    def __init__(self, engine: EngineBase) -> None:
-        self.engine = engine
-        self.elapsed_ms: dict[str, float] = {}
-        for _, after, name in reversed(
-            self.SPANS
-        ):  # where one span ends and the next begins, or nested spans end first
-            engine.events.on(after, lambda name=name, **_: self.end(name))
-        for before, _, name in self.SPANS:
-            engine.events.on(before, lambda name=name, **_: self.begin(name))
-        self.steps = engine.global_steps
-        engine.events.on("after_step", self.report)
-
-    def begin(self, name: str) -> None:
-        timer = self.engine.timers(name)
-        timer.cancel()  # a timer still running belongs to a failed pass
-        timer.start()
-
-    def end(self, name: str) -> None:
-        timer = self.engine.timers(name)
-        if timer.started_:
-            timer.stop()
-
-    def report(self, **_: Any) -> None:
-        if self.engine.global_steps == self.steps:
-            return
-        self.steps = self.engine.global_steps
-        names = [name for _, _, name in self.SPANS]
-        self.elapsed_ms |= {name: self.engine.timers(name).elapsed(reset=False) for name in names}
-        self.engine.timers.log(names, reset=True, ranks=[0])

@@ -16,12 +16,15 @@ from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,
     BACKWARD_REDUCE_GLOBAL_TIMER,
+    DATA_TIMER,
+    EXPOSED_COMMUNICATION_TIMER,
     FORWARD_GLOBAL_TIMER,
     STEP_GLOBAL_TIMER,
 )
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
+    from deepspeed.runtime.observers.wall_clock import WallClock
 
 PREFIX = "Train/Samples/"
 TIMERS = {
@@ -30,6 +33,8 @@ TIMERS = {
     BACKWARD_INNER_GLOBAL_TIMER: "elapsed_time_ms_backward_inner",
     BACKWARD_REDUCE_GLOBAL_TIMER: "elapsed_time_ms_backward_allreduce",
     STEP_GLOBAL_TIMER: "elapsed_time_ms_step",
+    EXPOSED_COMMUNICATION_TIMER: "elapsed_time_ms_exposed_communication",
+    DATA_TIMER: "elapsed_time_ms_data",
 }
 
 
@@ -103,13 +108,13 @@ def loss_of(outputs: Any) -> Tensor | None:
 class Curves:
     """Loss, learning rate, loss scale and times of every optimizer step, for the monitors; on rank 0.
 
-    ``elapsed_ms`` holds the times of the last optimizer step by timer name, and is empty where none are taken.
+    ``clock``: who takes the times, if someone does.
     """
 
-    def __init__(self, engine: EngineBase, monitor: MonitorMaster, elapsed_ms: Mapping[str, float]) -> None:
+    def __init__(self, engine: EngineBase, monitor: MonitorMaster, clock: WallClock | None) -> None:
         self.engine = engine
         self.monitor = monitor
-        self.elapsed_ms = elapsed_ms
+        self.clock = clock
         self.meter = LossMeter(engine, always=True)
         self.loss: float | None = None
         self.step = engine.global_steps
@@ -137,5 +142,8 @@ class Curves:
             values["lr"] = rates[0]
         if engine.core is not None and engine.core.scaler.plan.active:
             values["loss_scale"] = engine.core.scaler.scale
-        values |= {TIMERS[name]: ms for name, ms in self.elapsed_ms.items() if name in TIMERS}
+        if self.clock is not None:
+            values |= {TIMERS[name]: ms for name, ms in self.clock.elapsed_ms.items()}
+            for rank, times in self.clock.take_ranks():
+                values |= {f"rank{rank}/{TIMERS[name]}": ms for name, ms in times.items()}
         return [(PREFIX + name, value, samples) for name, value in values.items()]

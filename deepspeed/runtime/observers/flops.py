@@ -90,12 +90,15 @@ class FlopsOfOneStep:
 
     def _print(self) -> None:
         engine, config = self.engine, self.config
+        by_rank = self._all_ranks()
         self.profiler.ranks = Ranks(
             engine.world_size,
             engine.dp_world_size,
             engine.mp_world_size,
             engine.train_micro_batch_size_per_gpu(),
-            self._flops_of_all_ranks(),
+            sum(row[1] for row in by_rank),
+            by_rank,
+            engine.mesh.size("dp"),
         )
         if is_rank_zero():
             self.profiler.print_model_profile(
@@ -108,9 +111,21 @@ class FlopsOfOneStep:
         engine.events.off("before_forward", self.before_forward)
         self.give_up()
 
-    def _flops_of_all_ranks(self) -> int:
-        if self.engine.world_size == 1:
-            return self.profiler.flops
-        total = torch.tensor([self.profiler.flops], dtype=torch.int64, device=self.engine.device)
-        dist.all_reduce(total)
-        return int(total)
+    def _all_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """What each rank has and did: collective."""
+        done = self.profiler.totals
+        own = (
+            done.params,
+            done.forward.flops,
+            done.backward.flops,
+            done.recomputed.flops,
+            done.held,
+            done.peak,
+        )
+        ranks = self.engine.world_size
+        if ranks == 1:
+            return (own,)
+        mine = torch.tensor(own, dtype=torch.int64, device=self.engine.device)
+        every = mine.new_empty(ranks * len(own))
+        dist.all_gather_into_tensor(every, mine)
+        return tuple(tuple(row) for row in every.view(ranks, len(own)).tolist())

@@ -17,6 +17,7 @@ from deepspeed.utils.logging import is_rank_zero, logger
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
+    from deepspeed.runtime.observers.wall_clock import WallClock
 
 
 class Trial:
@@ -26,14 +27,17 @@ class Trial:
     - ``throughput``: samples per second over all ranks;
     - ``flops``: floating-point operations per second and rank, of forward and backward, counted in the first step
       (only if that is the ``metric``);
-    - ``samples``: samples of a micro-batch as the model was really given them.
+    - ``samples``: samples of a micro-batch as the model was really given them;
+    - ``breakdown``: milliseconds of a step by the names of `wall_clock_breakdown`, if that is on.
 
     In a run that profiles the model, ``activation_mem_per_gpu`` is added to ``model_info_path``: bytes that the first
     forward keeps for the backward.
     """
 
-    def __init__(self, engine: EngineBase) -> None:
+    def __init__(self, engine: EngineBase, clock: WallClock | None = None) -> None:
         self.engine = engine
+        self.clock = clock
+        self.breakdown: dict[str, float] = {}
         self.config = engine._config.autotuning_config
         self.profiler = FlopsProfiler(engine.module) if self.config.metric == "flops" else None
         self.samples: int | None = None
@@ -90,10 +94,13 @@ class Trial:
             self._timed_from = done, now
             return
         first, began = self._timed_from
+        if self.clock is not None:
+            for name, ms in self.clock.elapsed_ms.items():
+                self.breakdown[name] = self.breakdown.get(name, 0.0) + ms
         if done >= self.config.end_profile_step:
-            self._finish((now - began) / (done - first))
+            self._finish((now - began) / (done - first), done - first)
 
-    def _finish(self, seconds: float) -> None:
+    def _finish(self, seconds: float, steps: int) -> None:
         engine = self.engine
         if is_rank_zero():
             flops = 0
@@ -105,6 +112,7 @@ class Trial:
                 "throughput": engine.train_batch_size() / seconds,
                 "flops": flops / seconds,
                 "samples": self.samples,
+                "breakdown": {name: ms / steps for name, ms in self.breakdown.items()},
                 "peak_memory": get_accelerator().max_memory_allocated(),
             }
             path = Path(str(self.config.metric_path))

@@ -1,0 +1,109 @@
+"""How long a rank waits for others: collectives that are timed where they are asked for and where they are finished.
+
+A network whose engine wants a breakdown of its steps makes these communicators; all others make plain ones, so that
+who does not ask pays nothing. On a host the time of the call counts, on a device the time for which its stream stands
+still: between two of its events, which nobody waits for before the end of the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from .collectives import Communicator
+from .pending import Pending
+
+
+class Waits:
+    """The sum of the intervals in which this rank waits. Of intervals inside one another, and of threads that wait at
+    the same time, only the first to begin counts: a moment is lost once.
+
+    Args:
+        span: Has ``start`` and ``stop``, which record events of a device; None: the host's clock.
+    """
+
+    def __init__(self, span: Any = None) -> None:
+        self.span = span
+        self.seconds = 0.0
+        self.times = 0
+        self._free = threading.Lock()
+
+    def around(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``call(*args, **kwargs)``, timed."""
+        if not self._free.acquire(blocking=False):
+            return call(*args, **kwargs)
+        span = self.span
+        if span is not None:
+            span.start()
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if span is not None:
+                span.stop()
+            self.seconds += time.perf_counter() - began
+            self.times += 1
+            self._free.release()
+
+    def take(self) -> float:
+        """Milliseconds on the host's clock since the last call."""
+        taken, self.seconds, self.times = self.seconds, 0.0, 0
+        return taken * 1e3
+
+
+class TimedPending(Pending):
+    """A collective in flight whose end is timed."""
+
+    __slots__ = ("_inner", "_over", "_waits")
+
+    def __init__(self, inner: Pending, waits: Waits) -> None:
+        super().__init__()
+        self._inner, self._waits, self._over = inner, waits, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._over:  # it answers at once, or raises the same error again
+            return self._inner.wait()
+        self._over = True
+        return self._waits.around(self._inner.wait)
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+
+class TimedCommunicator(Communicator):
+    """A communicator of a network that has ``waits``."""
+
+    def _timed(self, call: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+        waits = self._network.waits
+        if waits is None or self.size == 1:
+            return call(*args, **kwargs)
+        pending = waits.around(call, *args, **kwargs)
+        over = type(pending) is Pending and pending.is_completed()
+        return pending if over else TimedPending(pending, waits)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().all_gather, *args, **kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().reduce_scatter, *args, **kwargs)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().all_reduce, *args, **kwargs)
+
+    def all_reduce_max(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().all_reduce_max, *args, **kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().broadcast, *args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().reduce, *args, **kwargs)
+
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Pending:
+        return self._timed(super().all_to_all, *args, **kwargs)
+
+    def barrier(self) -> Pending:
+        return self._timed(super().barrier)
