@@ -71,7 +71,9 @@ def followed(folder: Path) -> Any:
 
 
 @distributed(world_size=[1, 2])
-def test_the_record_says_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_says_what_was_trained(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(jobs.VARIABLE, str(tmp_path / "jobs"))
     engine = start(tmp_path / "live", 2)
     as_steps(engine)

@@ -13,7 +13,6 @@ days three times as many.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -208,13 +207,9 @@ class RecordFile:
         """What is there already. InUse: another job has it open."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - as long as the run
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(file):
             file.close()
-            raise InUse(f"{self.path} is written by another run") from None
-        except OSError:  # a file system without locks
-            pass
+            raise InUse(f"{self.path} is written by another run")
         self._file = file
         if file.tell() == 0:
             return []
@@ -261,3 +256,18 @@ class RecordFile:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def _lock(file: Any) -> bool:
+    """Whether no other run has it, as far as this system can tell."""
+    try:
+        import fcntl  # not on every system
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
