@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 import deepspeed
 from deepspeed.monitor.live import jobs, recorder
 from deepspeed.monitor.live.command import Follower
 from deepspeed.monitor.live.ranks import RankStates
 from deepspeed.monitor.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.events import Events
+from deepspeed.runtime.observers import step_parts
 from deepspeed.runtime.observers.live_line import VARIABLE
 from deepspeed.runtime.observers.live_page import Pulse
 from deepspeed.utils import logger
@@ -130,7 +135,7 @@ def test_the_page_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     handler.emit = lambda made: lines.append(made.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        engine = start(tmp_path / "live", wall_clock_breakdown=True)
+        engine = start(tmp_path / "live")
     finally:
         logger.removeHandler(handler)
     page = engine.live_page
@@ -233,6 +238,102 @@ def test_a_rank_that_comes_later_to_the_reduction(monkeypatch: pytest.MonkeyPatc
     engine.destroy()
 
 
+class Accelerator:
+    """Whose events are passed when the device has come to them: ``passed`` of them."""
+
+    def __init__(self, on_host: bool) -> None:
+        self.on_host, self.made, self.passed = on_host, 0, 0
+
+    def use_host_timers(self) -> bool:
+        return self.on_host
+
+    def Event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        accelerator = self
+
+        class Event:
+            def record(self) -> None:
+                self.number = accelerator.made
+                accelerator.made += 1
+
+            def query(self) -> bool:
+                return self.number < accelerator.passed
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.query() and end.query()
+                return 1000.0 * (end.number - self.number)
+
+        return Event()
+
+
+EVENTS_OF_A_STEP = (
+    "before_forward", "after_forward", "before_backward", "before_reduction", "after_backward", "before_step",
+    "after_step",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_parts_of_a_step(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event is a second after the one before; on a device they are read when it has passed them."""
+    events, accelerator = Events(), Accelerator(on_host)
+    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(step_parts, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(step_parts, "time", clock)
+    parts = step_parts.StepParts(types.SimpleNamespace(events=events))  # type: ignore[arg-type]
+
+    def step(micro_batches: int) -> tuple[float, ...]:
+        accelerator.passed = accelerator.made
+        with torch.no_grad():
+            for event in ("before_forward", "after_forward"):  # an evaluation
+                events.emit(event)
+        for _ in range(micro_batches):
+            for event in EVENTS_OF_A_STEP:
+                events.emit(event)
+        return parts.take()
+
+    def expected(micro_batches: int) -> tuple[float, ...]:
+        return tuple(1000.0 * micro_batches * seconds for seconds in (1, 2, 1, 1, 1))
+
+    taken = [step(micro_batches) for micro_batches in (1, 2, 3)]
+    assert taken == [expected(n) for n in ((1, 2, 3) if on_host else (0, 1, 2))]
+    if not on_host:
+        accelerator.passed = 0
+        assert parts.take() == expected(0), "nothing waits for the device"
+
+
+def stage_data() -> Any:
+    while True:
+        yield torch.ones(2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
+
+
+@distributed(world_size=2)
+def test_a_pipeline_has_its_loss_on_the_rank_that_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(jobs.VARIABLE, str(tmp_path / "jobs"))
+    module = PipelineModule(
+        [torch.nn.Embedding(12, 8), torch.nn.Linear(8, 12)],
+        num_stages=2,
+        loss_fn=lambda out, labels: functional.cross_entropy(out.flatten(0, 1), labels.flatten()),
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "monitor": {"live": {"folder": str(tmp_path / "live"), "port": 0}},
+        **QUIET,
+    }
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    as_steps(engine)
+    data = stage_data()
+    losses = [engine.train_batch(data).item() for _ in range(4)]
+    engine.destroy()
+    if engine.global_rank == 0:
+        rows = followed(tmp_path / "live").answer(-1, -1)["rows"]
+        assert [row[LOSS] for row in rows] == [pytest.approx(loss, rel=1e-4) for loss in losses]
+        assert [row[TOKENS] for row in rows[1:]] == [2 * 3 * 7] * 3
+
+
 @distributed(world_size=1)
 def test_a_step_costs_a_fixed_number_of_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However large the model, and nothing that waits for the device but what every monitor reads: the loss."""
@@ -248,6 +349,6 @@ def test_a_step_costs_a_fixed_number_of_calls(tmp_path: Path, monkeypatch: pytes
     engine, step = engine_step(1, monitor={"live": {"folder": str(tmp_path / "live"), "port": 0}})
     queued = len(engine.live_page.recorder._queue)
     assert operations_of(step) - operations == of_monitor
-    assert calls_of(step) - calls <= 30
+    assert calls_of(step) - calls <= 40  # seven marks of the parts among them
     assert len(engine.live_page.recorder._queue) - queued == 2  # one entry per step
     engine.destroy()

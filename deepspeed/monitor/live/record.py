@@ -24,7 +24,7 @@ NAME = "history.jsonl"
 VERSION = 1
 
 SPANS = ("forward", "backward", "inner", "reduction", "update")
-"""Parts of a step in milliseconds, with ``wall_clock_breakdown``."""
+"""Parts of a step in milliseconds; ``backward`` is ``inner`` and the exposed ``reduction``."""
 
 COLUMNS = (
     "t", "first", "last", "seconds", "samples", "tokens", "loss", "low", "high", "lr", "norm", "memory", *SPANS,

@@ -58,11 +58,9 @@ def attach_observers(engine: EngineBase) -> None:
     engine.monitor = MonitorMaster(config.monitor_config)
     engine.live_page = None
     if config.live_config.enabled and engine.core is not None:
-        from deepspeed.runtime.observers.live_page import (
-            LivePage,  # a web server's imports, for those who want one
-        )
+        from deepspeed.runtime.observers.live_page import LivePage  # a web server, for those who want one
 
-        engine.live_page = LivePage(engine, config.live_config, elapsed_ms)
+        engine.live_page = LivePage(engine, config.live_config)
     if engine.monitor.enabled and is_rank_zero():
         Curves(engine, engine.monitor, elapsed_ms)
     if engine.monitor.enabled or config.wall_clock_breakdown:

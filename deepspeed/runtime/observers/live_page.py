@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from deepspeed.monitor.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer
 from deepspeed.runtime.observers.curves import PREFIX, TIMERS
 from deepspeed.runtime.observers.live_line import memory_of, tokens_per_sample, total_steps
 from deepspeed.runtime.observers.start_report import held_bytes, planned_memory
+from deepspeed.runtime.observers.step_parts import StepParts
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.utils.logging import is_rank_zero, logger
 
@@ -81,12 +82,13 @@ class Pulse:
 class LivePage:
     """On every rank; the record and the page on rank 0."""
 
-    def __init__(self, engine: EngineBase, config: LiveConfig, elapsed_ms: Mapping[str, float]) -> None:
-        self.engine, self.config, self.elapsed_ms = engine, config, elapsed_ms
+    def __init__(self, engine: EngineBase, config: LiveConfig) -> None:
+        self.engine, self.config = engine, config
         self.pulse = Pulse(engine)
         self.ranks = RankStates(self.pulse.say)
         self.recorder: Recorder | None = None
         self.server: PageServer | None = None
+        self._parts: StepParts | None = None
         self._saved: dict[str, Any] | None = None
         self._samples = engine.global_samples
         self._loss: float | None = None
@@ -151,6 +153,8 @@ class LivePage:
 
     def listen(self) -> None:
         events = self.engine.events
+        if self.recorder is not None:
+            self._parts = StepParts(self.engine)
         events.on("before_reduction", self.pulse.reach_reduction)
         events.on("after_step", self.after_step)
         events.on("on_destroy", self.close)
@@ -180,7 +184,7 @@ class LivePage:
                 self._loss,
                 rates[0] if rates else None,
                 engine.get_global_grad_norm(),
-                tuple(self.elapsed_ms[name] for name in TIMERS) if self.elapsed_ms else None,
+                self._parts.take() if self._parts is not None else None,
             )
         )
         self._samples, self._loss, self._fresh = engine.global_samples, None, False
