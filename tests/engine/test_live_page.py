@@ -231,10 +231,10 @@ def test_a_rank_that_comes_later_to_the_reduction(monkeypatch: pytest.MonkeyPatc
     pulse = Pulse(engine)
     pulse.reach_reduction()
     assert pulse.end_step(1) == 0.5
-    assert pulse.arrival_s == 0.3
+    assert pulse.arrival_s() == 0.3
     pulse.reach_reduction()
     assert pulse.end_step(2) == 0.5
-    assert pulse.arrival_s == pytest.approx(0.3)
+    assert pulse.arrival_s() == pytest.approx(0.3)
     engine.destroy()
 
 

@@ -184,7 +184,9 @@ def test_what_is_known_of_a_long_run_is_bounded(clock: Clock, monkeypatch: pytes
 
 def test_repeated_steps_replace_those_before_a_resume(tmp_path: Path, clock: Clock) -> None:
     first = Recorder(tmp_path, {"ranks": 2}, now=clock)
-    record(first, clock, range(1, 9))
+    record(first, clock, range(1, 6))
+    first.put_event("saved", 5, "a/global_step5")
+    record(first, clock, range(6, 9))
     first.look(last=True)
     before = (tmp_path / NAME).read_bytes()
 
@@ -195,7 +197,9 @@ def test_repeated_steps_replace_those_before_a_resume(tmp_path: Path, clock: Clo
     rows = rows_of(second.history)
     assert [(row[FIRST], row[LAST]) for row in rows] == [(n, n) for n in range(1, 12)]
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
-    assert events_of(second.history) == [("start", 0), ("end", 8), ("loaded", 5), ("resume", 5)]
+    expected = [("start", 0), ("saved", 5), ("end", 8), ("loaded", 5), ("resume", 5)]
+    assert events_of(second.history) == expected
+    assert second.history.state["saved"] == {"step": 5, "text": "a/global_step5"}
     second.look(last=True)
     assert (tmp_path / NAME).read_bytes().startswith(before)  # nothing was rewritten
 

@@ -79,6 +79,7 @@ class History:
     def clear(self) -> None:
         with self._lock:
             self._rows, self._events = [], []
+            self._state.pop("saved", None)
             self._keep_curves([])
             self.epoch += 1
 
@@ -91,12 +92,15 @@ class History:
         step = entry["resume"]
         self._rows = [(number, _until(row, step)) for number, row in self._rows if row[FIRST] <= step]
         self._keep_curves([each for each in self._curves if each[1]["step"] <= step])
-        self._add_event(
-            {"event": "resume", "t": entry["t"], "step": step, "text": f"goes on after step {step}"}
-        )
+        ranks = self._state.get("run", {}).get("ranks")
+        on = f" on {ranks} rank{'' if ranks == 1 else 's'}" if ranks else ""
+        text = f"goes on after step {step}{on}"
+        self._add_event({"event": "resume", "t": entry["t"], "step": step, "text": text})
         self.epoch += 1
 
     def _add_event(self, event: Item) -> None:
+        if event["event"] == "saved":
+            self._state["saved"] = {"step": event["step"], "text": event["text"]}
         self._events.append((self._next(), event))
         del self._events[:-MOST_EVENTS]
 
@@ -185,6 +189,7 @@ def standing_of(rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
         "lr": newest[LR],
         "norm": newest[NORM],
         "memory": newest[MEMORY],
+        "plan": run.get("plan") or {},
         "spans": {name: newest[SPAN + i] for i, name in enumerate(SPANS) if newest[SPAN + i] is not None},
     }
     if not seconds:

@@ -23,7 +23,7 @@ PAUSE_S = 2.0
 JOIN_S = 2.0
 FAILURES = 3  # in a row, after which the rank says no more
 MOST_SHOWN = 128
-SLOWER = 1.03  # than the median: less is no difference
+SLOWER = 1.1  # than the median: less is no difference
 
 
 class RankStates:

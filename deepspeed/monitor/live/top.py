@@ -23,7 +23,7 @@ COLUMNS = (
     "curve",
     "speed",
     "step ms",
-    "memory",
+    "memory/planned",
     "ranks",
     "state",
     "left",

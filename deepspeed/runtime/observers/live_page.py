@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ OWN = frozenset({LOSS, f"{PREFIX}lr", *(PREFIX + name for name in TIMERS.values(
 """Curves that the record has by itself."""
 
 LOOK_S = 10.0  # between two looks at the shape of the inputs
-SMOOTHING = 0.2
+ARRIVALS = 21
 
 PEAK_TFLOPS = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "GH200": 989, "A100": 312, "A800": 312, "L40S": 362,
@@ -57,7 +58,7 @@ class Pulse:
 
     def __init__(self, engine: EngineBase) -> None:
         self.step = engine.global_steps
-        self.arrival_s: float | None = None
+        self._arrivals_s: deque[float] = deque(maxlen=ARRIVALS)
         self.ended_s = self._ready_s = time.perf_counter()
         self._device = engine.device
 
@@ -69,13 +70,18 @@ class Pulse:
         now = time.perf_counter()
         arrival_s, seconds = self._ready_s - self.ended_s, now - self.ended_s
         if arrival_s > 0:  # else no reduction was announced
-            before = arrival_s if self.arrival_s is None else self.arrival_s
-            self.arrival_s = before + SMOOTHING * (arrival_s - before)
+            self._arrivals_s.append(arrival_s)
         self.step, self.ended_s = step, now
         return seconds
 
+    def arrival_s(self) -> float | None:
+        """From an update until the next gradients are ready: the median, as some steps wait for an evaluation."""
+        arrivals = sorted(self._arrivals_s)
+        return arrivals[len(arrivals) // 2] if arrivals else None
+
     def say(self) -> dict[str, Any]:
-        arrival_ms = None if self.arrival_s is None else round(1e3 * self.arrival_s, 3)
+        arrival_s = self.arrival_s()
+        arrival_ms = None if arrival_s is None else round(1e3 * arrival_s, 3)
         return {"step": self.step, "arrival_ms": arrival_ms, "memory": memory_of(self._device)}
 
 
@@ -89,7 +95,6 @@ class LivePage:
         self.recorder: Recorder | None = None
         self.server: PageServer | None = None
         self._parts: StepParts | None = None
-        self._saved: dict[str, Any] | None = None
         self._samples = engine.global_samples
         self._loss: float | None = None
         self._fresh = True
@@ -103,15 +108,14 @@ class LivePage:
     def _begin_recording(self) -> None:
         engine, folder = self.engine, Path(self.config.folder)
         facts = facts_of(engine, self.config.peak_tflops)
-        self._plan = _plan(engine)
         skipped = _Skipped(engine)
         here = {"folder": str(folder.absolute()), "address": None}
         entry = Entry(here)
-        pulse, ranks, plan, saved = self.pulse, self.ranks, self._plan, self._saves()
+        pulse, ranks = self.pulse, self.ranks
 
         def measure() -> dict[str, Any]:
             memory = memory_of(pulse._device)
-            return {"memory": memory, "plan": plan, "skipped": skipped(), **saved(), **ranks.table()}
+            return {"memory": memory, "skipped": skipped(), **ranks.table()}
 
         self.recorder = Recorder(folder, facts, measure, entry=entry)
         self.recorder.history.tell(run=facts)
@@ -119,15 +123,6 @@ class LivePage:
         if self.config.serve:
             self._serve(self.recorder, folder)
             entry.facts["address"] = self.server.address if self.server is not None else None
-
-    def _saves(self) -> Callable[[], dict[str, Any]]:
-        page = weakref.ref(self)
-
-        def saved() -> dict[str, Any]:
-            found = page()
-            return {"saved": found._saved} if found is not None and found._saved is not None else {}
-
-        return saved
 
     def _serve(self, recorder: Recorder, folder: Path) -> None:
         try:
@@ -199,10 +194,8 @@ class LivePage:
             self.recorder.tokens_per_sample = tokens_per_sample([kwargs.get("input_ids"), *inputs])
 
     def after_save(self, *, save_dir: Any, tag: Any, **_: Any) -> None:
-        step, where = self.engine.global_steps, _where(save_dir, tag)
-        self._saved = {"step": step, "text": where}
         assert self.recorder is not None
-        self.recorder.put_event("saved", step, where)
+        self.recorder.put_event("saved", self.engine.global_steps, _where(save_dir, tag))
 
     def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
         """Steps and samples have jumped."""
@@ -272,6 +265,7 @@ def facts_of(engine: EngineBase, peak_tflops: float | None) -> dict[str, Any]:
         "total_steps": total_steps(engine.lr_scheduler),
         "flops_per_token": 6 * trained + 4 * frozen if whole else None,
         "peak_flops": _peak_flops(engine.device, peak_tflops),
+        "plan": _plan(engine),
     }
 
 

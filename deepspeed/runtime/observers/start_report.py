@@ -159,5 +159,7 @@ def _connections(engine: EngineBase) -> str:
             f"transport {torch.distributed.get_backend(communicator.group) if name == 'native' else name}"
         )
     monitors = [backend.key for backend in engine.monitor.backends]
+    if engine.live_page is not None:
+        monitors.append("the live page")
     curves = f"curves in {', '.join(monitors)}" if monitors else "no monitor enabled"
     return f"{transport}; {curves}; {VARIABLE}=0 silences these lines and the progress"
