@@ -80,6 +80,8 @@ LAYER_OF = {
     "deepspeed.autotuning*": "tools",
     "deepspeed.audit.command": "tools",
     "deepspeed.profiling.timeline.command": "tools",
+    "deepspeed.monitor.live.command": "tools",
+    "deepspeed.monitor.live.top": "tools",
     "deepspeed.utils*": "utils",
     "deepspeed.comm*": "comm, ops, io",
     "deepspeed.ops*": "comm, ops, io",

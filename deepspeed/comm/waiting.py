@@ -122,7 +122,7 @@ class Tally:
     def __init__(self, name: str) -> None:
         store = store_of_default_group()
         self.size = dist.get_world_size() if store is not None else 1
-        self._key = f"deepspeed/{name}/{_count(name)}" if store is not None else ""
+        self._key = common_key(name) if store is not None else ""
         self._of_group = store  # what serves the other ranks stays as long as this object
         self._store = clone(store) if store is not None else dist.HashStore()
 
@@ -142,6 +142,12 @@ def store_of_default_group() -> Any:
     with contextlib.suppress(Exception):  # a group created without one
         return dist.distributed_c10d._get_default_store()
     return None
+
+
+def common_key(name: str) -> str:
+    """A key of the store: the n-th that a rank makes of a name is the n-th of the others. For one in which each rank
+    makes equally many."""
+    return f"deepspeed/{name}/{_count(name)}"
 
 
 def _count(call: str) -> int:

@@ -44,6 +44,18 @@ TOOLS = {
         "FOLDER [-o FILE]",
         "who waited for what in the steps of a `trace`",
     ),
+    "live": Tool(
+        "deepspeed.monitor.live.command",
+        "main",
+        "FOLDER",
+        "the page of a run with `monitor.live`, from its record",
+    ),
+    "top": Tool(
+        "deepspeed.monitor.live.top",
+        "main",
+        "[--once]",
+        "the runs of yours on this machine, in a terminal",
+    ),
     "report": Tool(
         "deepspeed.env_report",
         "cli_main",

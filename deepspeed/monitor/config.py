@@ -1,13 +1,14 @@
-"""The sections `tensorboard`, `wandb`, `csv_monitor` and `comet`: where training curves are written."""
+"""The sections `tensorboard`, `wandb`, `csv_monitor` and `comet`: where training curves are written; `monitor`: the
+live page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from deepspeed.config.sections import DeepSpeedConfigModel, Int, Says
+from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, Says
 
 MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
@@ -68,6 +69,53 @@ class CometConfig(DeepSpeedConfigModel):
     )
     mode: Literal["get", "create", "get_or_create"] | None = Field(
         default=None, description="Continue an experiment, make a new one, or whichever is possible."
+    )
+
+
+class LiveConfig(DeepSpeedConfigModel):
+    """A page in the browser about this run, and the record behind it; see live.md."""
+
+    enabled: bool = Field(default=False, description="Turn it on.")
+    folder: str = Field(
+        default="live",
+        min_length=1,
+        description="Folder of the record; a run that goes on there continues it. Each job needs its own.",
+    )
+    serve: bool = Field(
+        default=True, description="Serve the page; false only records, for `ds live FOLDER` and `ds top`."
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address that the page listens at. Any but this machine's own (127.0.0.1, localhost, ::1) asks "
+        "every visitor for a token.",
+    )
+    port: Int = Field(
+        default=8470,
+        ge=0,
+        le=65535,
+        description="Port of the page, or the next free one after it; 0: any free one.",
+    )
+    peak_tflops: Float | None = Field(
+        default=None,
+        gt=0,
+        description="What one device can do, in TFLOP/s, for the share of it that is used (MFU); null: known for "
+        "common GPUs.",
+    )
+
+
+def _live_switch(value: Any) -> Any:
+    """`true` and `false` are short for `{"enabled": ...}`; an object that does not say is on."""
+    if isinstance(value, bool):
+        return {"enabled": value}
+    return {"enabled": True, **value} if isinstance(value, dict) else value
+
+
+class MonitorConfig(DeepSpeedConfigModel):
+    """Watching a run."""
+
+    live: Annotated[LiveConfig, BeforeValidator(_live_switch), Says("true, false or an object")] = Field(
+        default=LiveConfig(), description="The live page and its record; `true` takes the defaults."
     )
 
 

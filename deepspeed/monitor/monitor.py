@@ -28,6 +28,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor = self._make(WandbMonitor)
         self.csv_monitor = self._make(csvMonitor)
         self.comet_monitor = self._make(CometMonitor)
+        self._listeners: list[Monitor] = []
 
     def _make(self, kind: type[Backend]) -> Any:
         section = getattr(self.monitor_config, kind.key)
@@ -39,10 +40,15 @@ class MonitorMaster(Monitor):
         made = (self.tb_monitor, self.wandb_monitor, self.csv_monitor, self.comet_monitor)
         return [backend for backend in made if backend is not None]
 
+    def also_to(self, listener: Monitor) -> None:
+        """From now on ``listener`` gets every event, too."""
+        self._listeners.append(listener)
+        self.enabled = True
+
     def write_events(self, event_list: Iterable[Event]) -> None:
         events = list(event_list)
-        for backend in self.backends:
-            backend.write_events(events)
+        for monitor in (*self.backends, *self._listeners):
+            monitor.write_events(events)
 
     def close(self) -> None:
         for backend in self.backends:

@@ -86,6 +86,10 @@ class EngineBase(EngineAccessors, nn.Module):
     """Observers that keep something from step to step, which goes into checkpoints (``state_dict``: plain numbers)."""
     loss_weight: Callable[[], float] | None = None
     """How much the micro-batch that is trained now counts in its batch, if they vary; 1: as one of equal ones."""
+    agreed_loss: Tensor | None = None
+    """Of the batch that ends, in an engine whose ranks agree on it before the update."""
+    live_page: Any = None
+    """With ``monitor.live``."""
     flops_profiler: Any = None
     """With the section ``flops_profiler``; its numbers are there once the step has been profiled."""
 

@@ -339,7 +339,7 @@ def test_length_of_a_run_by_its_schedule() -> None:
 
 def test_a_meter_that_does_not_listen_keeps_nothing() -> None:
     events = Events()
-    meter = LossMeter(types.SimpleNamespace(events=events))  # type: ignore[arg-type]
+    meter = LossMeter(types.SimpleNamespace(events=events, agreed_loss=None))  # type: ignore[arg-type]
     loss = torch.ones((), requires_grad=True)
     events.emit("after_forward", outputs=loss)
     events.emit("after_backward", loss=loss, share=loss)

@@ -46,6 +46,11 @@ def attach_observers(engine: EngineBase) -> None:
 
         engine.flops_profiler = FlopsOfOneStep(engine).profiler
     engine.monitor = MonitorMaster(config.monitor_config)
+    engine.live_page = None
+    if config.live_config.enabled and engine.core is not None:
+        from deepspeed.runtime.observers.live_page import LivePage  # a web server, for those who want one
+
+        engine.live_page = LivePage(engine, config.live_config)
     if engine.monitor.enabled and is_rank_zero():
         Curves(engine, engine.monitor, clock)
     if engine.monitor.enabled or config.wall_clock_breakdown:
@@ -83,6 +88,8 @@ def attach_observers(engine: EngineBase) -> None:
         from deepspeed.runtime.observers.quantization import attach_quantization
 
         attach_quantization(engine)
+    if engine.live_page is not None:
+        engine.live_page.listen()  # after all that writes events at the end of a step
     OutOfMemoryAdvice(engine)
     engine._network.names = NamesOfEngine(engine)
     attach_live_line(engine)

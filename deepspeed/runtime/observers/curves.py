@@ -43,13 +43,14 @@ class LossMeter:
 
     ``engine.backward`` divides each micro-batch's loss by the accumulation steps unless told not to, so the sum is the
     mean over micro-batches, or the sum of what the client divided itself. A plain ``loss.backward()`` does not reveal
-    which tensor it started from: then it is the mean of the losses that the forward passes returned.
+    which tensor it started from: then it is the mean of the losses that the forward passes returned. An engine whose
+    ranks agree on the loss of a batch, as that of pipelines does, says it itself (``engine.agreed_loss``).
 
     Nothing is read from the device before ``take``. Only steps between ``listen`` and ``take`` are observed.
     """
 
     def __init__(self, engine: EngineBase, *, always: bool = False) -> None:
-        self._events = engine.events
+        self._engine, self._events = engine, engine.events
         self._always = always
         self.listening = False
         self._told: list[Tensor] = []
@@ -76,6 +77,8 @@ class LossMeter:
         """The loss since the last call, None if no tensor that could be one was seen. Waits for the device."""
         told, returned = self._told, self._returned
         self.forget()
+        if self._engine.agreed_loss is not None:
+            return float(self._engine.agreed_loss)
         if told:
             return float(sum(loss.float() for loss in told))
         if returned:

@@ -76,6 +76,8 @@ def log_start(engine: EngineBase) -> None:
     ):  # a plan takes a few milliseconds
         say(_parameters(engine, core) + _memory(engine))
         say(connections)
+    if engine.live_page is not None and is_rank_zero():  # asked for: also under a client
+        (report if _wanted(engine) else say)(engine.live_page.line())
     if isinstance(core.store.tier, OffloadedTier):
         native = core.store.traits.fused
         note = "" if native else "; torch's own update is slower there than an optimizer of this package"
@@ -85,11 +87,14 @@ def log_start(engine: EngineBase) -> None:
 
 def reporter(engine: EngineBase) -> Callable[[str], None]:
     """``report``, or the log at level INFO if a client has its own report or none is wanted."""
-    asked = asked_form()
-    wanted = asked is not Form.NONE and wants_reports(engine._config.log_level)
-    if wanted and (asked is not None or not made_by_client()):
+    if _wanted(engine) and (asked_form() is not None or not made_by_client()):
         return report
     return lambda text: log_dist(text, ranks=[0])
+
+
+def _wanted(engine: EngineBase) -> bool:
+    """Whether neither the environment nor the level of the log silences the lines of the start."""
+    return asked_form() is not Form.NONE and wants_reports(engine._config.log_level)
 
 
 def _parameters(engine: EngineBase, core: TrainingCore) -> str:
@@ -107,14 +112,22 @@ def _memory(engine: EngineBase) -> str:
     text = ""
     try:
         text = f"; this rank holds {size(held_bytes(engine))}"
-        ledger = answer(request_of(engine)).ledger
+        now, most = planned_memory(engine)
     except Exception as error:  # tensors without storage, an impossible plan: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
-    places = (Place.DEVICE, Place.HOST)
+    return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
+
+
+def planned_memory(
+    engine: EngineBase, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)
+) -> tuple[int, int]:
+    """What the plan of this rank takes there now, and at its peak in training without activations. Any error that a
+    plan can have."""
+    ledger = answer(request_of(engine)).ledger
     now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
-    return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
+    return now, most
 
 
 def held_bytes(engine: EngineBase) -> int:
@@ -146,5 +159,7 @@ def _connections(engine: EngineBase) -> str:
             f"transport {torch.distributed.get_backend(communicator.group) if name == 'native' else name}"
         )
     monitors = [backend.key for backend in engine.monitor.backends]
+    if engine.live_page is not None:
+        monitors.append("the live page")
     curves = f"curves in {', '.join(monitors)}" if monitors else "no monitor enabled"
     return f"{transport}; {curves}; {VARIABLE}=0 silences these lines and the progress"

@@ -172,7 +172,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._weights.active = False
             self._weights.clear()
             core.reducer.sync_enabled = True
-        loss = self._agree_on_losses(losses, count)
+        loss = self.agreed_loss = self._agree_on_losses(losses, count)
         super().step()
         self._choice.learn(run.seconds, self.stage_id, self.device)
         return loss

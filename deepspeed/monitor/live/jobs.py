@@ -1,0 +1,95 @@
+"""Which runs this user has on this machine: a folder in memory with a small file for each, kept by its rank 0.
+
+A file whose process has ended, or whose number another process has by now, is removed by whoever looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+VARIABLE = "DEEPSPEED_RUNTIME_DIR"
+"""Environment variable: another folder for these files."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def runtime_folder() -> Path:
+    """A job's environment may differ from a terminal's (TMPDIR, XDG_RUNTIME_DIR), so neither says where it is."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return base / f"deepspeed-runs-{os.getuid()}"
+
+
+def make_private(folder: Path) -> None:
+    """OSError: it cannot be made, or belongs to someone else."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not a folder that only this user writes to")
+
+
+class Entry:
+    """The file of one run. ``facts``: what stays the same."""
+
+    def __init__(self, facts: dict[str, Any], folder: Path | None = None) -> None:
+        self.folder = folder or runtime_folder()
+        self.facts = {
+            **facts,
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "cwd": os.getcwd(),
+        }
+        self.path = self.folder / f"{os.getpid()}-{id(self)}.json"
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Replaces what was written. A folder that cannot be written to is passed over: only `ds top` misses it."""
+        with contextlib.suppress(OSError):
+            make_private(self.folder)
+            partial = self.path.with_suffix(".new")
+            partial.write_text(json.dumps({**self.facts, **state}), encoding="utf-8")
+            partial.replace(self.path)
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def running_jobs(
+    folder: Path | None = None, started: Callable[[int], float | None] | None = None
+) -> list[dict[str, Any]]:
+    """What the runs of this user said last, oldest first."""
+    folder = folder or runtime_folder()
+    found = []
+    if not folder.is_dir() or folder.lstat().st_uid != os.getuid():
+        return []
+    for path in folder.glob("*.json"):
+        try:
+            job = json.loads(path.read_text(encoding="utf-8"))
+            began = (started or start_of)(job["pid"])
+            if began is None or abs(began - job["started"]) > 1.0:
+                path.unlink(missing_ok=True)
+                continue
+        except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or not one of ours
+            continue
+        found.append(job)
+    return sorted(found, key=lambda job: (job["started"], job["pid"]))
+
+
+def start_of(pid: int) -> float | None:
+    """Seconds since the epoch; None: there is no such process."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
