@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed.ops.gpu import usable
 from deepspeed.ops.paged_attention import takes
 
 
@@ -58,6 +59,10 @@ class PagedCache:
             takes(shape.dtype, shape.device) for shape in self.shapes.values()
         )
         """Whether the host kernel can read all of it."""
+        self.is_on_gpu = bool(self.shapes) and all(
+            usable(*self._pages[index]) and _in_kernel(shape) for index, shape in self.shapes.items()
+        )
+        """Whether the Triton kernel can read all of it."""
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +93,12 @@ class PagedCache:
         """Keys and values [batch, heads, tokens, size] of the slots ``offsets`` of ``blocks``, [batch, tokens]."""
         keys, values = self._pages[layer]
         return keys[blocks, :, :, offsets].transpose(1, 2), values[blocks, :, offsets].transpose(1, 2)
+
+
+def _in_kernel(shape: LayerShape) -> bool:
+    from deepspeed.ops.gpu.softmax_steps import takes as gpu_takes
+
+    return gpu_takes(shape.dtype, shape.key_size, shape.value_size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,55 @@
+"""What tests of attention kernels share."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+"""Of values of about 1, against fp64: sums in fp32 of products of the dtype, then one rounding (the interpreter
+truncates where a GPU rounds)."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, gradient: bool = True) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(gradient)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str = "") -> None:
+    """Relative to the largest number of ``expected``, as an error is of the largest terms of a sum."""
+    assert found.shape == expected.shape, name
+    error = (found.double() - expected.double()).abs().max()
+    largest = max(1.0, float(expected.detach().abs().max()))
+    assert error <= TOLERANCE[dtype] * largest, f"{name}: {float(error):.2e} of {largest:.2e}"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Dense, in fp64: [.., rows, size]. A row that sees nothing gives zeros."""
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = q @ k.mT * scale + bias
+    top = scores.amax(-1, keepdim=True).detach()
+    weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.masked_fill(total == 0, 1.0) @ v
+
+
+def _allow_loops() -> None:
+    """Triton 3.6's interpreter makes the bounds of a loop from arrays of one element, which NumPy allows no more
+    since 2.4."""
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_lang_tensor"):
+        return
+    before: Any = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch  # type: ignore[assignment]
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _allow_loops()
