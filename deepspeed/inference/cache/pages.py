@@ -59,10 +59,9 @@ class PagedCache:
             takes(shape.dtype, shape.device) for shape in self.shapes.values()
         )
         """Whether the host kernel can read all of it."""
-        self.is_on_gpu = bool(self.shapes) and all(
-            usable(*self._pages[index]) and _in_kernel(shape) for index, shape in self.shapes.items()
-        )
-        """Whether the Triton kernel can read all of it."""
+        pages = [tensor for both in self._pages.values() for tensor in both]
+        self.is_on_gpu = bool(pages) and usable(*pages) and all(map(_in_kernel, self.shapes.values()))
+        """Whether the Triton kernel can read all of it, from one GPU."""
 
     @property
     def nbytes(self) -> int:

@@ -81,7 +81,8 @@ def attention_bwd(
             None: not wanted.
     """
     arguments = (dO, Q, K, V, O, lse, bias1, bias2, bias1_grad, bias2_grad)
-    if _in_kernel(Q, K, V, bias1, bias2):
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (dO, Q, K, V, O))
+    if not recorded and _in_kernel(Q, K, V, bias1, bias2):
         from deepspeed.ops.gpu import evoformer_attention as gpu
 
         dq, dk, dv = gpu.backward(*arguments)

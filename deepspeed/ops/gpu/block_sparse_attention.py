@@ -20,8 +20,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from deepspeed.ops.gpu.softmax_steps import LOG2E, Tile, finished, finite, joined, operand, power_of_two
+from deepspeed.ops.gpu.softmax_steps import (
+    LOG2E,
+    Tile,
+    finished,
+    finite,
+    joined,
+    operand,
+    power_of_two,
+    where_tensors_are,
+)
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -69,9 +79,7 @@ def _added(
     CAUSAL: tl.constexpr,
 ):
     """Scores with masks and positions; ``rows``, ``columns`` and ``seen`` broadcast to the scores, whichever way these
-    lie."""
-    if CAUSAL:
-        seen = seen & (rows >= columns)
+    lie. (What comes later exists, too: a mask without the causal order keeps loads of many numbers whole.)"""
     if key_bias is not None:
         of_keys = tl.load(key_bias + batch.to(tl.int64) * tokens + columns, mask=columns < tokens, other=0.0)
         scores += of_keys.to(tl.float32) * _LOG2E
@@ -81,10 +89,12 @@ def _added(
     if positions is not None:
         of_head = positions + batch.to(tl.int64) * positions_batch + head.to(tl.int64) * positions_head
         scores += tl.load(of_head + place, mask=seen, other=0.0).to(tl.float32) * _LOG2E
+    if CAUSAL:
+        seen = seen & (rows >= columns)
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_rows"])
 def _forward(
     query,
     key,
@@ -156,7 +166,7 @@ def _forward(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_rows"])
 def _query_gradient(
     query,
     key,
@@ -236,7 +246,7 @@ def _query_gradient(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_rows"])
 def _key_gradients(
     query,
     key,
@@ -315,7 +325,7 @@ def _key_gradients(
     tl.store(grad_value + place, of_v.to(grad_value.dtype.element_ty), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batches", "count_members", "parts"])
 def _positions_gradient(
     query,
     key,
@@ -452,6 +462,7 @@ class BlockSparseAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse, *masks = ctx.saved_tensors
         layout, causal, scale = ctx.rest
@@ -462,6 +473,7 @@ class BlockSparseAttention(torch.autograd.Function):
         return *found, None, None, None
 
 
+@where_tensors_are
 def forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, added: Added, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -478,6 +490,7 @@ def forward(
     return out, lse
 
 
+@where_tensors_are
 def backward(
     grad: Tensor,
     q: Tensor,

@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.gpu.softmax_steps import LOG2E, Tile, finished, finite, joined, operand, power_of_two
+from deepspeed.ops.gpu.softmax_steps import (
+    LOG2E,
+    Tile,
+    finished,
+    finite,
+    joined,
+    operand,
+    power_of_two,
+    where_tensors_are,
+)
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -60,7 +69,7 @@ def _added(scores, row, key, rows, keys, of_keys, of_pairs, sequence, sequences,
     return tl.where(seen, scores, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _forward(
     query,
     key,
@@ -113,7 +122,7 @@ def _forward(
     _stored(output + of_q, out, row, rows, heads, size, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _query_gradient(
     query,
     key,
@@ -174,7 +183,7 @@ def _query_gradient(
     _stored(grad_query + of_q, found * (scale / _LOG2E), row, rows, heads, size, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _key_gradients(
     query,
     key,
@@ -242,7 +251,7 @@ def _key_gradients(
         tl.store(grad_of_keys + place, found_bias, mask=column < keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def _pairs_gradient(
     query,
     key,
@@ -308,6 +317,7 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
+@where_tensors_are
 def forward(
     q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -325,6 +335,7 @@ def forward(
     return out, lse
 
 
+@where_tensors_are
 def backward(
     grad: Tensor,
     q: Tensor,

@@ -20,19 +20,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.gpu.softmax_steps import LOG2E, Tile, finished, joined, operand, power_of_two
+from deepspeed.ops.gpu.softmax_steps import (
+    LOG2E,
+    Tile,
+    finished,
+    joined,
+    operand,
+    power_of_two,
+    where_tensors_are,
+)
 
 SPLIT = 512
-"""Keys that a program with few rows takes."""
+"""Keys that a program takes of a piece whose rows are all its own. (The others have programs enough.)"""
 
 FEW_ROWS = 16
-"""Rows of such a program (tokens times heads that share keys)."""
+"""Rows (tokens times heads that share keys) of a program where pieces have no more."""
+
+MANY_ROWS = 64
+"""Rows of the other programs, or as many as heads share keys."""
 
 _LOG2E = tl.constexpr(LOG2E)
 _ITEM = tl.constexpr(6)  # numbers of an item of work
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest", "window"])
 def _attend(
     query,
     keys,
@@ -72,6 +83,7 @@ def _attend(
     position = tl.load(pieces + 3 * piece) + token
     token += tl.load(pieces + 3 * piece + 2)
     of_key, of_value = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
+    blocks = tl.cdiv(end, BLOCK)
 
     q = tl.load(
         query
@@ -90,15 +102,19 @@ def _attend(
     if slopes is not None:
         slope = tl.load(slopes + head, mask=inside, other=0.0)
     out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
-    for start in range(first_key, end, COLUMNS):
+    # Keys lie transposed: the compiler loads some at a time only if it knows that they begin at a multiple and are
+    # all read. So steps begin at multiples of their length, and of a block that is listed all keys are read; what is
+    # not this program's is hidden by its scores.
+    for start in range(first_key // COLUMNS * COLUMNS, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        exists = column < end
-        block = tl.load(tables + piece * longest + column // BLOCK, mask=exists, other=0)
+        exists = (column >= first_key) & (column < end)
+        listed = column // BLOCK < blocks
+        block = tl.load(tables + piece * longest + column // BLOCK, mask=listed, other=0)
         base = block.to(tl.int64) * kv_heads + kv_head
         at = column % BLOCK
         k = tl.load(
             keys + (base * (key_size * BLOCK) + at)[None, :] + of_key[:, None] * BLOCK,
-            mask=(of_key < key_size)[:, None] & exists[None, :],
+            mask=(of_key < key_size)[:, None] & listed[None, :],
             other=0.0,
         ).to(DOT)
         scores = tl.dot(q, k, input_precision="ieee") * scale
@@ -212,18 +228,14 @@ class PagedPieces:
         if known not in self._work:
             few = [i for i, (_, count) in enumerate(self._spans) if 0 < count * group <= FEW_ROWS]
             many = [i for i, (_, count) in enumerate(self._spans) if count * group > FEW_ROWS]
-            made = [
-                self._divided(of, rows, window, group, split)
-                for of, rows, split in (
-                    (few, FEW_ROWS, SPLIT),
-                    (many, max(64, power_of_two(group)), None),
-                )
+            self._work[known] = [
+                self._divided(of, rows, window, group)
+                for of, rows in ((few, FEW_ROWS), (many, max(MANY_ROWS, power_of_two(group))))
                 if of
             ]
-            self._work[known] = made
         return self._work[known]
 
-    def _divided(self, of: list[int], rows: int, window: int, group: int, split: int | None) -> _Work:
+    def _divided(self, of: list[int], rows: int, window: int, group: int) -> _Work:
         items, joins, parts, each = [], [], 0, rows // group
         for piece in of:
             start, count = self._spans[piece]
@@ -231,8 +243,8 @@ class PagedPieces:
                 end = start + min(count, token + each)
                 first = max(0, start + token - window + 1) if window else 0
                 cuts = [(first, end)]
-                if split is not None:
-                    cuts = [(max(first, at), min(end, at + split)) for at in _multiples(first, end, split)]
+                if count <= each:
+                    cuts = [(max(first, at), min(end, at + SPLIT)) for at in _multiples(first, end, SPLIT)]
                 if len(cuts) == 1:
                     items.append((piece, token, *cuts[0], -1, 1))
                     continue
@@ -252,6 +264,7 @@ def _multiples(first: int, end: int, split: int) -> range:
     return range(first // split * split, end, split)
 
 
+@where_tensors_are
 def paged_attention(
     query: Tensor,
     pages: tuple[Tensor, Tensor],
@@ -287,7 +300,7 @@ def paged_attention(
     for work in pieces.work(window, group):
         parts = query.new_empty(max(1, work.parts), kv_heads, work.rows, value_size, dtype=torch.float32)
         parts_lse = parts.new_empty(parts.shape[:3])
-        tile = tile_for(query.dtype, max(key_size, value_size), work.rows)
+        tile = tile_for(keys.dtype, max(key_size, value_size), work.rows)
         _attend[(len(work.items), kv_heads)](
             *(query, keys, values, output, work.items, pieces.tables, pieces.spans, sinks, slopes),
             *(parts, parts_lse, query.stride(0), query.stride(1), pieces.longest),

@@ -10,6 +10,8 @@ normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,17 @@ def finished(top, total, out):
 def finite(lse):
     """A row that sees nothing has no weights, whatever is subtracted from its scores."""
     return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current GPU; this makes it that of the first tensor among the arguments."""
+
+    @wraps(function)
+    def on_its_device(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **kwargs)
+
+    return on_its_device
 
 
 class Tile(NamedTuple):

@@ -82,9 +82,10 @@ def block_attention(
     return _BlockAttention.apply(query, key, value, plan.to(query.device), masks, scale)
 
 
-def takes_positions(query: Tensor, key: Tensor, value: Tensor, plan: TilePlan) -> bool:
-    """Whether `block_attention` adds positions to the scores of these (else: by way of the scores' blocks)."""
-    return plan.rows == plan.columns and gpu_attention.runs_here(query, key, value)
+def takes_positions(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `block_attention` adds positions to the scores of these, of a square layout (else: by way of the scores'
+    blocks)."""
+    return gpu_attention.runs_here(query, key, value)
 
 
 class _BlockAttention(torch.autograd.Function):

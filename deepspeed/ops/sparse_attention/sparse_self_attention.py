@@ -120,7 +120,7 @@ class SparseSelfAttention(nn.Module):
         if attn_mask is not None:
             attn_mask = self.transpose_mask_for_sparse(query.dtype, attn_mask).reshape(length, length)
         scale = float(size) ** -0.5
-        in_kernel = rpe is None or takes_positions(query, key, value, self.plan(heads, length))
+        in_kernel = rpe is None or takes_positions(query, key, value)
         if not in_kernel or _has_gradient(key_padding_mask, attn_mask):
             return self._in_steps(query, key, value, scale, rpe, key_padding_mask, attn_mask)
         masks = Masks(

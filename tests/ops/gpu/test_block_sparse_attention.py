@@ -47,6 +47,7 @@ def compare(
     positions: tuple[int, int] | None = None,
     alike: bool = False,
     blocks: int = 4,
+    hidden: bool = False,
 ) -> None:
     batch, heads, tokens = 2, 3, blocks * block
     of = layout(heads, blocks, alike)
@@ -55,7 +56,7 @@ def compare(
     of_keys = of_scores = of_positions = None
     if keys:
         of_keys = torch.randn(batch, tokens, dtype=dtype)
-        of_keys[0, tokens // 2 :] = -torch.inf
+        of_keys[0, 0 if hidden else tokens // 2 :] = -torch.inf
         bias = bias + of_keys.double()[:, None, None]
     if scores:
         of_scores = torch.randn(tokens, tokens, dtype=dtype).masked_fill(
@@ -86,7 +87,11 @@ CASES: dict[str, dict[str, Any]] = {
     "odd head size": {"size": 20, "alike": True},
     "large blocks": {"block": 40, "blocks": 3, "causal": True},
     "small blocks": {"block": 8, "blocks": 5},
+    "blocks of one token": {"block": 1, "blocks": 9, "causal": True},
+    "many blocks": {"blocks": 7},
+    "the widest heads": {"size": 256, "blocks": 3},
     "key padding": {"keys": True},
+    "a sequence that sees nothing": {"keys": True, "hidden": True, "positions": (1, 1)},
     "all masks": {"keys": True, "scores": True, "causal": True},
     "positions": {"positions": (1, 1)},
     "positions of heads": {"positions": (1, 3), "alike": True, "keys": True},
@@ -124,7 +129,7 @@ def test_the_module_in_both_modes_of_its_masks() -> None:
             of = [q, k, v, *given.values()]
             wanted = torch.autograd.grad(expected.square().sum(), of)
             with mock.patch.object(gpu_attention, "usable", lambda *_: True):
-                assert takes_positions(q, k, v, module.plan(2, tokens))
+                assert takes_positions(q, k, v)
                 found = module(q, k, v, key_padding_mask=padding, attn_mask=mask, **given)
                 assert "BlockSparseAttention" in type(found.grad_fn).__name__
             close(found, expected, torch.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed.inference.cache import pages as cache_pages
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
 from deepspeed.inference.model.attention import AttentionTerms, PackedBatch, paged_attention
+from deepspeed.ops.gpu import usable
 from tests.ops.gpu.attention_cases import TOLERANCE, attention, close, drawn
 from tests.ops.gpu.triton_kit import built, compiling, interpreted
 
@@ -139,6 +140,42 @@ def test_work_is_divided_once_and_within_what_is_seen() -> None:
 
 
 @interpreted
+def test_what_lies_behind_a_sequence_does_not_matter() -> None:
+    """Blocks are used again: what their last tokens hold may be anything, and so may a block that nobody has."""
+    cache = PagedCache({0: LayerShape(2, 16, 16, torch.float32, torch.device("cpu"))}, 8, 16)
+    drawn_pages = [torch.randn(pages.shape) for pages in cache.pages(0)]
+    query, new = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    piece, found = Piece([0] * 3, 18, (5, 2, 6)), []
+    cache.is_on_host, cache.is_on_gpu = False, True
+    for garbage in (0.0, torch.nan, torch.inf):
+        for pages, drawn_before in zip(cache.pages(0), drawn_pages, strict=True):
+            pages.fill_(garbage)
+            pages[5] = drawn_before[5]
+        cache.pages(0)[0][2, :, :, :2], cache.pages(0)[1][2, :, :2] = 1.0, 1.0
+        batch = PackedBatch([piece], cache, torch.device("cpu"))
+        found.append(paged_attention(query, new, new, batch, 0, AttentionTerms(0.3)))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@interpreted
+def test_many_heads_that_share_keys_take_parts() -> None:
+    """A single token has few programs, however many heads it has; a chunk of a prompt has many."""
+    from deepspeed.ops.gpu import paged_attention as gpu
+
+    pieces = gpu.PagedPieces([(range(40), 1300, 1), (range(40), 1100, 2)], torch.device("cpu"))
+    (many,) = pieces.work(0, 40)
+    assert many.rows == 64 and many.parts == 3
+    assert many.items[:, [0, 1, 2, 3, 4]].tolist() == [
+        [0, 0, 0, 512, 0],
+        [0, 0, 512, 1024, 1],
+        [0, 0, 1024, 1301, 2],
+        [1, 0, 0, 1101, -1],
+        [1, 1, 0, 1102, -1],
+    ]
+
+
+@interpreted
 def test_scores_of_any_size() -> None:
     """Far apart and far from zero."""
     cache = PagedCache({0: LayerShape(1, 4, 4, torch.float32, torch.device("cpu"))}, 16, 4)
@@ -163,6 +200,9 @@ def test_where_it_is_chosen() -> None:
         mock.patch.object(cache_pages, "_in_kernel", lambda _: True),
     ):
         assert PagedCache({0: shape}, 4, 4).is_on_gpu and not PagedCache({}, 4, 4).is_on_gpu
+    apart = [torch.empty(1, device="meta"), torch.empty(1)]
+    with mock.patch("deepspeed.ops.gpu._new_enough", lambda _: True):
+        assert not usable(*apart) and not usable(None)
 
 
 @pytest.mark.parametrize("case", ["plain", "window", "softcap", "sinks"])
