@@ -6,7 +6,7 @@ gradient of the queries by rows, those of keys and values by columns (lists of t
 added to by two programs and results are the same in every run. The gradient of relative positions, which sequences or
 heads may share, has a kernel of its own that goes through all of them.
 
-Not yet run on a GPU: compiled for sm_80, sm_90 and sm_100 and run in Triton's interpreter.
+Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -550,10 +550,10 @@ def _of_positions(
 
 
 def forward_tile(q: Tensor, block: int) -> Tile:
-    """Chosen by what fits the registers and the shared memory of all supported GPUs; nothing was measured yet."""
+    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
     size, rows = power_of_two(q.shape[-1]), power_of_two(block)
     if q.dtype is torch.float32:
-        return Tile(min(rows, 32), 32 if size <= 128 else 16, 4, 1)
+        return Tile(min(rows, 32), 32, 4, 1) if size <= 64 else Tile(min(rows, 32), 16, 8, 1)
     if size > 128:
         return Tile(min(rows, 64), 32, 4, 2)
     if rows >= 128:
@@ -564,7 +564,7 @@ def forward_tile(q: Tensor, block: int) -> Tile:
 def backward_tile(q: Tensor, block: int) -> Tile:
     size, rows = power_of_two(q.shape[-1]), power_of_two(block)
     if q.dtype is torch.float32:
-        return Tile(min(rows, 32 if size <= 64 else 16), 32 if size <= 64 else 16, 4, 1)
+        return Tile(min(rows, 32), 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
     if size > 128:
         return Tile(min(rows, 32), 32, 4, 1)
     return Tile(min(rows, 64), 64 if size <= 64 else 32, 4, 2)

@@ -4,7 +4,7 @@ The first bias is that of the keys of a sequence (shared by heads and queries), 
 tokens (shared by sequences). Nothing is added to by two programs: the gradient of the first comes from the kernel that
 goes by keys, for each head, and the second has a kernel that goes through all sequences of a pair.
 
-Not yet run on a GPU: compiled for sm_80, sm_90 and sm_100 and run in Triton's interpreter.
+Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -378,17 +378,17 @@ def backward(
 
 
 def forward_tile(q: Tensor) -> Tile:
-    """Chosen by what fits the registers and the shared memory of all supported GPUs; nothing was measured yet."""
+    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
     size = power_of_two(q.shape[-1])
     if q.dtype is torch.float32:
-        return Tile(32, 32 if size <= 128 else 16, 4, 1)
+        return Tile(32, 32, 4, 1) if size <= 64 else Tile(32, 16, 8, 1)
     return Tile(64, 64 if size <= 128 else 32, 4, 2)
 
 
 def backward_tile(q: Tensor) -> Tile:
     size = power_of_two(q.shape[-1])
     if q.dtype is torch.float32:
-        return Tile(32, 32, 4, 1) if size <= 64 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
     if size > 128:
         return Tile(32, 32, 4, 1)
     return Tile(64, 64 if size <= 64 else 32, 4, 2)

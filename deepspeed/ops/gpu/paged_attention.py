@@ -1,10 +1,11 @@
 """Attention over a paged cache in Triton: prompts in chunks, single tokens, or both in one call.
 
 The queries of all heads that share keys, of some tokens, are the rows of one program, so that keys are read once for
-them. Short pieces (decoding) have few rows and may see many keys: these are cut into parts of a fixed length, whose
-results another kernel joins. As the length is fixed, what a sequence gets does not depend on the others of its batch.
+them. Short pieces (decoding) have no more rows than one program takes and may see many keys: these are cut into parts
+of a fixed length, whose results another kernel joins. As the length is fixed, what a sequence gets does not depend on
+the others of its batch.
 
-Not yet run on a GPU: compiled for sm_80, sm_90 and sm_100 and run in Triton's interpreter.
+Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
@@ -324,7 +325,8 @@ def paged_attention(
 
 
 def tile_for(dtype: torch.dtype, size: int, rows: int) -> Tile:
-    """Chosen by what fits the registers and the shared memory of all supported GPUs; nothing was measured yet."""
+    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
     if dtype is torch.float32:
-        return Tile(rows, 32 if size <= 128 else 16, 4, 1)
-    return Tile(rows, 64 if size <= 128 else 32, 4, 2 if rows <= FEW_ROWS or size <= 128 else 1)
+        return Tile(rows, 32 if size <= 128 else 16, 4 if rows <= FEW_ROWS else 8, 1)
+    stages = 2 if rows <= FEW_ROWS or size <= 128 else 1
+    return Tile(rows, 64 if size <= 128 else 32, 4 if rows <= MANY_ROWS else 8, stages)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+from tests.ops.gpu.triton_kit import CAPABILITIES, built
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 """Of values of about 1, against fp64: sums in fp32 of products of the dtype, then one rounding (the interpreter
@@ -33,6 +37,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Te
     weights = torch.exp(scores - top.masked_fill(top == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
     return weights / total.masked_fill(total == 0, 1.0) @ v
+
+
+def built_everywhere(launching: Callable[[], Any]) -> set[str]:
+    """As `built`, and also for GPUs with the least shared memory that Triton's kernels are used on: sm_86 and sm_89."""
+    with mock.patch.dict(CAPABILITIES, {89: 99 * 1024}):
+        return built(launching, tuple(CAPABILITIES))
 
 
 def _allow_loops() -> None:
