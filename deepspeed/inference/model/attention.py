@@ -45,9 +45,7 @@ class PackedBatch:
     offsets: Tensor = field(init=False)  # [tokens]
     last: Tensor = field(init=False)  # [pieces], index of each piece's last token
     kernel: host.PagedPieces | None = field(init=False)
-    of_gpu: Any = field(
-        init=False
-    )  # deepspeed.ops.gpu.paged_attention.PagedPieces, where its kernel computes all
+    of_gpu: Any = field(init=False)  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
     by_kernel: list[bool] = field(init=False)  # of each piece
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
@@ -110,8 +108,6 @@ def paged_attention(
     size] to all keys and values of its sequence: [tokens, heads, value size]."""
     if batch.kernel is None:
         batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
-        if batch.of_gpu is not None:
-            return _on_gpu(query, batch, layer, terms)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
     else:
         output = host.paged_attention(
@@ -125,6 +121,8 @@ def paged_attention(
             softcap=terms.softcap or 0.0,
             sinks=terms.sinks,
         )
+    if batch.of_gpu is not None:
+        return _on_gpu(query, batch, layer, terms)
     start = 0
     for index, piece in enumerate(batch.pieces):
         stop = start + piece.count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -43,23 +42,3 @@ def built_everywhere(launching: Callable[[], Any]) -> set[str]:
     """As `built`, and also for GPUs with the least shared memory that Triton's kernels are used on: sm_86 and sm_89."""
     with mock.patch.dict(CAPABILITIES, {89: 99 * 1024}):
         return built(launching, tuple(CAPABILITIES))
-
-
-def _allow_loops() -> None:
-    """Triton 3.6's interpreter makes the bounds of a loop from arrays of one element, which NumPy allows no more
-    since 2.4."""
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_patch_lang_tensor"):
-        return
-    before: Any = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        before(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch  # type: ignore[assignment]
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    _allow_loops()
