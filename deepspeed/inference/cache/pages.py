@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed.ops.gpu import usable
 from deepspeed.ops.paged_attention import takes
 
 
@@ -58,6 +59,9 @@ class PagedCache:
             takes(shape.dtype, shape.device) for shape in self.shapes.values()
         )
         """Whether the host kernel can read all of it."""
+        pages = [tensor for both in self._pages.values() for tensor in both]
+        self.is_on_gpu = bool(pages) and usable(*pages) and all(map(_in_kernel, self.shapes.values()))
+        """Whether the Triton kernel can read all of it, from one GPU."""
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +92,12 @@ class PagedCache:
         """Keys and values [batch, heads, tokens, size] of the slots ``offsets`` of ``blocks``, [batch, tokens]."""
         keys, values = self._pages[layer]
         return keys[blocks, :, :, offsets].transpose(1, 2), values[blocks, :, offsets].transpose(1, 2)
+
+
+def _in_kernel(shape: LayerShape) -> bool:
+    from deepspeed.ops.gpu.softmax_steps import takes as gpu_takes
+
+    return gpu_takes(shape.dtype, shape.key_size, shape.value_size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +44,8 @@ class PackedBatch:
     blocks: Tensor = field(init=False)  # [tokens], where each token's key and value go
     offsets: Tensor = field(init=False)  # [tokens]
     last: Tensor = field(init=False)  # [pieces], index of each piece's last token
-    tables: list[Tensor] = field(init=False)  # [blocks] of each piece
     kernel: host.PagedPieces | None = field(init=False)
+    of_gpu: Any = field(init=False)  # PagedPieces of deepspeed.ops.gpu.paged_attention, where it computes all
     by_kernel: list[bool] = field(init=False)  # of each piece
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
@@ -60,14 +62,23 @@ class PackedBatch:
         self.tokens, self.positions, self.blocks = made[0:1], made[1:2], made[2]
         self.offsets = self.positions[0] % size
         self.last = torch.tensor(ends, device=self.device)
-        self.tables = [torch.tensor(piece.blocks, device=self.device) for piece in self.pieces]
 
         native = self.cache.is_on_host
         self.by_kernel = [native and piece.count <= _KERNEL_TOKENS for piece in self.pieces]
         self.kernel = None
+        described = [(piece.blocks, piece.start, piece.count) for piece in self.pieces]
         if native:
-            described = [(piece.blocks, piece.start, piece.count) for piece in self.pieces]
             self.kernel = host.PagedPieces(described, self.by_kernel)
+        self.of_gpu = None
+        if self.cache.is_on_gpu:
+            from deepspeed.ops.gpu.paged_attention import PagedPieces
+
+            self.of_gpu = PagedPieces(described, self.device)
+
+    @cached_property
+    def tables(self) -> list[Tensor]:
+        """[blocks] of each piece."""
+        return [torch.tensor(piece.blocks, device=self.device) for piece in self.pieces]
 
     def mask(self, piece: int, window: int | None) -> Tensor | None:
         """Which keys the tokens of a piece see: bool [tokens, keys] of the keys from ``first_key`` on; None: all."""
@@ -110,6 +121,8 @@ def paged_attention(
             softcap=terms.softcap or 0.0,
             sinks=terms.sinks,
         )
+    if batch.of_gpu is not None:
+        return _on_gpu(query, batch, layer, terms)
     start = 0
     for index, piece in enumerate(batch.pieces):
         stop = start + piece.count
@@ -120,6 +133,20 @@ def paged_attention(
             output[start:stop] = attend(query[:, start:stop], *known, mask, terms).transpose(0, 1)
         start = stop
     return output
+
+
+def _on_gpu(query: Tensor, batch: PackedBatch, layer: int, terms: AttentionTerms) -> Tensor:
+    from deepspeed.ops.gpu import paged_attention as gpu
+
+    return gpu.paged_attention(
+        query,
+        batch.cache.pages(layer),
+        batch.of_gpu,
+        scale=terms.scale,
+        window=terms.window or 0,
+        softcap=terms.softcap or 0.0,
+        sinks=terms.sinks,
+    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms) -> Tensor:

@@ -2,7 +2,8 @@
 
 J. Jumper et al.: Highly accurate protein structure prediction with AlphaFold, 2021, supplement 1.6. The scores of all
 sequences never exist at once: forward keeps the log-sum-exp of each row, and backward computes the weights again
-(T. Dao et al.: FlashAttention, 2022), some sequences at a time.
+(T. Dao et al.: FlashAttention, 2022), some sequences at a time. On a GPU with Triton kernels of their own do it
+(``deepspeed.ops.gpu.evoformer_attention``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepspeed.ops.gpu import usable
 
 _CHUNK = 1 << 22
 """Scores at a time, at most (16 MiB in fp32), but always those of one sequence."""
@@ -24,13 +27,12 @@ class EvoformerFusedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None = None, bias2: Tensor | None = None
     ) -> Tensor:
-        out = torch.empty_like(q)
-        lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=_wide(q))
-        for at, chunk in _chunks(q, k):
-            scores = _scores(q, k, bias1, bias2, at, chunk)
-            lse[at, chunk] = torch.logsumexp(scores, dim=-1)
-            weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
-            out[at, chunk] = (weights @ _heads(v, at, chunk)).transpose(1, 2).to(out.dtype)
+        if _in_kernel(q, k, v, bias1, bias2):
+            from deepspeed.ops.gpu import evoformer_attention as gpu
+
+            out, lse = gpu.forward(q, k, v, bias1, bias2)
+        else:
+            out, lse = _forward(q, k, v, bias1, bias2)
         ctx.save_for_backward(q, k, v, out, lse, bias1, bias2)
         return out
 
@@ -42,6 +44,19 @@ class EvoformerFusedAttention(torch.autograd.Function):
             for bias, needed in zip((bias1, bias2), ctx.needs_input_grad[3:], strict=True)
         ]
         return attention_bwd(grads[0], q, k, v, out, lse, bias1, bias2, *wanted)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias1: Tensor | None, bias2: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(q)
+    lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=_wide(q))
+    for at, chunk in _chunks(q, k):
+        scores = _scores(q, k, bias1, bias2, at, chunk)
+        lse[at, chunk] = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+        out[at, chunk] = (weights @ _heads(v, at, chunk)).transpose(1, 2).to(out.dtype)
+    return out, lse
 
 
 def attention_bwd(
@@ -65,26 +80,49 @@ def attention_bwd(
         bias1_grad, bias2_grad: zeros of the biases' shapes in fp32 (fp64 for such inputs) that gradients are added to;
             None: not wanted.
     """
-    dq, dk, dv = (torch.empty_like(x) for x in (Q, K, V))
-    scale = Q.shape[-1] ** -0.5
-    for at, chunk in _chunks(Q, K):
-        scores = _scores(Q, K, bias1, bias2, at, chunk)
-        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
-        grad = _heads(dO, at, chunk)
-        spread = (grad * _heads(O, at, chunk)).sum(-1, keepdim=True)
-        dscores = weights * (grad @ _heads(V, at, chunk).mT - spread)
-        dv[at, chunk] = (weights.mT @ grad).transpose(1, 2).to(dv.dtype)
-        dq[at, chunk] = (dscores @ _heads(K, at, chunk) * scale).transpose(1, 2).to(dq.dtype)
-        dk[at, chunk] = (dscores.mT @ _heads(Q, at, chunk) * scale).transpose(1, 2).to(dk.dtype)
-        if bias1_grad is not None:
-            bias1_grad[at, chunk] += dscores.sum((1, 2))[:, None, None]
-        if bias2_grad is not None:
-            bias2_grad[at, 0] += dscores.sum(0)
+    arguments = (dO, Q, K, V, O, lse, bias1, bias2, bias1_grad, bias2_grad)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (dO, Q, K, V, O))
+    if not recorded and _in_kernel(Q, K, V, bias1, bias2):
+        from deepspeed.ops.gpu import evoformer_attention as gpu
+
+        dq, dk, dv = gpu.backward(*arguments)
+    else:
+        dq, dk, dv = _backward(*arguments)
     of_biases = [
         None if grad is None or bias is None else grad.to(bias.dtype)
         for grad, bias in ((bias1_grad, bias1), (bias2_grad, bias2))
     ]
     return dq, dk, dv, of_biases[0], of_biases[1]
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    bias1_grad: Tensor | None,
+    bias2_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    for at, chunk in _chunks(q, k):
+        scores = _scores(q, k, bias1, bias2, at, chunk)
+        weights = torch.exp(scores - _finite(lse[at, chunk]).unsqueeze(-1))
+        of_out = _heads(grad, at, chunk)
+        spread = (of_out * _heads(out, at, chunk)).sum(-1, keepdim=True)
+        dscores = weights * (of_out @ _heads(v, at, chunk).mT - spread)
+        dv[at, chunk] = (weights.mT @ of_out).transpose(1, 2).to(dv.dtype)
+        dq[at, chunk] = (dscores @ _heads(k, at, chunk) * scale).transpose(1, 2).to(dq.dtype)
+        dk[at, chunk] = (dscores.mT @ _heads(q, at, chunk) * scale).transpose(1, 2).to(dk.dtype)
+        if bias1_grad is not None:
+            bias1_grad[at, chunk] += dscores.sum((1, 2))[:, None, None]
+        if bias2_grad is not None:
+            bias2_grad[at, 0] += dscores.sum(0)
+    return dq, dk, dv
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
@@ -117,6 +155,15 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
         if bias is not None and tuple(bias.shape) != shape:
             raise ValueError(f"bias {number} has shape {list(bias.shape)}, expected {list(shape)}")
     return EvoformerFusedAttention.apply(Q, K, V, *given)
+
+
+def _in_kernel(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor | None) -> bool:
+    """Whether the GPU's kernels compute these."""
+    if not usable(q, k, v, *biases):
+        return False
+    from deepspeed.ops.gpu.softmax_steps import takes
+
+    return q.dtype == k.dtype == v.dtype and takes(q.dtype, q.shape[-1]) and 0 not in (q.numel(), k.numel())
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:

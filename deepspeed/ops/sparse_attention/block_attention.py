@@ -1,9 +1,9 @@
 """Block-sparse attention, forward and backward: the matrix of scores never exists.
 
-On the host a kernel of its own walks the blocks (``host_attention.py``). Elsewhere, and for what that does not take,
-blocks are gathered to tiles; what is gathered at a time is bounded. Backward computes the weights again from the
-log-sum-exp, as in T. Dao et al.: FlashAttention: Fast and memory-efficient exact attention with IO-awareness, 2022.
-What is kept for it is as large as the queries.
+On the host (``host_attention.py``) and on GPUs with Triton (``gpu_attention.py``) kernels walk the blocks. Elsewhere,
+and for what these do not take, blocks are gathered to tiles; what is gathered at a time is bounded. Backward computes
+the weights again from the log-sum-exp, as in T. Dao et al.: FlashAttention: Fast and memory-efficient exact attention
+with IO-awareness, 2022. What is kept for it is as large as the queries.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.attention_blocks import kernel_for
+from deepspeed.ops.sparse_attention import gpu_attention
 from deepspeed.ops.sparse_attention.host_attention import HostAttention, runs_here
 from deepspeed.ops.sparse_attention.tiles import Pattern, TilePlan, Tiles
 
@@ -27,11 +28,13 @@ _CHUNK = 1 << 19
 @dataclass(frozen=True)
 class Masks:
     """What is added to the scores besides the layout: ``keys`` [batch, columns], ``scores`` [rows, columns] (floats;
-    -inf: not seen); ``causal``: no token sees a later one."""
+    -inf: not seen); ``causal``: no token sees a later one. ``positions`` [1 or batch, 1 or heads, rows, columns]: has a
+    gradient; only where ``takes_positions``."""
 
     keys: Tensor | None = None
     scores: Tensor | None = None
     causal: bool = False
+    positions: Tensor | None = None
 
     def of(self, tiles: Tiles, plan: TilePlan, batch: int) -> Tensor | None:
         """For some tiles of one sequence of the batch: bool or floats [1, tiles, rows or 1, columns]."""
@@ -64,14 +67,25 @@ def block_attention(
 ) -> Tensor:
     """Attention in the blocks of ``plan``: [batch, heads, tokens, head size] in and out, in any floating-point dtype.
 
-    A row that sees nothing gives zeros. Masks have no gradient.
+    A row that sees nothing gives zeros. Masks have no gradient, but positions.
     """
+    if plan.rows == plan.columns and gpu_attention.runs_here(query, key, value):
+        return gpu_attention.attention(
+            *(query, key, value, plan, masks.keys, masks.scores, masks.positions, masks.causal, scale)
+        )
+    assert masks.positions is None
     if plan.row_lists.square and runs_here(query, key, value, plan.block):
         lists, block = plan.row_lists, plan.block
         return HostAttention.apply(
             query, key, value, lists, block, masks.keys, masks.scores, masks.causal, scale
         )
     return _BlockAttention.apply(query, key, value, plan.to(query.device), masks, scale)
+
+
+def takes_positions(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `block_attention` adds positions to the scores of these, of a square layout (else: by way of the scores'
+    blocks)."""
+    return gpu_attention.runs_here(query, key, value)
 
 
 class _BlockAttention(torch.autograd.Function):

@@ -61,6 +61,7 @@ class RowLists:
         self.starts = firsts[at].contiguous()
         self.columns = found[:, 2].to(torch.int32).contiguous()
         self.layout_of = torch.tensor(layout_of)
+        self.longest = int(counts.max()) if len(counts) else 0
         self.square = rows == columns
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention
+from deepspeed.ops.sparse_attention.block_attention import Masks, block_attention, takes_positions
 from deepspeed.ops.sparse_attention.matmul import MatMul
 from deepspeed.ops.sparse_attention.softmax import Softmax, as_bias
 from deepspeed.ops.sparse_attention.sparsity_config import SparsityConfig
@@ -120,13 +120,15 @@ class SparseSelfAttention(nn.Module):
         if attn_mask is not None:
             attn_mask = self.transpose_mask_for_sparse(query.dtype, attn_mask).reshape(length, length)
         scale = float(size) ** -0.5
-        if rpe is not None or _has_gradient(key_padding_mask, attn_mask):
+        in_kernel = rpe is None or takes_positions(query, key, value)
+        if not in_kernel or _has_gradient(key_padding_mask, attn_mask):
             return self._in_steps(query, key, value, scale, rpe, key_padding_mask, attn_mask)
         masks = Masks(
             None
             if key_padding_mask is None
             else as_bias(key_padding_mask, self.key_padding_mask_mode, "key_padding_mask", query.dtype),
             None if attn_mask is None else as_bias(attn_mask, self.attn_mask_mode, "attn_mask", query.dtype),
+            positions=None if rpe is None else _positions(rpe, query),
         )
         return block_attention(query, key, value, self.plan(heads, length), masks, scale)
 
@@ -173,6 +175,19 @@ class SparseSelfAttention(nn.Module):
             self._ops.clear()
             self._plans.clear()
             self._compiled_of = (layout, layout._version)
+
+
+def _positions(rpe: Tensor, query: Tensor) -> Tensor:
+    """[1 or batch, 1 or heads, tokens, tokens]. ValueError: another size."""
+    batch, heads, length, _ = query.shape
+    fits = rpe.dim() <= 4 and tuple(rpe.shape[-2:]) == (length, length)
+    full = rpe.reshape((1,) * (4 - rpe.dim()) + tuple(rpe.shape)) if fits else rpe
+    if not fits or full.shape[0] not in (1, batch) or full.shape[1] not in (1, heads):
+        raise ValueError(
+            f"rpe has shape {list(rpe.shape)}, expected [(batch,) (heads,) tokens, tokens] for a query of shape "
+            f"{list(query.shape)}"
+        )
+    return full
 
 
 def _has_gradient(*masks: Tensor | None) -> bool:

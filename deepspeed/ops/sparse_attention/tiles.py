@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,6 +88,9 @@ class TilePlan:
         self._heads_of = list(found.values())
         self._flags = flags[[heads[0] for heads in self._heads_of]]  # [different layouts, rows, columns]
         self.blocks = int(flags.sum())
+        self.on_devices: dict[tuple[torch.device, bool], Any] = {}
+        """What kernels of a device have made of the layout, without and with what comes later (see
+        ``gpu_attention``)."""
 
     @cached_property
     def patterns(self) -> list[Pattern]:
@@ -99,11 +103,25 @@ class TilePlan:
 
     @cached_property
     def row_lists(self) -> RowLists:
+        return RowLists(self._flags, self._layout_of)
+
+    def lists(self, *, causal: bool) -> tuple[RowLists, RowLists]:
+        """By rows, and by columns (the rows that see each). ``causal``: without blocks of later tokens."""
+        flags = self._flags.tril() if causal else self._flags
+        return RowLists(flags, self._layout_of), RowLists(flags.mT, self._layout_of)
+
+    @property
+    def heads_of(self) -> list[list[int]]:
+        """The heads that have each of the different layouts."""
+        return self._heads_of
+
+    @property
+    def _layout_of(self) -> list[int]:
         layout_of = [0] * self.heads
         for number, heads in enumerate(self._heads_of):
             for head in heads:
                 layout_of[head] = number
-        return RowLists(self._flags, layout_of)
+        return layout_of
 
     @cached_property
     def computed(self) -> int:

@@ -1,0 +1,417 @@
+"""The attention of the Evoformer in Triton, forward and backward, with both biases.
+
+The first bias is that of the keys of a sequence (shared by heads and queries), the second that of a head's pairs of
+tokens (shared by sequences). Nothing is added to by two programs: the gradient of the first comes from the kernel that
+goes by keys, for each head, and the second has a kernel that goes through all sequences of a pair.
+
+Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
+"""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.gpu.softmax_steps import (
+    LOG2E,
+    Tile,
+    finished,
+    finite,
+    joined,
+    operand,
+    power_of_two,
+    where_tensors_are,
+)
+
+_LOG2E = tl.constexpr(LOG2E)
+
+
+@triton.jit
+def _head(tokens, sequence, head, heads, size: tl.constexpr):
+    """Where the numbers of one head of one sequence begin, in [sequences, tokens, heads, size]."""
+    return sequence.to(tl.int64) * tokens * heads * size + head * size
+
+
+@triton.jit
+def _loaded(pointer, token, tokens, heads, size: tl.constexpr, SIZE: tl.constexpr):
+    """[tokens, size] of one head; zeros beyond."""
+    number = tl.arange(0, SIZE)
+    place = token.to(tl.int64)[:, None] * heads * size + number[None, :]
+    return tl.load(pointer + place, mask=(token < tokens)[:, None] & (number < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _stored(pointer, found, token, tokens, heads, size: tl.constexpr, SIZE: tl.constexpr):
+    number = tl.arange(0, SIZE)
+    place = token.to(tl.int64)[:, None] * heads * size + number[None, :]
+    mask = (token < tokens)[:, None] & (number < size)[None, :]
+    tl.store(pointer + place, found.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _added(scores, row, key, rows, keys, of_keys, of_pairs, sequence, sequences, head, heads):
+    """Scores with biases; ``row`` and ``key`` broadcast to them, whichever way they lie."""
+    seen = (row < rows) & (key < keys)
+    if of_keys is not None:
+        bias = tl.load(of_keys + sequence.to(tl.int64) * keys + key, mask=key < keys, other=0.0)
+        scores += bias.to(tl.float32) * _LOG2E
+    if of_pairs is not None:
+        plane = (sequence // sequences).to(tl.int64) * heads + head
+        bias = tl.load(of_pairs + (plane * rows + row) * keys + key, mask=seen, other=0.0)
+        scores += bias.to(tl.float32) * _LOG2E
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _forward(
+    query,
+    key,
+    value,
+    output,
+    lse,
+    of_keys,
+    of_pairs,
+    scale,  # times log2(e)
+    sequences,  # of one element of the batch
+    heads,
+    rows,
+    keys,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    tiles = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
+    q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(0, keys, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = _added(
+            scores,
+            row[:, None],
+            column[None, :],
+            rows,
+            keys,
+            of_keys,
+            of_pairs,
+            sequence,
+            sequences,
+            head,
+            heads,
+        )
+        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
+        top, total, out = joined(top, total, out, scores, v, DOT)
+    out, of_row = finished(top, total, out)
+    place = (sequence.to(tl.int64) * heads + head) * rows + row
+    tl.store(lse + place, of_row / _LOG2E, mask=row < rows)
+    _stored(output + of_q, out, row, rows, heads, size, SIZE)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _query_gradient(
+    query,
+    key,
+    value,
+    output,
+    lse,
+    grad,
+    spread,
+    grad_query,
+    of_keys,
+    of_pairs,
+    scale,
+    sequences,
+    heads,
+    rows,
+    keys,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
+    tiles = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
+    q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
+    of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE)
+    out = _loaded(output + of_q, row, rows, heads, size, SIZE)
+    of_row = tl.sum(of_out.to(tl.float32) * out.to(tl.float32), 1)
+    of_out = of_out.to(DOT)
+    place = (sequence.to(tl.int64) * heads + head) * rows + row
+    tl.store(spread + place, of_row, mask=row < rows)
+    normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
+    found = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(0, keys, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = _added(
+            scores,
+            row[:, None],
+            column[None, :],
+            rows,
+            keys,
+            of_keys,
+            of_pairs,
+            sequence,
+            sequences,
+            head,
+            heads,
+        )
+        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
+        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
+        of_scores = tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+        found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
+    _stored(grad_query + of_q, found * (scale / _LOG2E), row, rows, heads, size, SIZE)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _key_gradients(
+    query,
+    key,
+    value,
+    lse,
+    grad,
+    spread,
+    grad_key,
+    grad_value,
+    grad_of_keys,  # [sequences, heads, keys] fp32, or None
+    of_keys,
+    of_pairs,
+    scale,
+    sequences,
+    heads,
+    rows,
+    keys,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """By keys: a program has ``ROWS`` of them and takes the queries ``COLUMNS`` at a time."""
+    tiles = tl.cdiv(keys, ROWS)
+    column = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    head, sequence = tl.program_id(0) // tiles % heads, tl.program_id(0) // tiles // heads
+    of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
+    k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
+    v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
+    found_k = tl.zeros([ROWS, SIZE], tl.float32)
+    found_v = tl.zeros([ROWS, SIZE], tl.float32)
+    found_bias = tl.zeros([ROWS], tl.float32)
+    for start in range(0, rows, COLUMNS):
+        row = start + tl.arange(0, COLUMNS)
+        q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+        scores = _added(
+            scores,
+            row[None, :],
+            column[:, None],
+            rows,
+            keys,
+            of_keys,
+            of_pairs,
+            sequence,
+            sequences,
+            head,
+            heads,
+        )
+        place = (sequence.to(tl.int64) * heads + head) * rows + row
+        normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
+        weights = tl.exp2(scores - normal[None, :])
+        of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
+        found_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
+        of_row = tl.load(spread + place, mask=row < rows, other=0.0)
+        of_scores = weights * (tl.dot(v, tl.trans(of_out), input_precision="ieee") - of_row[None, :])
+        found_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
+        if grad_of_keys is not None:
+            found_bias += tl.sum(of_scores, 1)
+    _stored(grad_key + of_k, found_k * (scale / _LOG2E), column, keys, heads, size, SIZE)
+    _stored(grad_value + of_k, found_v, column, keys, heads, size, SIZE)
+    if grad_of_keys is not None:
+        place = (sequence.to(tl.int64) * heads + head) * keys + column
+        tl.store(grad_of_keys + place, found_bias, mask=column < keys)
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _pairs_gradient(
+    query,
+    key,
+    value,
+    lse,
+    grad,
+    spread,
+    grad_of_pairs,  # fp32, added to
+    of_keys,
+    of_pairs,
+    scale,
+    sequences,
+    heads,
+    rows,
+    keys,
+    size: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Of some queries and keys of one head, summed over the sequences of one element of the batch."""
+    of_rows, of_columns = tl.cdiv(rows, ROWS), tl.cdiv(keys, COLUMNS)
+    tile, plane = tl.program_id(0) % (of_rows * of_columns), tl.program_id(0) // (of_rows * of_columns)
+    row = tile // of_columns * ROWS + tl.arange(0, ROWS)
+    column = tile % of_columns * COLUMNS + tl.arange(0, COLUMNS)
+    head, first = plane % heads, plane // heads * sequences
+    found = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for number in range(sequences):
+        sequence = first + number
+        of_q, of_k = _head(rows, sequence, head, heads, size), _head(keys, sequence, head, heads, size)
+        q = _loaded(query + of_q, row, rows, heads, size, SIZE).to(DOT)
+        k = _loaded(key + of_k, column, keys, heads, size, SIZE).to(DOT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = _added(
+            scores,
+            row[:, None],
+            column[None, :],
+            rows,
+            keys,
+            of_keys,
+            of_pairs,
+            sequence,
+            sequences,
+            head,
+            heads,
+        )
+        place = (sequence.to(tl.int64) * heads + head) * rows + row
+        normal = finite(tl.load(lse + place, mask=row < rows, other=0.0)) * _LOG2E
+        of_row = tl.load(spread + place, mask=row < rows, other=0.0)
+        of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
+        v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
+        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
+        found += tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+    place = (plane.to(tl.int64) * rows + row)[:, None] * keys + column[None, :]
+    mask = (row < rows)[:, None] & (column < keys)[None, :]
+    tl.store(grad_of_pairs + place, tl.load(grad_of_pairs + place, mask=mask, other=0.0) + found, mask=mask)
+
+
+class Gradients(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@where_tensors_are
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, of_keys: Tensor | None, of_pairs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output, and log-sum-exp [batch, sequences, heads, queries]. Shapes as in `DS4Sci_EvoformerAttention`."""
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out = torch.empty_like(q)
+    lse = q.new_empty((*q.shape[:2], q.shape[3], q.shape[2]), dtype=torch.float32)
+    tile = forward_tile(q)
+    _forward[_programs(q, q.shape[2], tile)](
+        *(q, k, v, out, lse, _contiguous(of_keys), _contiguous(of_pairs)),
+        *_sizes(q, k),
+        **_constants(q, tile),
+        **tile.options,
+    )
+    return out, lse
+
+
+@where_tensors_are
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    of_keys: Tensor | None,
+    of_pairs: Tensor | None,
+    grad_of_keys: Tensor | None,
+    grad_of_pairs: Tensor | None,
+) -> Gradients:
+    """The gradients of the inputs; those of the biases are added to the last two, in fp32."""
+    grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
+    found = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
+    spread = torch.empty_like(lse)
+    tile = backward_tile(q)
+    rest = (_contiguous(of_keys), _contiguous(of_pairs), *_sizes(q, k))
+    constants = {**_constants(q, tile), **tile.options}
+    _query_gradient[_programs(q, q.shape[2], tile)](
+        *(q, k, v, out, lse, grad, spread, found.query), *rest, **constants
+    )
+    by_head = None
+    if grad_of_keys is not None:
+        by_head = lse.new_empty((*lse.shape[:3], k.shape[2]))
+    _key_gradients[_programs(q, k.shape[2], tile)](
+        *(q, k, v, lse, grad, spread, found.key, found.value, by_head), *rest, **constants
+    )
+    if grad_of_keys is not None and by_head is not None:
+        grad_of_keys += by_head.sum(2)[:, :, None, None]
+    if grad_of_pairs is not None:
+        sums = grad_of_pairs if grad_of_pairs.is_contiguous() else grad_of_pairs.contiguous()
+        tiles = triton.cdiv(q.shape[2], tile.rows) * triton.cdiv(k.shape[2], tile.columns)
+        _pairs_gradient[(q.shape[0] * q.shape[3] * tiles,)](
+            *(q, k, v, lse, grad, spread, sums), *rest, **constants
+        )
+        if sums is not grad_of_pairs:
+            grad_of_pairs.copy_(sums)
+    return found
+
+
+def forward_tile(q: Tensor) -> Tile:
+    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
+    size = power_of_two(q.shape[-1])
+    if q.dtype is torch.float32:
+        return Tile(32, 32, 4, 1) if size <= 64 else Tile(32, 16, 8, 1)
+    return Tile(64, 64 if size <= 128 else 32, 4, 2)
+
+
+def backward_tile(q: Tensor) -> Tile:
+    size = power_of_two(q.shape[-1])
+    if q.dtype is torch.float32:
+        return Tile(32, 32, 4 if size <= 32 else 8, 1) if size <= 64 else Tile(16, 16, 8, 1)
+    if size > 128:
+        return Tile(32, 32, 4, 1)
+    return Tile(64, 64 if size <= 64 else 32, 4, 2)
+
+
+def _programs(q: Tensor, tokens: int, tile: Tile) -> tuple[int]:
+    return (q.shape[0] * q.shape[1] * q.shape[3] * triton.cdiv(tokens, tile.rows),)
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[float | int, ...]:
+    return q.shape[-1] ** -0.5 * LOG2E, q.shape[1], q.shape[3], q.shape[2], k.shape[2]
+
+
+def _constants(q: Tensor, tile: Tile) -> dict[str, Any]:
+    size = q.shape[-1]
+    return {
+        "size": size,
+        "SIZE": power_of_two(size),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DOT": operand(q.dtype),
+    }
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

@@ -1,0 +1,332 @@
+"""Attention over a paged cache in Triton: prompts in chunks, single tokens, or both in one call.
+
+The queries of all heads that share keys, of some tokens, are the rows of one program, so that keys are read once for
+them. Short pieces (decoding) have no more rows than one program takes and may see many keys: these are cut into parts
+of a fixed length, whose results another kernel joins. As the length is fixed, what a sequence gets does not depend on
+the others of its batch.
+
+Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Triton's interpreter.
+"""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.gpu.softmax_steps import (
+    LOG2E,
+    Tile,
+    finished,
+    joined,
+    operand,
+    power_of_two,
+    where_tensors_are,
+)
+
+SPLIT = 512
+"""Keys that a program takes of a piece whose rows are all its own. (The others have programs enough.)"""
+
+FEW_ROWS = 16
+"""Rows (tokens times heads that share keys) of a program where pieces have no more."""
+
+MANY_ROWS = 64
+"""Rows of the other programs, or as many as heads share keys."""
+
+_LOG2E = tl.constexpr(LOG2E)
+_ITEM = tl.constexpr(6)  # numbers of an item of work
+
+
+@triton.jit(do_not_specialize=["longest", "window"])
+def _attend(
+    query,
+    keys,
+    values,
+    output,
+    items,  # [programs, _ITEM] int32: piece, first token, first key, end of the keys, number of the part or -1, first?
+    tables,  # [pieces, longest] int32: blocks
+    pieces,  # [pieces, 3] int32: position of the first token, tokens, row of the first token
+    sinks,
+    slopes,
+    parts,  # [parts, kv heads, ROWS, value size] fp32
+    parts_lse,
+    query_head,
+    query_token,
+    longest,
+    scale,
+    softcap,
+    window,
+    key_size: tl.constexpr,
+    value_size: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    item = items + tl.program_id(0) * _ITEM
+    piece, first_key, end = tl.load(item), tl.load(item + 2), tl.load(item + 3)
+    row = tl.arange(0, ROWS)
+    token, head = tl.load(item + 1) + row // GROUP, kv_head * GROUP + row % GROUP
+    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
+    position = tl.load(pieces + 3 * piece) + token
+    token += tl.load(pieces + 3 * piece + 2)
+    of_key, of_value = tl.arange(0, KEY_SIZE), tl.arange(0, VALUE_SIZE)
+    blocks = tl.cdiv(end, BLOCK)
+
+    q = tl.load(
+        query
+        + token.to(tl.int64)[:, None] * query_token
+        + head.to(tl.int64)[:, None] * query_head
+        + of_key[None, :],
+        mask=inside[:, None] & (of_key < key_size)[None, :],
+        other=0.0,
+    ).to(DOT)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        begins = tl.load(item + 5) != 0  # a sink counts once
+        top = tl.where(inside & begins, tl.load(sinks + head, mask=inside, other=0.0) * _LOG2E, top)
+        total = tl.where(inside & begins, 1.0, total)
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=inside, other=0.0)
+    out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
+    # Keys lie transposed: the compiler loads some at a time only if it knows that they begin at a multiple and are
+    # all read. So steps begin at multiples of their length, and of a block that is listed all keys are read; what is
+    # not this program's is hidden by its scores.
+    for start in range(first_key // COLUMNS * COLUMNS, end, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        exists = (column >= first_key) & (column < end)
+        listed = column // BLOCK < blocks
+        block = tl.load(tables + piece * longest + column // BLOCK, mask=listed, other=0)
+        base = block.to(tl.int64) * kv_heads + kv_head
+        at = column % BLOCK
+        k = tl.load(
+            keys + (base * (key_size * BLOCK) + at)[None, :] + of_key[:, None] * BLOCK,
+            mask=(of_key < key_size)[:, None] & listed[None, :],
+            other=0.0,
+        ).to(DOT)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)  # tanh
+        if slopes is not None:
+            scores += slope[:, None] * (column[None, :] - position[:, None]).to(tl.float32)
+        seen = exists[None, :] & (column[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (column[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores * _LOG2E, float("-inf"))
+        v = tl.load(
+            values + (base * (value_size * BLOCK) + at * value_size)[:, None] + of_value[None, :],
+            mask=exists[:, None] & (of_value < value_size)[None, :],
+            other=0.0,
+        ).to(DOT)
+        top, total, out = joined(top, total, out, scores, v, DOT)
+    out, lse = finished(top, total, out)
+    part = tl.load(item + 4)
+    if part < 0:
+        place = (token.to(tl.int64) * (kv_heads * GROUP) + head) * value_size
+        tl.store(
+            output + place[:, None] + of_value[None, :],
+            out.to(output.dtype.element_ty),
+            mask=inside[:, None] & (of_value < value_size)[None, :],
+        )
+    else:
+        place = (part.to(tl.int64) * kv_heads + kv_head) * ROWS + row
+        tl.store(parts_lse + place, lse)
+        tl.store(
+            parts + place[:, None] * value_size + of_value[None, :],
+            out,
+            mask=(row < ROWS)[:, None] & (of_value < value_size)[None, :],
+        )
+
+
+@triton.jit
+def _join(
+    parts,
+    parts_lse,
+    output,
+    joins,  # [programs, 4] int32: piece, its first token here, first part, number of parts
+    pieces,
+    value_size: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
+    join = joins + tl.program_id(0) * 4
+    piece, first, count = tl.load(join), tl.load(join + 2), tl.load(join + 3)
+    row = tl.arange(0, ROWS)
+    token, head = tl.load(join + 1) + row // GROUP, kv_head * GROUP + row % GROUP
+    inside = (row < ROWS // GROUP * GROUP) & (token < tl.load(pieces + 3 * piece + 1))
+    token += tl.load(pieces + 3 * piece + 2)
+    of_value = tl.arange(0, VALUE_SIZE)
+    exists = (of_value < value_size)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, VALUE_SIZE], tl.float32)
+    for part in range(first, first + count):
+        place = ((part * kv_heads + kv_head) * ROWS + row).to(tl.int64)
+        lse = tl.load(parts_lse + place)
+        found = tl.load(
+            parts + place[:, None] * value_size + of_value[None, :], mask=inside[:, None] & exists, other=0.0
+        )
+        higher = tl.maximum(top, lse)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, weight = tl.exp2(top - base), tl.exp2(lse - base)
+        out = out * shrink[:, None] + found * weight[:, None]
+        total = total * shrink + weight
+        top = higher
+    out, _ = finished(top, total, out)
+    place = (token.to(tl.int64) * (kv_heads * GROUP) + head) * value_size
+    tl.store(
+        output + place[:, None] + of_value[None, :],
+        out.to(output.dtype.element_ty),
+        mask=inside[:, None] & exists,
+    )
+
+
+class _Work(NamedTuple):
+    """One launch: items of ``rows`` rows, and what joins their parts."""
+
+    rows: int
+    items: Tensor
+    joins: Tensor
+    parts: int
+
+
+class PagedPieces:
+    """The sequences of one forward, for all of its layers: (blocks, position of the first token, tokens) of each, whose
+    tokens lie one after another. Work is divided once for each window and number of heads that share keys."""
+
+    def __init__(self, pieces: Sequence[tuple[Sequence[int], int, int]], device: torch.device) -> None:
+        self.device = device
+        self.longest = max((len(blocks) for blocks, _, _ in pieces), default=0)
+        self._spans = [(start, count) for _, start, count in pieces]
+        rows, row = [], 0
+        for start, count in self._spans:
+            rows.append((start, count, row))
+            row += count
+        self.tokens = row
+        tables = [[*blocks, *[0] * (self.longest - len(blocks))] for blocks, _, _ in pieces]
+        self.tables = torch.tensor(tables, dtype=torch.int32).to(device)
+        self.spans = torch.tensor(rows, dtype=torch.int32).to(device)
+        self._work: dict[tuple[int, int], list[_Work]] = {}
+
+    def work(self, window: int, group: int) -> list[_Work]:
+        known = (window, group)
+        if known not in self._work:
+            few = [i for i, (_, count) in enumerate(self._spans) if 0 < count * group <= FEW_ROWS]
+            many = [i for i, (_, count) in enumerate(self._spans) if count * group > FEW_ROWS]
+            self._work[known] = [
+                self._divided(of, rows, window, group)
+                for of, rows in ((few, FEW_ROWS), (many, max(MANY_ROWS, power_of_two(group))))
+                if of
+            ]
+        return self._work[known]
+
+    def _divided(self, of: list[int], rows: int, window: int, group: int) -> _Work:
+        items, joins, parts, each = [], [], 0, rows // group
+        for piece in of:
+            start, count = self._spans[piece]
+            for token in range(0, count, each):
+                end = start + min(count, token + each)
+                first = max(0, start + token - window + 1) if window else 0
+                cuts = [(first, end)]
+                if count <= each:
+                    cuts = [(max(first, at), min(end, at + SPLIT)) for at in _multiples(first, end, SPLIT)]
+                if len(cuts) == 1:
+                    items.append((piece, token, *cuts[0], -1, 1))
+                    continue
+                joins.append((piece, token, parts, len(cuts)))
+                items += [
+                    (piece, token, *cut, parts + number, int(number == 0)) for number, cut in enumerate(cuts)
+                ]
+                parts += len(cuts)
+        upload = [
+            torch.tensor(x, dtype=torch.int32).view(-1, n) for x, n in ((items, _ITEM.value), (joins, 4))
+        ]
+        return _Work(rows, *(x.to(self.device) for x in upload), parts)
+
+
+def _multiples(first: int, end: int, split: int) -> range:
+    """Where parts begin: at the same positions for every token of a sequence."""
+    return range(first // split * split, end, split)
+
+
+@where_tensors_are
+def paged_attention(
+    query: Tensor,
+    pages: tuple[Tensor, Tensor],
+    pieces: PagedPieces,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """The attention of pieces over their own sequences, whose keys and values are in the cache.
+
+    Args:
+        query: [heads, tokens, key size].
+        pages: keys [blocks, kv heads, key size, block size] and values [.., block size, value size] of the cache.
+        scale: of the products of queries and keys.
+        window: a token sees itself and the ``window - 1`` before it; 0: all before it.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they do not.
+        sinks: [heads], scores that take part in each softmax without a value.
+        slopes: [heads], of ALiBi: times the distance to a key, they are subtracted from its score.
+
+    Returns:
+        [tokens, heads, value size].
+    """
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    keys, values = pages
+    heads, tokens, key_size = query.shape
+    kv_heads, value_size, group = keys.shape[1], values.shape[3], heads // keys.shape[1]
+    output = query.new_empty(tokens, heads, value_size)
+    sinks, slopes = (None if x is None else x.float().contiguous() for x in (sinks, slopes))
+    sizes = {"value_size": value_size, "VALUE_SIZE": power_of_two(value_size), "GROUP": group}
+    for work in pieces.work(window, group):
+        parts = query.new_empty(max(1, work.parts), kv_heads, work.rows, value_size, dtype=torch.float32)
+        parts_lse = parts.new_empty(parts.shape[:3])
+        tile = tile_for(keys.dtype, max(key_size, value_size), work.rows)
+        _attend[(len(work.items), kv_heads)](
+            *(query, keys, values, output, work.items, pieces.tables, pieces.spans, sinks, slopes),
+            *(parts, parts_lse, query.stride(0), query.stride(1), pieces.longest),
+            *(float(scale), float(softcap or 1.0), window),
+            **sizes,
+            key_size=key_size,
+            KEY_SIZE=power_of_two(key_size),
+            BLOCK=keys.shape[3],
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            WINDOW=window > 0,
+            SOFTCAP=softcap > 0,
+            DOT=operand(keys.dtype),
+            **tile.options,
+        )
+        if len(work.joins):
+            _join[(len(work.joins), kv_heads)](
+                *(parts, parts_lse, output, work.joins, pieces.spans), **sizes, ROWS=tile.rows
+            )
+    return output
+
+
+def tile_for(dtype: torch.dtype, size: int, rows: int) -> Tile:
+    """Chosen by what compilers say of registers and shared memory; no time was measured yet."""
+    if dtype is torch.float32:
+        return Tile(rows, 32 if size <= 128 else 16, 4 if rows <= FEW_ROWS else 8, 1)
+    stages = 2 if rows <= FEW_ROWS or size <= 128 else 1
+    return Tile(rows, 64 if size <= 128 else 32, 4 if rows <= MANY_ROWS else 8, stages)

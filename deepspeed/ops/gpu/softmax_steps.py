@@ -1,0 +1,91 @@
+"""What Triton attention kernels share: steps of a softmax whose scores never exist at once, and how wide tiles are.
+
+Scores are in units of log 2 here (``exp2`` is what a GPU computes), and in fp32. M. Milakov, N. Gimelshein: Online
+normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
+"""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+"""Factor of scores and of what is added to them."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""Whether kernels of this process run on the host, step by step (Triton reads the variable as it is imported)."""
+
+
+@triton.jit
+def joined(top, total, out, scores, value, DOT: tl.constexpr):
+    """Largest score, sum of weights and weighted values of each row, with further columns. A row that has seen nothing
+    so far has -inf, 0 and zeros."""
+    found = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(found == float("-inf"), 0.0, found)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    out = out * shrink[:, None] + tl.dot(weights.to(DOT), value, input_precision="ieee")
+    return found, total, out
+
+
+@triton.jit
+def finished(top, total, out):
+    """The attention of each row and its log-sum-exp, from sums over all columns."""
+    some = total > 0.0
+    return out / tl.where(some, total, 1.0)[:, None], tl.where(some, top + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def finite(lse):
+    """A row that sees nothing has no weights, whatever is subtracted from its scores."""
+    return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current GPU; this makes it that of the first tensor among the arguments."""
+
+    @wraps(function)
+    def on_its_device(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(args[0]):
+            return function(*args, **kwargs)
+
+    return on_its_device
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program computes at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The smallest power of two that is at least ``n`` (and ``least``, what a product takes)."""
+    return max(least, 1 << max(0, n - 1).bit_length())
+
+
+def operand(dtype: torch.dtype) -> Any:
+    """Triton's type of the factors of a product. The interpreter computes with the bits of bf16 as if they were
+    integers, so factors are fp32 there."""
+    return tl.float32 if INTERPRETED else getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def takes(dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether attention kernels take tensors of this dtype and these head sizes."""
+    return dtype in (torch.float32, torch.float16, torch.bfloat16) and all(0 < size <= 256 for size in sizes)
