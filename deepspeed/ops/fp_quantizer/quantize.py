@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops import gpu
 from deepspeed.ops.fp_quantizer.formats import FORMATS, Format, pack, unpack
 
 _SCALE_BYTES = 4
@@ -86,11 +87,8 @@ class FP_Quantize(Quantizer):
         """
         form = self._format(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
-        groups = self._grouped(input.detach())
-        self.num_groups = groups.shape[0]
-        scale = _scales(groups, form)
-        self.scale = scale
-        codes = self._encode(groups / scale, form, stochastic_mode)
+        codes, scale = self._codes_and_scales(input.detach(), form, stochastic_mode)
+        self.scale, self.num_groups = scale, len(scale)
         if return_meta_tensor:
             same = q_bits == 8 and codes.numel() == input.numel()
             return (codes.view(input.shape) if same else codes), scale
@@ -121,7 +119,15 @@ class FP_Quantize(Quantizer):
                     "dequantize needs fp_out, or a tensor that this object has quantized before"
                 )
             fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
-        values = self._values(input_q, scale, self._format(q_bits))
+        form = self._format(q_bits)
+        if fp_out.is_contiguous() and gpu.usable(input_q, fp_out, scale):
+            from deepspeed.ops.gpu import small_floats  # imports Triton
+
+            if small_floats.takes(fp_out, self.group_size):
+                parts = form.exponent, form.mantissa, form.codes
+                small_floats.decode(input_q, scale, fp_out, self.group_size, *parts)
+                return fp_out
+        values = self._values(input_q, scale, form)
         fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
         return fp_out
 
@@ -174,6 +180,19 @@ class FP_Quantize(Quantizer):
                 f"group_size={self.group_size} with q_bits={bits}: groups have to be a multiple of 4 values"
             )
         return FORMATS[bits]
+
+    def _codes_and_scales(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
+        """Packed codes [groups, bytes] and scales [groups, 1]: on a GPU by a Triton kernel."""
+        if gpu.usable(x):
+            from deepspeed.ops.gpu import small_floats  # imports Triton
+
+            if small_floats.takes(x, self.group_size):
+                seed = int(torch.randint(2**31, ()).item()) if stochastic else None
+                parts = form.exponent, form.mantissa, form.codes, form.largest
+                return small_floats.encode(x, self.group_size, *parts, seed=seed)
+        groups = self._grouped(x)
+        scale = _scales(groups, form)
+        return self._encode(groups / scale, form, stochastic), scale
 
     def _grouped(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1).to(torch.float32)
