@@ -80,14 +80,7 @@ $(VENV)/.torch: $(VENV)/.created constraints.txt
 
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
 
-# What tests GPU kernels on machines without one. torch for CUDA brings the release that it was made with, and names it
-# exactly: a line in constraints.txt could contradict it.
-TRITON := triton==3.9.0
-TRITON_FOR_dev = [ "$$(uname -sm)" != "Linux x86_64" ] || $(BIN)/python -c \
-	"import importlib.metadata as m; m.version('triton')" 2>/dev/null || $(PIP) $(TRITON)
-
 $(VENV)/.installed-%: $(VENV)/.torch $(SOURCES)
 	@echo "building this package and installing it in $(VENV), with what [$*] needs"
-	@$(or $(TRITON_FOR_$*),true)
 	@$(PIP) --no-build-isolation -e ".[$*]"
 	@touch $@

@@ -3,7 +3,7 @@
 Each expert's run of rows is one matrix product, written to its place in a result that is allocated once. Taking the
 weights apart for autograd instead would allocate each expert's gradient, and then copy all of them into one tensor:
 where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU all
-runs together are one launch of a Triton kernel.
+runs together are one launch of a Triton kernel, unless they are long.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.ops import gpu
 
+GPU_ROWS = 1024
+"""Rows of an expert, on average, up to which all are one launch on a GPU. Not measured: a product of more fills a GPU
+by itself, and cuBLAS computes it best."""
+
 
 def grouped_linear(
     rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None, *, triton: bool = True
@@ -27,7 +31,7 @@ def grouped_linear(
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = (None if each is None else each.to(dtype) for each in (rows, weight, bias))  # type: ignore[assignment]
-    if triton and gpu.usable(rows, weight, bias):
+    if triton and len(rows) <= GPU_ROWS * len(weight) and gpu.usable(rows, weight, bias):
         from deepspeed.ops.gpu import grouped_products  # imports Triton
 
         if grouped_products.takes(rows, weight, bias):

@@ -223,7 +223,8 @@ def quantized_product(
     if 1 <= rows <= GPU_ROWS and gpu.usable(input, matrix.words, matrix.scales, bias):
         from deepspeed.ops.gpu import integer_products  # imports Triton
 
-        if integer_products.takes(input, bias) and not (torch.is_grad_enabled() and input.requires_grad):
+        graph = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        if integer_products.takes(input, bias) and not graph:
             words, scales = matrix.words, matrix.scales
             return integer_products.product(
                 input, words, scales, bias, bits=matrix.bits, columns=matrix.columns

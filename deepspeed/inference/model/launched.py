@@ -24,6 +24,8 @@ from deepspeed.inference.model.fused import FIRST_POSITIONS, rotations_of
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.ops import gpu
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class LaunchedLayout:
     """Runs ``module``, a causal model of Transformers."""
@@ -41,8 +43,13 @@ class LaunchedLayout:
             raise LayoutError("its weights are not on one GPU that Triton compiles kernels for")
         shapes = self.packed.learn(pieces, block_size)
         decoder = decoder_of(self.packed.module, shapes, self.packed.terms, on_host=False)
+        if decoder.dtype not in _TYPES:
+            raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
         self._launcher = DecoderLaunches(decoder, self.facts.device)
         return shapes
+
+    def release(self) -> None:
+        """Nothing of a cache is kept between forwards."""
 
     def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
         """Logits [pieces, vocabulary] after each piece's last token."""

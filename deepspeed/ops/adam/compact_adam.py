@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.ops import native, state_codes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
-from deepspeed.ops.multi_tensor import Launch, Table, refuse
+from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 
 CODES = 3
@@ -49,7 +49,7 @@ class _Table(Table):
             moments = [state["exp_avg"], state["exp_avg_sq"]]
             coded = moments[0].dtype is torch.uint8
             floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
-            fits = param.device.type in device_types and all(_is_plain(t, param.device) for t in floats)
+            fits = param.device.type in device_types and all(fits_kernel(t, param.device) for t in floats)
             if not fits or not (coded or moments[0].dtype is torch.float32):
                 self.others.append(i)
                 continue
@@ -65,10 +65,6 @@ class _Table(Table):
         self.launches = list(launches.values())
         for launch in self.launches:
             launch.pointer = launch.words.buffer_info()[0]
-
-
-def _is_plain(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
 
 
 class CompactAdam(MultiTensorAdam):

@@ -52,7 +52,7 @@ def _mixed(x):
 
 @triton.jit
 def _decoded(codes, scale, INVERSE: tl.constexpr, SHIFT: tl.constexpr):
-    shifted = (_OFFSET_BITS + (codes << SHIFT)).to(tl.float32, bitcast=True)
+    shifted = ((codes << SHIFT) + _OFFSET_BITS).to(tl.float32, bitcast=True)
     return (shifted - _OFFSET) * INVERSE * scale
 
 

@@ -38,22 +38,22 @@ def _gate_kernel(
     gate,  # rows of `size` numbers, `stride` apart
     up,  # the same, or None
     out,  # [rows, size]
-    numel,
     size,
     gate_stride,
     up_stride,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < numel
-    row, column = index // size, index % size
+    parts = tl.cdiv(size, BLOCK)
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
     result = _activated(
         tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32), ACTIVATION
     )
     if up is not None:
         result *= tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + index, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -77,15 +77,17 @@ def takes(gate: Tensor, up: Tensor | None = None) -> bool:
 def gated(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     """activation(gate) * up of [rows, size], in the dtype of the gate. Rows may lie further apart than they are long.
     Without gradients."""
+    gate = gate if gate.stride(1) == 1 else gate.contiguous()
+    if up is not None and up.stride(1) != 1:
+        up = up.contiguous()
     rows, size = gate.shape
     out = gate.new_empty(rows, size)
     if out.numel():
         with torch.cuda.device_of(gate):
-            _gate_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+            _gate_kernel[(rows * triton.cdiv(size, _BLOCK),)](
                 gate,
                 up,
                 out,
-                out.numel(),
                 size,
                 gate.stride(0),
                 0 if up is None else up.stride(0),

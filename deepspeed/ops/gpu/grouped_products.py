@@ -19,9 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.gpu.types import FLOATS, operand_type, product_precision
 
-_ROWS = 64
-"""Rows of a tile."""
-
 
 @triton.jit
 def _place_of(tile, ends, runs, ROWS: tl.constexpr, RUNS: tl.constexpr):
@@ -142,8 +139,8 @@ def product(
     out = rows.new_empty(count, outer) if out is None else out
     if not out.numel() or not runs:
         return out
-    wide = 64 if rows.dtype is torch.float32 else 128
-    grid = (triton.cdiv(count, _ROWS) + runs, triton.cdiv(outer, wide))
+    tile = _tile(rows, count // runs)
+    grid = (triton.cdiv(count, tile["ROWS"]) + runs, triton.cdiv(outer, tile["OUTER"]))
     with torch.cuda.device_of(rows):
         _product_kernel[grid](
             rows.contiguous(),
@@ -155,9 +152,9 @@ def product(
             inner,
             outer,
             *matrices.stride(),
-            **_common(rows),
+            **_types(rows),
+            **tile,
             RUNS=triton.next_power_of_2(runs),
-            OUTER=wide,
         )
     return out
 
@@ -169,8 +166,8 @@ def of_matrices(rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, of_b
     out = torch.empty_like(matrices)
     if not out.numel():
         return out
-    common = _common(rows)
-    grid = (runs, triton.cdiv(inner, 64), triton.cdiv(outer, 64))
+    tile = {"ROWS": 32, "INNER": 64, "OUTER": 64 if rows.dtype is torch.float32 else 128}
+    grid = (runs, triton.cdiv(inner, tile["INNER"]), triton.cdiv(outer, tile["OUTER"]))
     with torch.cuda.device_of(rows):
         _matrices_kernel[grid](
             rows.contiguous(),
@@ -181,8 +178,10 @@ def of_matrices(rows: Tensor, grad: Tensor, matrices: Tensor, ends: Tensor, of_b
             inner,
             outer,
             *out.stride(),
-            **{**common, "ROWS": 32, "INNER": 64},
-            OUTER=64,
+            **_types(rows),
+            **tile,
+            num_warps=4,
+            num_stages=3,
         )
     return out
 
@@ -211,12 +210,17 @@ class GroupedProduct(torch.autograd.Function):
         return of_rows, made if to_matrices else None, None, of_bias
 
 
-def _common(rows: Tensor) -> dict[str, Any]:
-    return {
-        "OPERAND": operand_type(rows.dtype),
-        "PRECISION": product_precision(),
-        "ROWS": _ROWS,
-        "INNER": 32,
-        "num_warps": 4,
-        "num_stages": 3,
-    }
+def _types(rows: Tensor) -> dict[str, Any]:
+    return {"OPERAND": operand_type(rows.dtype), "PRECISION": product_precision()}
+
+
+def _tile(rows: Tensor, each: int) -> dict[str, Any]:
+    """Of `product`, whose runs have ``each`` rows on average. Large tiles read factors more rarely, but are filled by
+    long runs only."""
+    if rows.dtype is torch.float32:
+        return {"ROWS": 64, "INNER": 32, "OUTER": 64, "num_warps": 4, "num_stages": 3}
+    if each <= 16:
+        return {"ROWS": 16, "INNER": 64, "OUTER": 64, "num_warps": 4, "num_stages": 4}
+    if each <= 128:
+        return {"ROWS": 64, "INNER": 64, "OUTER": 128, "num_warps": 4, "num_stages": 3}
+    return {"ROWS": 128, "INNER": 64, "OUTER": 128, "num_warps": 8, "num_stages": 3}

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed.ops.gpu.types import FLOATS, operand_type, product_precision
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _weights_kernel(
     x,  # [rows, columns]
     words,  # [outputs, width] int32
@@ -61,7 +61,7 @@ def _weights_kernel(
     tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows) & is_output[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _integers_kernel(
     x,  # [rows, columns] int8
     x_scales,  # [rows] fp32
@@ -95,7 +95,7 @@ def _integers_kernel(
             there = (row < rows) & (column < columns)[None, :]
             values = tl.load(x + row * columns + column[None, :], mask=there, other=0)
             weight = ((packed << (32 - BITS * (number + 1))) >> (32 - BITS)).to(tl.int8)
-            whole = tl.dot(values, tl.trans(weight), whole)
+            whole = tl.dot(values, tl.trans(weight), whole, out_dtype=tl.int32)
         scale = tl.load(scales + output * groups + first // group_words, mask=is_output, other=0.0)
         total += whole.to(tl.float32) * scale[None, :]
     total *= tl.load(x_scales + row, mask=row < rows, other=0.0)
@@ -118,6 +118,7 @@ def product(
     outputs, width = words.shape
     rows = input.numel() // columns
     out = input.new_empty(*input.shape[:-1], outputs)
+    bias = None if bias is None else bias.contiguous()
     few = rows <= 16
     tile = {"ROWS": 16 if few else 64, "OUTPUTS": 32 if few else 64, "WORDS": 64 if few else 32}
     grid = (triton.cdiv(outputs, tile["OUTPUTS"]), triton.cdiv(rows, tile["ROWS"]))
@@ -167,6 +168,7 @@ def product_of_integers(
     within a group are exact."""
     outputs, width = words.shape
     rows = whole.numel() // columns
+    bias = None if bias is None else bias.contiguous()
     out = torch.empty(*whole.shape[:-1], outputs, dtype=dtype, device=whole.device)
     tile = {"ROWS": 16 if rows <= 16 else 64, "OUTPUTS": 32 if rows <= 16 else 64, "WORDS": _WORDS}
     grid = (triton.cdiv(outputs, tile["OUTPUTS"]), triton.cdiv(rows, tile["ROWS"]))

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops.gpu.dropout import arguments, kept
 from deepspeed.ops.gpu.types import FLOATS
 
-LONGEST = 16384
-"""Numbers of a row: a program has all of them in registers."""
+LONGEST = 8192
+"""Numbers of a row: backward has some eight of them in registers."""
 _PROGRAMS = 256
 """Of backward."""
 
@@ -75,7 +75,7 @@ def _norm_kernel(
         tl.store(means + row, mean)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high", "limit", "scale"])
+@triton.jit(do_not_specialize=["rows", "seed_low", "seed_high", "limit", "scale"])
 def _backward_kernel(
     grad,  # [rows, size], of the norm
     grad_total,  # [rows, size], of the sum, or None
@@ -149,8 +149,8 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """The rows of ``x`` plus ``residual``, and these normalised, times (weight + offset), plus bias. ``centered``: by
     mean and deviation, else by the root mean square. Without gradients."""
-    total = None if residual is None else torch.empty_like(x)
     x = x.contiguous()
+    total = None if residual is None else torch.empty_like(x)
     out, _, _ = _forward(x, residual, total, weight, bias, eps, offset, centered, None)
     return (x if total is None else total), out
 
@@ -173,9 +173,10 @@ class AddedNorm(torch.autograd.Function):
         centered: bool,
     ) -> tuple[Tensor, Tensor]:
         drops = (ratio, seed) if ratio > 0 else None
-        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        total = torch.empty_like(x)
         out, means, factors = _forward(
-            x.contiguous(), residual, total, weight, bias, eps, 0.0, centered, drops, keeps=True
+            x, residual, total, weight, bias, eps, 0.0, centered, drops, keeps=True
         )
         ctx.save_for_backward(total, weight, bias, means, factors)
         ctx.drops = drops
@@ -266,4 +267,4 @@ def _forward(
 
 
 def _warps(size: int) -> int:
-    return 1 if size <= 512 else 4 if size <= 4096 else 8
+    return 1 if size <= 512 else 4 if size <= 2048 else 8 if size <= 4096 else 16

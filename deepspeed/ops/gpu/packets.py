@@ -17,9 +17,7 @@ from torch import Tensor
 
 from deepspeed.ops.gpu.types import FLOATS
 
-_ROUNDER = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: adding it rounds a small number to an integer, to nearest even
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
 LARGEST_BLOCK = 8192
 
 
@@ -56,7 +54,7 @@ def _finish(packets, stride, used, is_last):
     tl.store(packets + tail, tl.zeros((4,), tl.uint8), mask=tail < tl.where(is_last, stride, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "blocks"])
 def _encode_integers_kernel(
     packets,  # [rows, stride] uint8
     scales,  # the same memory as fp32
@@ -100,7 +98,7 @@ def _encode_integers_kernel(
         tl.store(errors + first + 2 * pair + 1, high - high_code.to(tl.float32) * scale, mask=has_high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "blocks"])
 def _encode_signs_kernel(
     packets,
     scales,
@@ -132,7 +130,7 @@ def _encode_signs_kernel(
         tl.store(errors + at, x - tl.where(x >= 0, mean, -mean), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stride", "blocks"])
 def _decode_kernel(
     packets,  # [rows, stride] uint8
     scales,  # the same memory as fp32

@@ -16,9 +16,7 @@ from torch import Tensor
 from deepspeed.ops.gpu.types import FLOATS
 
 LARGEST_GROUP = 16384
-_ROUNDER = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: adding it rounds a small number to an integer, to nearest even
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # adding it rounds a small number to an integer, to nearest even
 _TINY = tl.constexpr(1.1754943508222875e-38)
 
 
@@ -48,7 +46,7 @@ def _code(x, random, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, CODES: tl.c
     return code | tl.where(bits < 0, 1 << (EXPONENT + MANTISSA), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def _encode_kernel(
     x,  # [numel]
     codes,  # [groups, stride] uint8
@@ -168,17 +166,22 @@ def decode(
     packed: Tensor, scales: Tensor | None, out: Tensor, group: int, exponent: int, mantissa: int, codes: int
 ) -> None:
     """Fill ``out`` (contiguous) with what codes stand for; the scales follow them, or are given."""
-    bits = 1 + exponent + mantissa
     groups = triton.cdiv(out.numel(), group)
+    stride = group * (1 + exponent + mantissa) // 8 + (4 if scales is None else 0)
+    if packed.numel() < groups * stride or (scales is not None and scales.numel() < groups):
+        raise ValueError(
+            f"{groups} groups of {group} numbers take {groups * stride} bytes and as many scales, not {packed.numel()} "
+            f"bytes{'' if scales is None else f' and {scales.numel()} scales'}"
+        )
     if groups:
         with torch.cuda.device_of(out):
             _decode_kernel[(groups,)](
-                packed.contiguous(),
+                packed.contiguous().view(torch.uint8),
                 None if scales is None else scales.contiguous(),
                 out,
                 out.numel(),
                 group,
-                group * bits // 8 + (4 if scales is None else 0),
+                stride,
                 **_format(group, exponent, mantissa, codes),
             )
 

@@ -137,7 +137,6 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_RANDOM_LTD",
         absolute_name="deepspeed.ops.random_ltd_op",
         module="deepspeed.ops.random_ltd.dropping_utils",
-        runs_on=("triton",),
     ),
     _later(
         "spatial_inference",

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops import gpu
-
 __all__ = ["GatherTokens", "ScatterTokens", "bert_sample_tokens", "gpt_sample_tokens"]
 
 
@@ -86,24 +84,7 @@ def rows_of(indices: Tensor, length: int, batch_first: bool) -> Tensor:
 def _selected(activations: Tensor, rows: Tensor, kept: int, batch_first: bool) -> Tensor:
     shape = list(activations.shape)
     shape[1 if batch_first else 0] = kept
-    flat = activations.flatten(0, 1)
-    if gpu.usable(flat, rows):
-        from deepspeed.ops.gpu import rows as kernels  # imports Triton
-
-        if kernels.takes(flat):
-            return kernels.gathered(flat, rows).view(shape)
-    return flat.index_select(0, rows).view(shape)
-
-
-def _put(target: Tensor, rows: Tensor, source: Tensor, *, add: bool = False) -> Tensor:
-    """A copy of ``target`` [rows, ...] with ``source`` at ``rows``, or added there."""
-    if gpu.usable(target, rows, source):
-        from deepspeed.ops.gpu import rows as kernels  # imports Triton
-
-        if kernels.takes(target, source):
-            return kernels.put(target, rows, source, add=add)
-    source = source.to(target.dtype)
-    return target.index_add(0, rows, source) if add else target.index_copy(0, rows, source)
+    return activations.flatten(0, 1).index_select(0, rows).view(shape)
 
 
 class GatherTokens(torch.autograd.Function):
@@ -131,9 +112,9 @@ class GatherTokens(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         flat = g_gradients.flatten(0, 1)
         if a_gradients is None:
-            whole = _put(flat.new_zeros(ctx.shape).flatten(0, 1), rows, flat)
+            whole = flat.new_zeros(ctx.shape).flatten(0, 1).index_copy(0, rows, flat)
         else:
-            whole = _put(a_gradients.flatten(0, 1), rows, flat, add=True)
+            whole = a_gradients.flatten(0, 1).index_add(0, rows, flat.to(a_gradients.dtype))
         return whole.view(ctx.shape), None, None
 
 
@@ -153,8 +134,8 @@ class ScatterTokens(torch.autograd.Function):
         rows = rows_of(sorted_indices, length, batch_first)
         ctx.save_for_backward(rows)
         ctx.kept, ctx.batch_first, ctx.dtype = sorted_indices.shape[1], batch_first, layer_activations.dtype
-        made = _put(all_activations.flatten(0, 1), rows, layer_activations.flatten(0, 1))
-        return made.view(all_activations.shape)
+        source = layer_activations.flatten(0, 1).to(all_activations.dtype)
+        return all_activations.flatten(0, 1).index_copy(0, rows, source).view(all_activations.shape)
 
     @staticmethod
     def backward(ctx: Any, out_gradients: Tensor) -> Any:  # type: ignore[override]

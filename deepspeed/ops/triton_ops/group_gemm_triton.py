@@ -24,7 +24,8 @@ def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool 
         from deepspeed.ops.gpu import grouped_products  # imports Triton
 
         if grouped_products.takes(mat_a, mat_b):
-            return grouped_products.GroupedProduct.apply(mat_a, matrices, offs.to(torch.int32), None)
+            ends = offs.to(torch.int32).contiguous()
+            return grouped_products.GroupedProduct.apply(mat_a, matrices, ends, None)
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
     products = [mat_a[a:b] @ matrix for a, b, matrix in zip(starts, ends, matrices, strict=True)]

@@ -84,19 +84,6 @@ def small_floats(device: str) -> list[Tensor]:
     return results
 
 
-def tokens(device: str) -> list[Tensor]:
-    from deepspeed.ops.random_ltd.dropping_utils import GatherTokens, ScatterTokens
-
-    results = []
-    for batch_first in (True, False):
-        (x,) = _given((2, 6, 8) if batch_first else (6, 2, 8), device=device, grad=True)
-        indices = torch.tensor([[0, 2, 5], [1, 2, 3]], device=device)
-        whole, part = GatherTokens.apply(x, indices, batch_first)
-        out = ScatterTokens.apply(whole, part * 2, indices, batch_first)
-        results += [out, *torch.autograd.grad(out.square().sum(), x)]
-    return results
-
-
 def transformer_layer(device: str) -> list[Tensor]:
     from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 
@@ -121,17 +108,20 @@ CASES: dict[str, tuple[Case, set[str]]] = {
     "gate": (gate, {"_gate_kernel", "_swiglu_backward_kernel"}),
     "packets": (packets, {"_encode_integers_kernel", "_encode_signs_kernel", "_decode_kernel"}),
     "small floats": (small_floats, {"_encode_kernel", "_decode_kernel"}),
-    "tokens": (tokens, {"_rows_kernel"}),
     "transformer layer": (transformer_layer, {"_norm_kernel", "_backward_kernel"}),
 }
 
 
-def _compare(found: list[Tensor], wanted: list[Tensor]) -> None:
+_ROUNDED = {"integer weights": 5e-3}
+"""Where the host's kernel rounds: inputs to 15 bits."""
+
+
+def _compare(name: str, found: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
         if b.dtype is torch.uint8:
             assert torch.equal(a.cpu(), b)
         else:
-            torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=_ROUNDED.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -155,7 +145,7 @@ def test_in_the_interpreter(name: str) -> None:
     ):
         found = case("cpu")
     assert launched == kernels
-    _compare(found, wanted)
+    _compare(name, found, wanted)
 
 
 @pytest.mark.gpu
@@ -166,7 +156,7 @@ def test_on_a_gpu(name: str) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        _compare(case("cuda"), case("cpu"))
+        _compare(name, case("cuda"), case("cpu"))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 

@@ -33,13 +33,15 @@ def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
     from deepspeed.ops.gpu import packets
 
     for shape in ((3, 515), (256,), (2, 1)):
-        values = (torch.randn(shape) * 10.0 ** torch.randint(-6, 6, shape)).to(dtype)
+        values = (torch.randn(shape) * 10.0 ** torch.randint(-6, 6, shape)).to(
+            dtype
+        )  # in fp16, some are infinite
         values.view(-1)[:: 7 if values.numel() > 9 else 1] *= -0.0
         found = packets_of(codec, values)
         assert torch.equal(found, codec.pack(values))
         decoded = torch.empty(shape)
         packets.decode(found, decoded, codec.bits, codec.block)
-        assert torch.equal(decoded, codec.unpack(found, shape[-1]))
+        torch.testing.assert_close(decoded, codec.unpack(found, shape[-1]), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("codec", CODECS[:2] + CODECS[4:5], ids=str)

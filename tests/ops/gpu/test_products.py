@@ -100,15 +100,20 @@ def grouped(rows: Tensor, matrices: Tensor, counts: list[int], bias: Tensor | No
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("counts", [[0, 70, 1, 0, 33], [0, 3, 1], [291, 0], [1]], ids=str)
 @interpreted
-def test_groups_of_rows_with_gradients(dtype: torch.dtype, transposed: bool) -> None:
+def test_groups_of_rows_with_gradients(dtype: torch.dtype, transposed: bool, counts: list[int]) -> None:
     from deepspeed.ops.gpu.grouped_products import GroupedProduct
 
-    counts = [0, 70, 1, 0, 33]  # of five runs; and two rows of none
+    runs, used = len(counts), sum(counts)
     ends = torch.tensor(counts).cumsum(0).int()
-    given = [torch.randn(106, 45), torch.randn(5, 45, 67), torch.randn(5, 67)]
+    given = [
+        torch.randn(used + 2, 45),
+        torch.randn(runs, 45, 67),
+        torch.randn(runs, 67),
+    ]  # two rows are of none
     if transposed:
-        given[1] = torch.randn(5, 67, 45).transpose(1, 2)
+        given[1] = torch.randn(runs, 67, 45).transpose(1, 2)
         given.pop()
     ours = [each.to(dtype).requires_grad_() for each in given]
     exact = [each.detach().double().requires_grad_() for each in ours]
@@ -116,7 +121,7 @@ def test_groups_of_rows_with_gradients(dtype: torch.dtype, transposed: bool) -> 
     found = GroupedProduct.apply(ours[0], ours[1], ends, bias)
     wanted = grouped(exact[0], exact[1], counts, None if transposed else exact[2])
     assert_near(found, wanted.to(dtype), dtype)
-    assert not found[104:].any()
+    assert not found[used:].any()
     grad = torch.randn_like(found)
     for a, b in zip(
         torch.autograd.grad(found, ours, grad), torch.autograd.grad(wanted, exact, grad.double()), strict=True
@@ -139,11 +144,17 @@ def test_no_rows_at_all() -> None:
 def test_groups_of_rows_compile() -> None:
     from deepspeed.ops.gpu.grouped_products import GroupedProduct
 
-    def train(dtype: torch.dtype) -> None:
-        rows = torch.empty(100, 64, dtype=dtype, requires_grad=True)
+    def train(dtype: torch.dtype, count: int) -> None:
+        rows = torch.empty(count, 64, dtype=dtype, requires_grad=True)
         matrices = torch.empty(8, 64, 96, dtype=dtype, requires_grad=True)
         bias = torch.empty(8, 96, dtype=dtype, requires_grad=True)
         GroupedProduct.apply(rows, matrices, torch.zeros(8, dtype=torch.int32), bias).sum().backward()
 
-    assert built(lambda: train(torch.bfloat16)) == {"_product_kernel", "_matrices_kernel"}
-    assert built(lambda: train(torch.float32), (90,)) == {"_product_kernel", "_matrices_kernel"}
+    both = {"_product_kernel", "_matrices_kernel"}
+    for dtype, count, capability in (
+        (torch.float32, 100, 80),
+        (torch.bfloat16, 100, 90),
+        (torch.float16, 1000, 90),
+        (torch.bfloat16, 2000, 80),
+    ):
+        assert built(lambda d=dtype, n=count: train(d, n), (capability,)) == both

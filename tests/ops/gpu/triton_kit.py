@@ -118,6 +118,8 @@ def serve(address: str) -> None:
     import torch
 
     assert "triton" not in sys.modules, "Triton was imported before it was said whether it interprets"
+    if os.environ["TRITON_INTERPRET"] == "1":
+        _let_loops_end()
     torch.set_num_threads(1)
     connection = Client(address, "AF_UNIX")
     while True:
@@ -128,6 +130,19 @@ def serve(address: str) -> None:
         numpy.random.seed(0)
         torch.manual_seed(0)
         connection.send(_outcome(module, name, kwargs))
+
+
+def _let_loops_end() -> None:
+    """Older interpreters read the end of a loop from an array of one element in a way that numpy has given up."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, *scope: Any) -> None:
+        original(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch
 
 
 def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, str]:
@@ -160,20 +175,21 @@ def assembled(
     with _recorded() as launches:
         launching()
     assert launches, "no kernel was launched"
-    for kernel, signature, constants, options in launches:
+    for kernel, *launch in launches:
         for capability in capabilities:
-            results.append(
-                (kernel.__name__, capability, _compiled(kernel, signature, constants, options, capability))
-            )
+            results.append((kernel.__name__, capability, _compiled(kernel, *launch, capability)))
     return results
 
 
-def _compiled(kernel: Any, signature: Any, constants: Any, options: Any, capability: int) -> str:
+def _compiled(
+    kernel: Any, signature: Any, constants: Any, options: Any, aligned: tuple[int, ...], capability: int
+) -> str:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    attributes = {(index,): [["tt.divisibility", 16]] for index in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     done: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert done.metadata.shared <= CAPABILITIES[capability], (
         f"{kernel.__name__}: {done.metadata.shared} bytes of shared memory"
@@ -181,11 +197,15 @@ def _compiled(kernel: Any, signature: Any, constants: Any, options: Any, capabil
     return done.asm["ptx"]
 
 
+_Launch = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any], tuple[int, ...]]
+"""A kernel, types of its arguments, those that are constants, options, and which are multiples of 16."""
+
+
 @contextmanager
-def _recorded() -> Iterator[list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]]]:
+def _recorded() -> Iterator[list[_Launch]]:
     from triton.runtime.jit import JITFunction
 
-    launches: dict[bytes, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {}
+    launches: dict[bytes, _Launch] = {}
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -193,11 +213,16 @@ def _recorded() -> Iterator[list[tuple[Any, dict[str, str], dict[str, Any], dict
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in names}
         defaults = {p.name: p.default for p in self.params if p.has_default}
         values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        fixed = {p.name for p in self.params if p.is_constexpr} | {n for n in names if values[n] is None}
+        loose = {p.name for p in self.params if p.do_not_specialize}
+        fixed = {p.name for p in self.params if p.is_constexpr or values[p.name] is None}
+        fixed |= {name for name in names if name not in loose and _is_one(values[name])}
         signature = {name: "constexpr" if name in fixed else _type_of(values[name]) for name in names}
         constants = {name: values[name] for name in names if name in fixed}
-        key = pickle.dumps((self.__name__, signature, {k: str(v) for k, v in constants.items()}, options))
-        launches.setdefault(key, (self, signature, constants, options))
+        moving = [i for i, name in enumerate(names) if name not in fixed | loose]
+        aligned = tuple(i for i in moving if _is_aligned(values[names[i]]))
+        shown = {name: str(value) for name, value in constants.items()}
+        key = pickle.dumps((self.__name__, signature, shown, options, aligned))
+        launches.setdefault(key, (self, signature, constants, options, aligned))
 
     JITFunction.run = run  # type: ignore[method-assign, assignment]
     recorded: list[Any] = []
@@ -206,6 +231,19 @@ def _recorded() -> Iterator[list[tuple[Any, dict[str, str], dict[str, Any], dict
     finally:
         JITFunction.run = original  # type: ignore[method-assign]
     recorded.extend(launches.values())
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == 1
+
+
+def _is_aligned(value: Any) -> bool:
+    """What Triton makes a program of its own for: on a GPU memory begins so."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.storage_offset() * value.itemsize % 16 == 0
+    return isinstance(value, int) and not isinstance(value, bool) and value % 16 == 0
 
 
 def _type_of(value: Any) -> str:
