@@ -6,8 +6,8 @@ scales, so that it can be sent, stored and decoded alone, and its size is what t
 [Note: one definition] Scales are fp32, codes are ``round(x / scale)``, ties to even, divided and not multiplied by an
 inverse; bit i of a byte of signs is element i, set for ``x >= 0`` (so for -0.0 as well). All of it is IEEE arithmetic
 without sums in an unspecified order, except for the mean of ``SignCodec``, which is summed in fp64. Hence every rank
-decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory
-(``ops/packets.py``), with the same bits.
+decodes the same numbers from the same packet. On the host the native library does all of it in one pass over memory, on
+GPUs a Triton kernel (``ops/packets.py``), with the same bits.
 
 [Note: what is not finite] A block with a NaN or an infinity has a scale that is not finite, and decodes to numbers that
 are not finite: an overflow of gradients stays visible after the sum over ranks.
@@ -79,15 +79,15 @@ class Codec(ABC):
 
 
 class _NativeCodec(Codec):
-    """One that the native library knows: what stands for an element (``enum ds_codes``: mostly the number of bits), and
-    a scale for each ``block``."""
+    """One that has kernels: what stands for an element (``enum ds_codes`` of the native library: mostly the number of
+    bits), and a scale for each ``block``."""
 
     __slots__ = ()
     codes: int
     block: int
 
     def encode(self, values: Tensor, errors: Tensor | None = None) -> Tensor:
-        if values.is_cpu:
+        if values.is_cpu or values.is_cuda:
             shape = (*values.shape[:-1], self.nbytes(values.shape[-1]))
             packets = torch.empty(shape, dtype=torch.uint8, device=values.device)
             if native.encode(packets, values.contiguous(), self.codes, self.block, errors):
@@ -95,14 +95,14 @@ class _NativeCodec(Codec):
         return super().encode(values, errors)
 
     def decode(self, packets: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        if packets.is_cpu:
+        if packets.is_cpu or packets.is_cuda:
             values = _floats(packets, *packets.shape[:-1], numel) if out is None else out
             if native.decode(packets.contiguous(), values, self.codes, self.block):
                 return values
         return super().decode(packets, numel, out)
 
     def total(self, packets: Tensor, numel: int) -> Tensor:
-        if packets.is_cpu:
+        if packets.is_cpu or packets.is_cuda:
             values = _floats(packets, numel)
             if native.decode(packets.contiguous(), values, self.codes, self.block, total=True):
                 return values

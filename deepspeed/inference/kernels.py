@@ -14,6 +14,7 @@ from deepspeed.ops.small_product import (
     QuantizedMatrix,
     product,
     quantized_product,
+    rounded_product,
     takes_bfloat16,
 )
 
@@ -36,8 +37,11 @@ class QuantizedLinear(nn.Module):
         matrix: [outputs, inputs].
         bias: [outputs], or None.
         dtype: of ``weight``, as others see it.
+
+    ``rounds_inputs``: whether inputs are rounded to 8 bits as well.
     """
 
+    rounds_inputs = False
     words: Tensor
     scales: Tensor
 
@@ -61,6 +65,8 @@ class QuantizedLinear(nn.Module):
         return self.matrix.values(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.rounds_inputs:
+            return rounded_product(input, self.matrix, self.bias)
         return quantized_product(input, self.matrix, self.bias, self.products)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.inference.scheduling.requests import Request, SamplingParams
+from deepspeed.ops import gpu
 from deepspeed.ops.host_program import largest_of
 
 __all__ = ["Sampler", "log_probabilities", "processed"]
@@ -15,7 +16,8 @@ __all__ = ["Sampler", "log_probabilities", "processed"]
 
 class Sampler:
     """Draws for requests, each with random numbers of its own: what else is in a batch, and when a request was
-    preempted, makes no difference. All ranks with the same ``seed`` and the same logits choose the same tokens.
+    preempted, makes no difference. All ranks with the same ``seed`` and the same logits choose the same tokens. On a
+    GPU a Triton kernel draws, with other random numbers than the host.
 
     Args:
         seed: for requests without one.
@@ -33,6 +35,8 @@ class Sampler:
         """
         if all(request.params.is_plain for request in requests):
             chosen = largest_of(logits)
+        elif self._takes(logits):
+            chosen = self._drawn_on_gpu(logits, requests)
         elif all(request.params.draws_from_all for request in requests):
             temperatures = torch.tensor([[request.params.temperature] for request in requests])
             chosen = self._drawn(logits.float() / temperatures.to(logits.device), requests)
@@ -69,12 +73,44 @@ class Sampler:
             row.exponential_(generator=self._random_of(request))
         return (probabilities / clocks).argmax(-1).tolist()
 
+    @staticmethod
+    def _takes(logits: Tensor) -> bool:
+        if not gpu.usable(logits):
+            return False
+        from deepspeed.ops.gpu import sampling as kernels  # imports Triton
+
+        return kernels.takes(logits)
+
+    def _drawn_on_gpu(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
+        from deepspeed.ops.gpu import sampling as kernels  # imports Triton
+
+        params = [request.params for request in requests]
+        new = [len(request.tokens) - len(request.prompt) for request in requests]
+        rows = [
+            penalised(*each) for each in zip(logits, params, (r.tokens for r in requests), new, strict=True)
+        ]
+        chosen = kernels.draw(
+            torch.stack(rows),
+            temperatures=[each.temperature for each in params],
+            top_k=[each.top_k for each in params],
+            top_p=[each.top_p for each in params],
+            min_p=[each.min_p for each in params],
+            seeds=[self._seed_of(request) for request in requests],
+            drawn=new,
+        )
+        if -1 in chosen:
+            raise ValueError(f"the logits of request {requests[chosen.index(-1)].id} are not finite")
+        return chosen
+
+    def _seed_of(self, request: Request) -> int:
+        seed = request.params.seed
+        return seed if seed is not None else (self.seed * 1_000_003 + request.id) % 2**63
+
     def _random_of(self, request: Request) -> torch.Generator:
         random = self._random.get(request.id)
         if random is None:
             random = self._random[request.id] = torch.Generator()
-            seed = request.params.seed
-            random.manual_seed(seed if seed is not None else (self.seed * 1_000_003 + request.id) % 2**63)
+            random.manual_seed(self._seed_of(request))
         return random
 
 
@@ -85,14 +121,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def processed(logits: Tensor, params: SamplingParams, tokens: Sequence[int], generated: int) -> Tensor:
     """The logits [vocabulary] from which the token after ``tokens`` is drawn, ``generated`` of which are new."""
-    scores = logits.float()
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(tokens)), device=scores.device)
-        old = scores[seen]
-        penalty = params.repetition_penalty
-        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
-    if generated < params.min_new_tokens and params.stop_token_ids:
-        scores = scores.index_fill(0, torch.tensor(params.stop_token_ids, device=scores.device), -torch.inf)
+    scores = penalised(logits, params, tokens, generated)
     if params.temperature == 0:
         return scores
     scores = scores / params.temperature
@@ -106,4 +135,17 @@ def processed(logits: Tensor, params: SamplingParams, tokens: Sequence[int], gen
     if params.min_p > 0:
         probabilities = scores.softmax(-1)
         scores = scores.masked_fill(probabilities < params.min_p * probabilities.max(), -torch.inf)
+    return scores
+
+
+def penalised(logits: Tensor, params: SamplingParams, tokens: Sequence[int], generated: int) -> Tensor:
+    """The logits [vocabulary] in fp32 with what depends on the tokens before."""
+    scores = logits.float()
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(tokens)), device=scores.device)
+        old = scores[seen]
+        penalty = params.repetition_penalty
+        scores = scores.index_put((seen,), torch.where(old < 0, old * penalty, old / penalty))
+    if generated < params.min_new_tokens and params.stop_token_ids:
+        scores = scores.index_fill(0, torch.tensor(params.stop_token_ids, device=scores.device), -torch.inf)
     return scores

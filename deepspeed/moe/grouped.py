@@ -2,7 +2,8 @@
 
 Each expert's run of rows is one matrix product, written to its place in a result that is allocated once. Taking the
 weights apart for autograd instead would allocate each expert's gradient, and then copy all of them into one tensor:
-where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``).
+where experts have few tokens, that takes longer than the products (``benchmarks/expert_products.py``). On a GPU all
+runs together are one launch of a Triton kernel, unless they are long.
 """
 
 from __future__ import annotations
@@ -14,13 +15,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deepspeed.ops import gpu
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+GPU_ROWS = 1024
+"""Rows of an expert, on average, up to which all are one launch on a GPU. Not measured: a product of more fills a GPU
+by itself, and cuBLAS computes it best."""
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None, *, triton: bool = True
+) -> Tensor:
     """``rows`` [n, in], sorted by expert, times ``weight`` [experts, in, out] (in any layout), plus ``bias``
-    [experts, out]: [n, out]. ``counts``: rows of each expert; one without rows gets zeros as gradient."""
+    [experts, out]: [n, out]. ``counts``: rows of each expert; one without rows gets zeros as gradient. ``triton``:
+    whether the kernel of GPUs may be used."""
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, bias = (None if each is None else each.to(dtype) for each in (rows, weight, bias))  # type: ignore[assignment]
+    if triton and len(rows) <= GPU_ROWS * len(weight) and gpu.usable(rows, weight, bias):
+        from deepspeed.ops.gpu import grouped_products  # imports Triton
+
+        if grouped_products.takes(rows, weight, bias):
+            ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return grouped_products.GroupedProduct.apply(rows, weight, ends.to(rows.device), bias)
     return _GroupedLinear.apply(rows, weight, bias, tuple(counts))
 
 

@@ -45,11 +45,13 @@ class Context(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spread:
-    """The ranks that share the ``total`` experts of a layer, and the name of its kind of weights."""
+    """The ranks that share the ``total`` experts of a layer, the name of its kind of weights, and whether their
+    products may be computed by the kernel of GPUs."""
 
     ranks: Communicator
     total: int
     group_name: str
+    triton: bool = True
 
 
 def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -86,7 +88,8 @@ class ExpertParallelism:
         for _, experts in layers:
             total = int(experts.num_experts)  # type: ignore[arg-type]
             _keep_own(experts, size, number, context)
-            _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}"))
+            triton = not self.config.disable_triton_grouped_mm
+            _send_tokens(experts, Spread(ranks, total, f"ep_size_{size}", triton))
         context.say(f"experts of {len(layers)} layers, each spread over {size} rank{'s' if size > 1 else ''}")
 
 
@@ -191,4 +194,5 @@ def _compute(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
 def _mapped(experts: Any, name: str, rows: Tensor, counts: list[int]) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    return grouped_linear(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts, bias)
+    weight = weight if experts.is_transposed else weight.transpose(1, 2)
+    return grouped_linear(rows, weight, counts, bias, triton=experts._ds_spread.triton)

@@ -87,7 +87,7 @@ class Table:
             elements = [state[name] for name in self.names if name != "step"]
             low = None if self.low_precision is None else self.low_precision[i]
             tensors = [param, grad, *elements] if low is None else [param, grad, *elements, low]
-            fits = param.device.type in device_types and all(_fits(t, param.device) for t in tensors)
+            fits = param.device.type in device_types and all(fits_kernel(t, param.device) for t in tensors)
             if not fits or len({state.dtype for state in elements}) > 1:
                 self.others.append(i)
                 continue
@@ -158,7 +158,7 @@ class Table:
         return True
 
 
-def _fits(tensor: Tensor, device: torch.device) -> bool:
+def fits_kernel(tensor: Tensor, device: torch.device) -> bool:
     """Whether a kernel on `device` can work on this tensor's memory."""
     return tensor.device == device and tensor.dtype in native.DTYPE_CODES and tensor.is_contiguous()
 

@@ -1,4 +1,5 @@
-"""Packets of a few bits per element (``deepspeed/comm/codecs.py``), made and read natively in one pass."""
+"""Packets of a few bits per element (``deepspeed/comm/codecs.py``), made and read in one pass: on the host by the native
+library, on GPUs by a Triton kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from deepspeed.ops import native
+from deepspeed.ops import gpu, native
 
 
 class Packets(ctypes.Structure):
@@ -25,7 +26,15 @@ class Packets(ctypes.Structure):
 
 def encode(packets: Tensor, values: Tensor, codes: int, block: int, errors: Tensor | None = None) -> bool:
     """Fill ``packets`` [..., bytes] with ``values`` [..., n] plus ``errors``, which become what that took away. False:
-    the library cannot, and nothing was done."""
+    there is no kernel for them here, and nothing was done."""
+    if errors is not None and not (errors.dtype is torch.float32 and errors.is_contiguous()):
+        return False
+    if gpu.usable(packets, values, errors):
+        from deepspeed.ops.gpu import packets as kernels  # imports Triton
+
+        if codes in kernels.CODES and kernels.takes(packets, values, block):
+            kernels.encode(packets, values, codes, block, errors)
+            return True
     lib = native.library()
     if lib is None or not _can_encode(packets, values, errors):
         return False
@@ -43,7 +52,13 @@ def encode(packets: Tensor, values: Tensor, codes: int, block: int, errors: Tens
 
 def decode(packets: Tensor, values: Tensor, codes: int, block: int, *, total: bool = False) -> bool:
     """Fill ``values`` [..., n] with what ``packets`` [..., bytes] hold; ``total``: [n] with the sum of all in their
-    order. False: the library cannot, and nothing was done."""
+    order. False: there is no kernel for them here, and nothing was done."""
+    if gpu.usable(packets, values):
+        from deepspeed.ops.gpu import packets as kernels  # imports Triton
+
+        if codes in kernels.CODES and kernels.takes(packets, values, block):
+            kernels.decode(packets, values, codes, block, total=total)
+            return True
     lib = native.library()
     if lib is None or not native.is_native(values) or packets.is_cuda or not packets.is_contiguous():
         return False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepspeed.ops import gpu
 from deepspeed.ops.host_program import Matrix, Program, Step, Weights
 from deepspeed.ops.native import DTYPE_CODES, library
 
@@ -20,6 +21,7 @@ __all__ = [
     "product",
     "program_rows",
     "quantized_product",
+    "rounded_product",
     "takes_bfloat16",
 ]
 
@@ -27,6 +29,8 @@ MOST_ROWS = {Weights.FLOAT32: 0, Weights.BFLOAT16: 16, Weights.INT8: 512, Weight
 """For how many rows a product is faster by the kernel than by torch, which has to make the values of integers first."""
 PROGRAM_ROWS = {Weights.FLOAT32: 64, Weights.BFLOAT16: 64, Weights.INT8: 64, Weights.INT4: 64}
 """Likewise for a whole forward as one program, which spares what torch's small operations cost."""
+GPU_ROWS = 64
+"""The same for integers on a GPU. Not measured: there, weights are what a step of decoding waits for."""
 LANES = 16
 RUNS = {8: 64, 4: 128}
 """Columns that lie together, by the bits of an integer: groups are multiples of it."""
@@ -183,12 +187,48 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, products: Produc
     return (products or Products())(input, Matrix(Weights.BFLOAT16, weight, columns, bias))
 
 
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [.., columns] and fp32 [.., 1]: numbers of 8 bits to nearest, the largest of a row becomes 127, and
+    scales."""
+    wide = x.detach().float()
+    scales = wide.abs().amax(-1, keepdim=True) / 127
+    divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return (wide / divisors).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """``quantized_product`` of inputs that are rounded to 8 bits, each row by its largest magnitude (W8A8): on a GPU a
+    product of integers, elsewhere of the values that they stand for."""
+    whole, scales = rounded_rows(input)
+    if input.numel() and gpu.usable(input, matrix.words, matrix.scales, bias):
+        from deepspeed.ops.gpu import integer_products  # imports Triton
+
+        if integer_products.takes(input, bias) and integer_products.takes_integers(
+            matrix.bits, matrix.scales, matrix.group
+        ):
+            shape = matrix.words, matrix.scales, bias
+            return integer_products.product_of_integers(
+                whole, scales, *shape, bits=matrix.bits, columns=matrix.columns, dtype=input.dtype
+            )
+    values = (whole * scales).to(input.dtype)
+    return functional.linear(values, matrix.values(input.dtype), bias)
+
+
 def quantized_product(
     input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, products: Products | None = None
 ) -> Tensor:
-    """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel; for more, the values are
-    made for the product and forgotten."""
+    """[.., columns] -> [.., outputs], in the dtype of the input. A few rows by the kernel, of the host or of a GPU; for
+    more, the values are made for the product and forgotten."""
     rows = input.numel() // matrix.columns if matrix.columns else 0
+    if 1 <= rows <= GPU_ROWS and gpu.usable(input, matrix.words, matrix.scales, bias):
+        from deepspeed.ops.gpu import integer_products  # imports Triton
+
+        graph = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+        if integer_products.takes(input, bias) and not graph:
+            words, scales = matrix.words, matrix.scales
+            return integer_products.product(
+                input, words, scales, bias, bits=matrix.bits, columns=matrix.columns
+            )
     described = matrix.described(bias)
     if input.device.type != "cpu" or input.dtype not in DTYPE_CODES or not by_kernel(described.kind, rows):
         return functional.linear(input, matrix.values(input.dtype), bias)

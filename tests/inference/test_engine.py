@@ -212,3 +212,21 @@ def test_weights_of_few_bits(bits: int, groups: int, error: float) -> None:
     assert again.to(torch.float32).first.scales.dtype is torch.float32
     with pytest.raises(DeepSpeedConfigError, match="q_groups=5 does not divide"):
         deepspeed.init_inference(Wide(), dtype="int8", quant={"weight": {"q_groups": 5}})
+
+
+def test_inputs_are_rounded_to_8_bits_where_activations_are_named() -> None:
+    quant = {"weight": {"num_bits": 8}, "activation": {"num_bits": 8}}
+    plain, module, tokens = Wide(), Wide(), torch.arange(3)
+    deepspeed.init_inference(plain, dtype="int8", quant={"weight": {"num_bits": 8}})
+    deepspeed.init_inference(module, dtype="int8", quant=quant)
+    assert module.first.rounds_inputs and not plain.first.rounds_inputs
+    x = module.table(tokens).float().detach()
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    rounded = (x / scales).round() * scales
+    with torch.no_grad():
+        found, wanted = module.first(x), plain.first(rounded)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=1e-3)
+    off = deepspeed.init_inference(Wide(), dtype="int8", quant={"activation": {"enabled": False}})
+    assert not off.module.first.rounds_inputs
+    with pytest.raises(DeepSpeedConfigError, match="quant.activation: num_bits=4"):
+        deepspeed.init_inference(Wide(), dtype="int8", quant={"activation": {"num_bits": 4}})

@@ -102,12 +102,20 @@ def first_key(piece: Piece, window: int | None) -> int:
 
 
 def paged_attention(
-    query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch, layer: int, terms: AttentionTerms
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: PackedBatch,
+    layer: int,
+    terms: AttentionTerms,
+    *,
+    stored: bool = False,
 ) -> Tensor:
-    """Store the tokens' keys and values [kv heads, tokens, size], and attend from each piece's queries [heads, tokens,
-    size] to all keys and values of its sequence: [tokens, heads, value size]."""
+    """Store the tokens' keys and values [kv heads, tokens, size] unless they are ``stored``, and attend from each
+    piece's queries [heads, tokens, size] to all keys and values of its sequence: [tokens, heads, value size]."""
     if batch.kernel is None:
-        batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
+        if not stored:
+            batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
     else:
         output = host.paged_attention(

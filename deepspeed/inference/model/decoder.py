@@ -136,14 +136,18 @@ class Watch:
 
 
 def decoder_of(
-    module: nn.Module, shapes: Mapping[int, LayerShape], terms: Mapping[int, AttentionTerms]
+    module: nn.Module,
+    shapes: Mapping[int, LayerShape],
+    terms: Mapping[int, AttentionTerms],
+    *,
+    on_host: bool = True,
 ) -> Decoder:
     """What ``module``, a causal model of Transformers, consists of. ``shapes`` and ``terms``: what its layers keep and
-    say about their attention.
+    say about their attention. ``on_host``: for the host's kernels, which know two types of weights.
 
     LayoutError: it is not of the usual build, or not on the host.
     """
-    if any(each.device.type != "cpu" for each in module.parameters()):
+    if on_host and any(each.device.type != "cpu" for each in module.parameters()):
         raise LayoutError("its weights are not on the host")
     found: Any = module
     _check(found, "head")
@@ -163,7 +167,7 @@ def decoder_of(
         _norm(found.model, "norm"),
         _linear(found, "lm_head"),
     )
-    if decoder.dtype not in (torch.float32, torch.bfloat16):
+    if on_host and decoder.dtype not in (torch.float32, torch.bfloat16):
         raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
     if decoder.watch.is_disturbed():
         raise LayoutError("some of its modules have hooks or another forward")

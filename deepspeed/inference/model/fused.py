@@ -24,7 +24,7 @@ from deepspeed.ops.native import library
 from deepspeed.ops.paged_attention import PagedPieces
 from deepspeed.ops.small_product import program_rows
 
-_FIRST_POSITIONS = 512
+FIRST_POSITIONS = 512
 """Of the tables of rotations, which double as sequences become longer."""
 
 
@@ -74,7 +74,7 @@ class FusedLayout:
             most = self.most_rows
             if rows > most or not cache.is_on_host:
                 return self.packed.forward(pieces, cache)
-            positions = max(_FIRST_POSITIONS, 2 * longest)
+            positions = max(FIRST_POSITIONS, 2 * longest)
             program = self._program = DecoderProgram(decoder, cache, most, positions)
         return program.run(pieces, rows, last)
 
@@ -91,7 +91,7 @@ class DecoderProgram:
         self.decoder, self.cache, self.rows, self.positions = decoder, cache, rows, positions
         self._addresses = decoder.watch.addresses()
         self._program = Program()
-        self._rotations = _rotations(decoder.rotations, positions)
+        self._rotations = rotations_of(decoder.rotations, positions)
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._logits = self._build()
 
@@ -190,11 +190,13 @@ class DecoderProgram:
         return added
 
 
-def _rotations(module: nn.Module, positions: int) -> tuple[Tensor, Tensor]:
+def rotations_of(
+    module: nn.Module, positions: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [positions, pairs], from the model's own module. LayoutError: the two numbers of a pair do not
     have the same."""
     with torch.no_grad():
-        made = module(torch.zeros(1, 1, 1), torch.arange(positions)[None])
+        made = module(torch.zeros(1, 1, 1, device=device), torch.arange(positions, device=device)[None])
     tables = []
     for table in made:
         first, second = table[0].float().chunk(2, dim=-1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece, block_bytes
 from deepspeed.inference.model.facts import LayoutError, ModelFacts
 from deepspeed.inference.model.fused import FusedLayout
+from deepspeed.inference.model.launched import LaunchedLayout
 from deepspeed.inference.model.packed import PackedLayout
 from deepspeed.inference.model.padded import PaddedLayout
 from deepspeed.inference.model.probing import (
@@ -20,7 +21,8 @@ from deepspeed.inference.model.probing import (
     tolerance,
 )
 
-_LAYOUTS = (FusedLayout, PackedLayout, PaddedLayout)
+_ON_HOST = (FusedLayout, PackedLayout, PaddedLayout)
+_ON_DEVICE = (LaunchedLayout, PackedLayout, PaddedLayout)
 
 
 class ModelRunner:
@@ -31,19 +33,20 @@ class ModelRunner:
     Args:
         module: a causal language model of Transformers in evaluation mode.
         block_size: tokens of a block of the cache.
-        layouts: that are tried, in this order.
+        layouts: that are tried, in this order; None: those of the module's device.
 
     Raises:
         LayoutError: no layout gives the plain model's logits; the reasons are told.
     """
 
     def __init__(
-        self, module: nn.Module, block_size: int = 16, layouts: Sequence[Callable[..., Layout]] = _LAYOUTS
+        self, module: nn.Module, block_size: int = 16, layouts: Sequence[Callable[..., Layout]] | None = None
     ) -> None:
         self.module = module
         self.facts = ModelFacts.of(module)
         self.block_size = block_size
-        self.layout, self.shapes = self._choose(layouts)
+        on_host = self.facts.device.type == "cpu"
+        self.layout, self.shapes = self._choose(layouts or (_ON_HOST if on_host else _ON_DEVICE))
         self._cache: PagedCache | None = None
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.ops import native, state_codes
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
-from deepspeed.ops.multi_tensor import Launch, Table, refuse
+from deepspeed.ops.multi_tensor import Launch, Table, fits_kernel, refuse
 from deepspeed.ops.update import ALONE, UpdateContext, UpdateTraits
 
 CODES = 3
@@ -49,14 +49,14 @@ class _Table(Table):
             moments = [state["exp_avg"], state["exp_avg_sq"]]
             coded = moments[0].dtype is torch.uint8
             floats = [t for t in (param, grad, low, *(moments if not coded else ())) if t is not None]
-            fits = param.device.type in device_types and all(map(native.is_native, floats))
+            fits = param.device.type in device_types and all(fits_kernel(t, param.device) for t in floats)
             if not fits or not (coded or moments[0].dtype is torch.float32):
                 self.others.append(i)
                 continue
             codes = native.DTYPE_CODES
             kinds = (codes[param.dtype], codes[grad.dtype], CODES if coded else 0)
             storage = (*kinds, 0 if low is None else codes[low.dtype])
-            launch = launches.setdefault(storage, Launch(storage, param.device))
+            launch = launches.setdefault((param.device, storage), Launch(storage, param.device))
             launch.indices.append(i)
             scales = [state[name + SCALE].data_ptr() for name in _CODE] if coded else [0, 0]
             low_address = 0 if low is None else low.data_ptr()
@@ -76,7 +76,7 @@ class CompactAdam(MultiTensorAdam):
             without a master in fp32 also learns from updates smaller than its last digit. Parameters in fp32 are
             not rounded, fp16 ones to the nearest number.
 
-    One pass over memory on CPUs, plain PyTorch with the same bits elsewhere.
+    One pass over memory on CPUs and, by a Triton kernel, on GPUs; plain PyTorch with the same bits elsewhere.
     """
 
     def __init__(
@@ -186,8 +186,12 @@ class CompactAdam(MultiTensorAdam):
     def _make_table(self, *args: Any) -> Table:
         return _Table(self._starts, *args)
 
-    def _device_types(self) -> tuple[str, ...]:
-        return () if native.library() is None else ("cpu",)
+    def _device_update(
+        self, launch: Launch, steps: list[int], group: dict[str, Any], grad_scale: float
+    ) -> None:
+        from deepspeed.ops.gpu import compact_adam  # imports Triton
+
+        compact_adam.step(launch, steps, group, decoupled=group[self.decoupled_key], grad_scale=grad_scale)
 
     def _native_update(
         self, lib: ctypes.CDLL, launch: Launch, group: dict[str, Any], grad_scale: float

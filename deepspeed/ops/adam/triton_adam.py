@@ -52,7 +52,8 @@ def _adam_kernel(
     program = tl.program_id(0)
     row = segments + tl.load(blocks + 2 * program) * _WORDS
     offsets = tl.load(blocks + 2 * program + 1) + tl.arange(0, BLOCK)
-    inside = offsets < tl.load(row + 6)
+    numel = tl.load(row + 6)
+    inside = offsets < numel
     param_at = tl.load(row).to(tl.pointer_type(PARAM)) + offsets
     grad_at = tl.load(row + 1).to(tl.pointer_type(GRAD)) + offsets
     exp_avg_at = tl.load(row + 2).to(tl.pointer_type(STATE)) + offsets
@@ -73,7 +74,7 @@ def _adam_kernel(
     tl.store(exp_avg_sq_at, v.to(STATE), mask=inside)
     tl.store(param_at, p.to(PARAM), mask=inside)
     low_at = low_address.to(tl.pointer_type(LOW)) + offsets
-    tl.store(low_at, p.to(LOW), mask=inside & (low_address != 0))
+    tl.store(low_at, p.to(LOW), mask=offsets < tl.where(low_address != 0, numel, 0))
 
 
 class _Uploaded(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops import native
+from deepspeed.ops import gpu, native
 from deepspeed.ops.fp_quantizer import host
 from deepspeed.ops.fp_quantizer.formats import FORMATS, Format, pack, unpack
 
@@ -125,9 +125,17 @@ class FP_Quantize(Quantizer):
                     "dequantize needs fp_out, or a tensor that this object has quantized before"
                 )
             fp_out = torch.empty(self.orig_shape, dtype=self.orig_dtype, device=input_q.device)
-        codes, scales = self._parts(input_q, scale, self._format(q_bits))
+        form = self._format(q_bits)
+        if fp_out.is_contiguous() and gpu.usable(input_q, fp_out, scale):
+            from deepspeed.ops.gpu import small_floats  # imports Triton
+
+            if small_floats.takes(fp_out, self.group_size):
+                parts = form.exponent, form.mantissa, form.codes
+                small_floats.decode(input_q, scale, fp_out, self.group_size, *parts)
+                return fp_out
+        codes, scales = self._parts(input_q, scale, form)
         if not host.decode(fp_out, codes, scales, self.group_size, q_bits):
-            values = self._values(codes, scales, self._format(q_bits))
+            values = self._values(codes, scales, form)
             fp_out.copy_(values.flatten()[: fp_out.numel()].view(fp_out.shape))
         return fp_out
 
@@ -184,6 +192,19 @@ class FP_Quantize(Quantizer):
             )
         return FORMATS[bits]
 
+    def _codes_and_scales(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
+        """Packed codes [groups, bytes] and scales [groups, 1]: on a GPU by a Triton kernel."""
+        if gpu.usable(x):
+            from deepspeed.ops.gpu import small_floats  # imports Triton
+
+            if small_floats.takes(x, self.group_size):
+                seed = int(torch.randint(2**31, ()).item()) if stochastic else None
+                parts = form.exponent, form.mantissa, form.codes, form.largest
+                return small_floats.encode(x, self.group_size, *parts, seed=seed)
+        groups = self._grouped(x)
+        scale = _scales(groups, form)
+        return self._encode(groups / scale, form, stochastic), scale
+
     def _grouped(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1).to(torch.float32)
         missing = -len(flat) % self.group_size
@@ -196,9 +217,7 @@ class FP_Quantize(Quantizer):
 
     def _in_torch(self, values: Tensor, form: Format, stochastic: bool, apart: bool) -> tuple[Tensor, Tensor]:
         """Codes, with scales at the end of each row unless these are ``apart``, and scales."""
-        groups = self._grouped(values)
-        scale = _scales(groups, form)
-        codes = self._encode(groups / scale, form, stochastic)
+        codes, scale = self._codes_and_scales(values, form, stochastic)
         return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
 
     def _on_host(self, values: Tensor, form: Format, apart: bool) -> tuple[Tensor, Tensor] | None:

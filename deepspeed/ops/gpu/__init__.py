@@ -14,6 +14,7 @@ without fused multiply-adds, as the host's kernels are.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 
 import torch
@@ -25,19 +26,31 @@ OLDEST = 8
 
 @cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return importlib.util.find_spec("triton") is not None and os.environ.get("DS_GPU_KERNELS", "1") != "0"
 
 
-@cache
-def _new_enough(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST
+_RUNS: dict[torch.device, bool] = {}
+
+
+def _runs_on(device: torch.device) -> bool:
+    if device not in _RUNS:
+        if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < OLDEST:
+            _RUNS[device] = False
+        elif torch.cuda.is_current_stream_capturing():  # what the trial does would end it
+            return False
+        else:
+            from deepspeed.ops.gpu import trial  # imports Triton
+
+            _RUNS[device] = trial.passes(device)
+    return _RUNS[device]
 
 
 def usable(*tensors: Tensor | None) -> bool:
-    """Whether the kernels of this package take these tensors: all on one GPU that Triton can compile for. ``None``
-    stands for a tensor that is left out."""
+    """Whether the kernels of this package take these tensors: all on one GPU on which a first small kernel has given
+    what it should. ``None`` stands for a tensor that is left out. False inside a graph that torch compiles: its own
+    compiler makes the kernels there."""
     given = [tensor for tensor in tensors if tensor is not None]
-    if not given or not given[0].is_cuda or not _has_triton():
+    if not given or not given[0].is_cuda or not _has_triton() or torch.compiler.is_compiling():
         return False
     device = given[0].device
-    return all(tensor.device == device for tensor in given) and _new_enough(device)
+    return all(tensor.device == device for tensor in given) and _runs_on(device)

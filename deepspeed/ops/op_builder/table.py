@@ -126,6 +126,7 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_FP_QUANTIZER",
         absolute_name="deepspeed.ops.fp_quantizer.fp_quantizer_op",
         module="deepspeed.ops.fp_quantizer",
+        runs_on=("triton",),
     ),
     _later(
         "quantizer", "QuantizerBuilder", "deepspeed.ops.quantizer.quantizer_op", "use torch.ao.quantization"
@@ -149,6 +150,7 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_TRANSFORMER",
         absolute_name="deepspeed.ops.transformer.transformer_op",
         module="deepspeed.ops.transformer.transformer",
+        runs_on=("triton",),
     ),
     Op(
         name="stochastic_transformer",
@@ -156,6 +158,7 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_STOCHASTIC_TRANSFORMER",
         absolute_name="deepspeed.ops.transformer.stochastic_transformer_op",
         module="deepspeed.ops.transformer.transformer",
+        runs_on=("triton",),
     ),
     _later(
         "transformer_inference",

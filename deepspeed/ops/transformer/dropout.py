@@ -1,7 +1,8 @@
 """Dropout that keeps nothing for backward: which elements are dropped is a function of their index and of a seed.
 
 The seed is drawn from torch's generator, so runs repeat, and recomputation with its random state restored drops the
-same elements. On the host one native pass also adds the residual; elsewhere it is torch's dropout.
+same elements. One native pass on the host, or one Triton kernel on a GPU, also adds the residual, with the same bits;
+elsewhere it is torch's dropout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops import native
+from deepspeed.ops import gpu, native
 
 
 class _Call(ctypes.Structure):
@@ -40,14 +41,12 @@ def dropout(x: Tensor, ratio: float, residual: Tensor | None = None) -> Tensor:
 
 
 def runs_here(x: Tensor, ratio: float) -> bool:
-    """Whether the native pass takes it."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype in native.DTYPE_CODES
-        and ratio < 1.0
-        and not torch.compiler.is_compiling()
-        and native.library() is not None
-    )
+    """Whether the native pass or the kernel takes it."""
+    if x.dtype not in native.DTYPE_CODES or ratio >= 1.0 or torch.compiler.is_compiling():
+        return False
+    if x.is_cuda:  # a captured graph would drop the same elements at every replay
+        return gpu.usable(x) and not torch.cuda.is_current_stream_capturing()
+    return x.device.type == "cpu" and native.library() is not None
 
 
 def new_seed() -> int:
@@ -56,6 +55,10 @@ def new_seed() -> int:
 
 def dropped(x: Tensor, ratio: float, seed: int, residual: Tensor | None = None) -> Tensor:
     """The pass itself; the same for values and for gradients. Call it where ``runs_here``."""
+    if x.is_cuda:
+        from deepspeed.ops.gpu import dropout as kernels  # imports Triton
+
+        return kernels.dropped(x, ratio, seed, residual)
     x, lib = x.contiguous(), native.library()
     assert lib is not None
     out = torch.empty_like(x)

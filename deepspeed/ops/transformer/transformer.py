@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed.ops.transformer.added_norm import added_norm
 from deepspeed.ops.transformer.dropout import dropout
 from deepspeed.ops.transformer.saving import DroppedWeights, GeluLinear, InvertibleLayerNorm
 
@@ -266,12 +267,21 @@ class DeepSpeedTransformerLayer(nn.Module):
         return (out,) if self.config.return_tuple else out
 
     def _pre(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self._added(x, self._attention(self._norm(x, self.norm_w, self.norm_b), mask))
-        return self._added(x, self._feed_forward(self._norm(x, self.attn_nw, self.attn_nb)))
+        attended = self._attention(self._norm(x, self.norm_w, self.norm_b), mask)
+        x, normed = self._added_norm(x, attended, self.attn_nw, self.attn_nb)
+        return self._added(x, self._feed_forward(normed))
 
     def _post(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self._norm(self._added(x, self._attention(x, mask)), self.attn_nw, self.attn_nb)
-        return self._norm(self._added(x, self._feed_forward(x)), self.norm_w, self.norm_b)
+        _, x = self._added_norm(x, self._attention(x, mask), self.attn_nw, self.attn_nb)
+        return self._added_norm(x, self._feed_forward(x), self.norm_w, self.norm_b)[1]
+
+    def _added_norm(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """``_added``, and its norm."""
+        if self.config.normalize_invertible and torch.is_grad_enabled():
+            total = self._added(residual, x)
+            return total, self._norm(total, weight, bias)
+        ratio = self.config.hidden_dropout_ratio if self.training else 0.0
+        return added_norm(x, ratio, residual, weight, bias, self.config.layer_norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if self.config.normalize_invertible and torch.is_grad_enabled():

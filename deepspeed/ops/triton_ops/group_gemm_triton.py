@@ -1,9 +1,11 @@
-"""Products of consecutive runs of rows, each with a matrix of its own."""
+"""Products of consecutive runs of rows, each with a matrix of its own: on a GPU in one launch of a Triton kernel."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from deepspeed.ops import gpu
 
 
 def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool = False) -> Tensor:
@@ -18,6 +20,12 @@ def group_gemm_triton(mat_a: Tensor, mat_b: Tensor, offs: Tensor, trans_b: bool 
             f"{tuple(mat_b.shape)} and {tuple(offs.shape)}"
         )
     matrices = mat_b.transpose(1, 2) if trans_b else mat_b
+    if gpu.usable(mat_a, mat_b, offs):
+        from deepspeed.ops.gpu import grouped_products  # imports Triton
+
+        if grouped_products.takes(mat_a, mat_b):
+            ends = offs.to(torch.int32).contiguous()
+            return grouped_products.GroupedProduct.apply(mat_a, matrices, ends, None)
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
     products = [mat_a[a:b] @ matrix for a, b, matrix in zip(starts, ends, matrices, strict=True)]

@@ -1,0 +1,145 @@
+"""The launched layout: for decoders of the usual build on a GPU, a forward launches kernels over the model's own
+weights.
+
+A layer is two norms with the sum of what was added, its products, one rotation with the store to the cache, attention
+and one gated activation: none of the small operations between, of which a model's own code launches some thirty. The
+products are those of the model's linear layers, whatever weights these have.
+
+Like every layout it is used only if it gives the plain model's logits when it is tried; a kernel that does not compile
+or gives something else on a machine costs speed there, not correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.inference.cache.pages import LayerShape, PagedCache, Piece
+from deepspeed.inference.model.attention import PackedBatch, paged_attention
+from deepspeed.inference.model.decoder import Decoder, Layer, decoder_of
+from deepspeed.inference.model.facts import LayoutError, ModelFacts
+from deepspeed.inference.model.fused import FIRST_POSITIONS, rotations_of
+from deepspeed.inference.model.packed import PackedLayout
+from deepspeed.ops import gpu
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LaunchedLayout:
+    """Runs ``module``, a causal model of Transformers."""
+
+    name = "launched"
+
+    def __init__(self, module: nn.Module, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.packed = PackedLayout(module, facts)
+        self._launcher: DecoderLaunches | None = None
+
+    def learn(self, pieces: Sequence[Piece], block_size: int) -> dict[int, LayerShape]:
+        """As the packed layout does. LayoutError: the model is of another build, or not on one GPU."""
+        if not gpu.usable(*self.packed.module.parameters()):
+            raise LayoutError("its weights are not on one GPU that Triton compiles kernels for")
+        shapes = self.packed.learn(pieces, block_size)
+        decoder = decoder_of(self.packed.module, shapes, self.packed.terms, on_host=False)
+        if decoder.dtype not in _TYPES:
+            raise LayoutError(f"there are no kernels for weights of {decoder.dtype}")
+        self._launcher = DecoderLaunches(decoder, self.facts.device)
+        return shapes
+
+    def release(self) -> None:
+        """Nothing of a cache is kept between forwards."""
+
+    def forward(self, pieces: Sequence[Piece], cache: PagedCache, unchanged: bool = False) -> Tensor:
+        """Logits [pieces, vocabulary] after each piece's last token."""
+        launcher = self._launcher
+        assert launcher is not None, "learn() comes first"
+        if not unchanged and launcher.decoder.watch.is_disturbed():
+            return self.packed.forward(pieces, cache)
+        return launcher.run(pieces, cache)
+
+
+class DecoderLaunches:
+    """The launches of a decoder's forward."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        self.decoder, self.device = decoder, device
+        self._positions = 0
+        self._tables: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
+
+    @torch.inference_mode()
+    def run(self, pieces: Sequence[Piece], cache: PagedCache) -> Tensor:
+        """Logits [pieces, vocabulary]."""
+        from deepspeed.ops.gpu import norms  # imports Triton
+
+        self._reach(max(piece.stop for piece in pieces))
+        batch = PackedBatch(pieces, cache, self.device)
+        stream: Tensor = self.decoder.embedding(batch.tokens[0])
+        delta = None
+        for index, layer in enumerate(self.decoder.layers):
+            stream, delta = self._layer(index, layer, batch, stream, delta)
+        last = stream[batch.last]
+        if delta is not None:
+            last = last + delta[batch.last]
+        norm = self.decoder.norm
+        return self.decoder.head(norms.norm(last, norm.weight, eps=norm.eps)[1])
+
+    def _layer(
+        self, index: int, layer: Layer, batch: PackedBatch, stream: Tensor, delta: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream with ``delta``, and what is to be added to it next."""
+        from deepspeed.ops.gpu import gates, norms  # imports Triton
+
+        norm = layer.before_attention
+        stream, normed = norms.norm(
+            stream if delta is None else delta,
+            norm.weight,
+            residual=None if delta is None else stream,
+            eps=norm.eps,
+        )
+        attended = self._attention(index, layer, batch, _joined(layer.projections, normed))
+        norm = layer.before_mlp
+        stream, normed = norms.norm(layer.output(attended), norm.weight, residual=stream, eps=norm.eps)
+        if len(layer.gated) == 1:
+            gate, up = layer.gated[0](normed).chunk(2, dim=-1)
+        else:
+            gate, up = (each(normed) for each in layer.gated)
+        return stream, layer.down(gates.gated(gate, up, layer.activation))
+
+    def _attention(self, index: int, layer: Layer, batch: PackedBatch, projected: Tensor) -> Tensor:
+        """[rows, heads * value size]. ``projected``: queries, keys and values of each row."""
+        from deepspeed.ops.gpu import rotary  # imports Triton
+
+        shape, rows = layer.shape, len(projected)
+        of_keys, of_values = shape.heads * shape.key_size, shape.heads * shape.value_size
+        heads = (projected.shape[1] - of_keys - of_values) // shape.key_size
+        query_norm, key_norm = layer.query_norm, layer.key_norm
+        weights = None if query_norm is None or key_norm is None else (query_norm.weight, key_norm.weight)
+        rotary.rotate_and_store(
+            projected,
+            self._tables,
+            batch.positions[0],
+            (batch.blocks, batch.offsets),
+            batch.cache.pages(index),
+            heads=heads,
+            weights=weights,
+            eps=1e-6 if query_norm is None else query_norm.eps,
+        )
+        parts = projected.split([heads * shape.key_size, of_keys, of_values], dim=1)
+        sizes = (shape.key_size, shape.key_size, shape.value_size)
+        query, key, value = (
+            part.view(rows, -1, size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)
+        )
+        out = paged_attention(query, key, value, batch, index, layer.terms, stored=True)
+        return out.reshape(rows, -1)
+
+    def _reach(self, positions: int) -> None:
+        """Tables of rotations for so many positions, which double as sequences become longer."""
+        if positions > self._positions:
+            self._positions = max(FIRST_POSITIONS, 2 * positions)
+            self._tables = rotations_of(self.decoder.rotations, self._positions, self.device)
+
+
+def _joined(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    return modules[0](x) if len(modules) == 1 else torch.cat([each(x) for each in modules], dim=-1)

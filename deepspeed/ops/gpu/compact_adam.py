@@ -1,0 +1,226 @@
+"""The step of CompactAdam on a GPU: moments in one byte, weights rounded at random, many tensors in one launch.
+
+A program has some blocks of 256 elements of one tensor: it decodes their moments, updates, and encodes them again, with
+the operations of the reference (`deepspeed/ops/state_codes.py`) in their order, each rounded on its own.
+"""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops import native, state_codes
+from deepspeed.ops.adam.bias_correction import corrections
+from deepspeed.ops.multi_tensor import Launch
+
+WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
+_WORDS = tl.constexpr(WORDS)
+_BLOCK = tl.constexpr(state_codes.BLOCK)
+_BLOCKS = 4  # of a program
+_TYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
+_CODED = 3  # as a storage type: `enum ds_state_codes`
+
+_OFFSET = tl.constexpr(2.0**-8)
+_OFFSET_BITS = tl.constexpr(119 << 23)
+_TINY = tl.constexpr(1e-30)
+
+
+def _inverse(code: state_codes.Code) -> float:
+    return (torch.ones((), dtype=torch.float32) / code.span).item()
+
+
+_SIGNED_SPAN, _ROOT_SPAN = tl.constexpr(state_codes.SIGNED.span), tl.constexpr(state_codes.UNSIGNED.span)
+_SIGNED_INVERSE = tl.constexpr(_inverse(state_codes.SIGNED))
+_ROOT_INVERSE = tl.constexpr(_inverse(state_codes.UNSIGNED))
+_SIGNED_SHIFT, _ROOT_SHIFT = tl.constexpr(state_codes.SIGNED.shift), tl.constexpr(state_codes.UNSIGNED.shift)
+
+
+@triton.jit
+def _mixed(x):
+    x = (x ^ (x >> 16)) * tl.full((), 0x85EBCA6B, tl.uint32)
+    x = (x ^ (x >> 13)) * tl.full((), 0xC2B2AE35, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _decoded(codes, scale, INVERSE: tl.constexpr, SHIFT: tl.constexpr):
+    shifted = ((codes << SHIFT) + _OFFSET_BITS).to(tl.float32, bitcast=True)
+    return (shifted - _OFFSET) * INVERSE * scale
+
+
+@triton.jit
+def _scale_of(values, inside):
+    """[blocks, 1]: the largest magnitude of each block, that of a NaN above all; 0 if it counts as zero."""
+    bits = tl.where(inside, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    found = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    return tl.where(found < _TINY, 0.0, found)[:, None]
+
+
+@triton.jit
+def _encoded(magnitude, scale, random, SPAN: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr):
+    span = tl.full(scale.shape, SPAN, tl.float32)
+    factor = tl.where(scale == 0, 0.0, tl.div_rn(span, tl.where(scale == 0, 1.0, scale)))
+    share = tl.where(magnitude >= scale, SPAN, magnitude * factor)
+    share = tl.where(scale == 0, 0.0, share)
+    added = (random >> (32 - SHIFT)).to(tl.int32)
+    found = ((share + _OFFSET).to(tl.int32, bitcast=True) - _OFFSET_BITS + added) >> SHIFT
+    return tl.minimum(found, TOP)
+
+
+@triton.jit(do_not_specialize=["key", "grad_scale", "step_size", "inv_correction2", "decay"])
+def _compact_kernel(
+    segments,  # [n, _WORDS] int64
+    blocks,  # [programs, 2] int64: segment, first element
+    key,
+    grad_scale,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    decay,
+    l2,
+    step_size,
+    inv_correction2,
+    DECOUPLED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CODED: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    LOW: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = segments + tl.load(blocks + 2 * tl.program_id(0)) * _WORDS
+    first = tl.load(blocks + 2 * tl.program_id(0) + 1)
+    numel = tl.load(row + 8)
+    block = first // _BLOCK + tl.arange(0, BLOCKS)[:, None]
+    at = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    inside, is_block = at < numel, block * _BLOCK < numel
+    param_at = tl.load(row).to(tl.pointer_type(PARAM)) + at
+    p = tl.load(param_at, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(tl.load(row + 1).to(tl.pointer_type(GRAD)) + at, mask=inside, other=0.0)
+    g = grad.to(tl.float32) * grad_scale
+    index = tl.load(row + 9) + at
+    start = key.to(tl.uint32) + index.to(tl.uint32)
+    start += (index >> 32).to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
+    random = _mixed(start ^ g.to(tl.uint32, bitcast=True))
+    scale1_at = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + block
+    scale2_at = tl.load(row + 5).to(tl.pointer_type(tl.float32)) + block
+    if CODED:
+        codes1_at = tl.load(row + 2).to(tl.pointer_type(tl.uint8)) + at
+        codes2_at = tl.load(row + 3).to(tl.pointer_type(tl.uint8)) + at
+        codes1 = tl.load(codes1_at, mask=inside, other=0).to(tl.int32)
+        codes2 = tl.load(codes2_at, mask=inside, other=0).to(tl.int32)
+        scale1 = tl.load(scale1_at, mask=is_block, other=0.0)
+        scale2 = tl.load(scale2_at, mask=is_block, other=0.0)
+        m = _decoded(codes1 & 127, scale1, _SIGNED_INVERSE, _SIGNED_SHIFT)
+        m = tl.where(codes1 >= 128, -m, m)
+        root = _decoded(codes2, scale2, _ROOT_INVERSE, _ROOT_SHIFT)
+        v = root * root
+    else:
+        m_at = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + at
+        v_at = tl.load(row + 3).to(tl.pointer_type(tl.float32)) + at
+        m = tl.load(m_at, mask=inside, other=0.0)
+        v = tl.load(v_at, mask=inside, other=0.0)
+    if not DECOUPLED:
+        g = g + l2 * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + (rest2 * g) * g
+    root = tl.sqrt_rn(v)
+    p = p * decay - tl.div_rn(step_size * m, root * inv_correction2 + eps)
+    if CODED:
+        scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
+        tl.store(scale1_at, scale1, mask=is_block)
+        tl.store(scale2_at, scale2, mask=is_block)
+        more = random * tl.full((), 0x9E3779B1, tl.uint32)
+        codes1 = _encoded(tl.abs(m), scale1, more, _SIGNED_SPAN, _SIGNED_SHIFT, 127)
+        is_negative = (m.to(tl.int32, bitcast=True) < 0) & (codes1 > 0)
+        codes1 = codes1 | tl.where(is_negative, 128, 0)
+        codes2 = _encoded(root, scale2, random, _ROOT_SPAN, _ROOT_SHIFT, 255)
+        # Only zero is coded as zero: a parameter would leap if the root below its first moment were lost.
+        codes2 = tl.maximum(codes2, ((root > 0) & (scale2 > 0)).to(tl.int32))
+        tl.store(codes1_at, codes1.to(tl.uint8), mask=inside)
+        tl.store(codes2_at, codes2.to(tl.uint8), mask=inside)
+    else:
+        tl.store(m_at, m, mask=inside)
+        tl.store(v_at, v, mask=inside)
+    if STOCHASTIC:
+        bits = p.to(tl.uint32, bitcast=True)
+        rounded = (bits + (random & 0xFFFF)) >> 16
+        rounded = tl.where(p != p, 0x7FC0, rounded.to(tl.int32))
+        tl.store(param_at, rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(param_at, p.to(PARAM), mask=inside)
+    low = tl.load(row + 6)
+    tl.store(low.to(tl.pointer_type(LOW)) + at, p.to(LOW), mask=at < tl.where(low != 0, numel, 0))
+
+
+def step(
+    launch: Launch, steps: Sequence[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
+) -> None:
+    """One update of all segments of ``launch``; ``steps[i]`` counts it for segment i."""
+    if launch.uploaded is None:
+        words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, WORDS)
+        launch.uploaded = (words.to(launch.device, copy=True), {})
+    segments, tables = launch.uploaded
+    by_step = sorted(range(len(steps)), key=steps.__getitem__)
+    for count, members in groupby(by_step, key=steps.__getitem__):
+        taking_part = tuple(members)
+        if taking_part not in tables:
+            tables[taking_part] = _block_table(launch, taking_part)
+        if len(tables[taking_part]):
+            _run(launch, segments, tables[taking_part], count, group, decoupled, grad_scale)
+
+
+def _block_table(launch: Launch, members: tuple[int, ...]) -> Tensor:
+    numels = launch.words[WORDS - 2 :: WORDS]
+    each = _BLOCKS * state_codes.BLOCK
+    rows = [(i, start) for i in sorted(members) for start in range(0, numels[i], each)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(launch.device)
+
+
+def _run(
+    launch: Launch,
+    segments: Tensor,
+    blocks: Tensor,
+    count: int,
+    group: dict[str, Any],
+    decoupled: bool,
+    grad_scale: float,
+) -> None:
+    (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
+    step_size, inv_correction2 = corrections(group, count)
+    key = count * 0x9E3779B9 & 0xFFFFFFFF
+    with torch.cuda.device_of(segments):
+        _compact_kernel[(len(blocks),)](
+            segments,
+            blocks,
+            key - (1 << 32) if key >> 31 else key,
+            float(grad_scale),
+            float(beta1),
+            1.0 - beta1,
+            float(beta2),
+            1.0 - beta2,
+            float(group["eps"]),
+            1.0 - float(group["lr"]) * weight_decay if decoupled else 1.0,
+            float(weight_decay),
+            step_size,
+            inv_correction2,
+            DECOUPLED=bool(decoupled or weight_decay == 0),
+            STOCHASTIC=bool(group["stochastic_rounding"]) and _TYPES[storage.param] is tl.bfloat16,
+            CODED=storage.state == _CODED,
+            PARAM=_TYPES[storage.param],
+            GRAD=_TYPES[storage.grad],
+            LOW=_TYPES[storage.low_precision],
+            BLOCKS=_BLOCKS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,158 @@
+"""Rotation of queries and keys by their positions, and the store of keys and values in the paged cache."""
+
+# A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.gpu.types import FLOATS
+
+
+@triton.jit
+def _store_value(source, target, size, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    value = tl.load(source + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(target + column, value.to(target.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _turned(
+    at,  # a head of queries or of keys
+    weight,  # [size] of its norm, or None
+    cosines,  # [pairs] at the row's position
+    sines,
+    size,
+    pairs,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The head after its norm and the rotation, fp32 [BLOCK], which is written where it was."""
+    column = tl.arange(0, BLOCK)
+    inside, is_turned = column < size, column < 2 * pairs
+    if INTERLEAVED:
+        pair, other, is_first = column // 2, column ^ 1, column % 2 == 0
+    else:
+        is_first = column < pairs
+        pair = tl.where(is_first, column, column - pairs)
+        other = tl.where(is_first, column + pairs, column - pairs)
+    other = tl.where(is_turned, other, column)
+    x = tl.load(at + column, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+        x = x * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        y = y * factor * tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + pair, mask=is_turned & inside, other=1.0)
+    sine = tl.load(sines + pair, mask=is_turned & inside, other=0.0)
+    result = tl.where(is_first, x * cosine - y * sine, x * cosine + y * sine)
+    tl.debug_barrier()  # a number is read by the thread that has the other one of its pair, too
+    tl.store(at + column, result.to(at.dtype.element_ty), mask=inside)
+    return result
+
+
+@triton.jit
+def _rotary_kernel(
+    projected,  # [rows, heads of queries, of keys, of values]
+    cosines,  # [positions, pairs] fp32
+    sines,
+    positions,  # [rows] int64
+    blocks,  # [rows] int64: where keys and values of a row go
+    offsets,  # [rows] int64
+    keys,  # [blocks, kv_heads, key_size, block_size]
+    values,  # [blocks, kv_heads, block_size, value_size]
+    query_weight,  # [key_size], or None: norms of heads
+    key_weight,
+    width,
+    heads,
+    kv_heads,
+    key_size,
+    value_size,
+    block_size,
+    pairs,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    start = projected + row * width
+    block, offset = tl.load(blocks + row), tl.load(offsets + row)
+    angle = tl.load(positions + row) * pairs
+    if head < heads:
+        at = start + head * key_size
+        _turned(at, query_weight, cosines + angle, sines + angle, key_size, pairs, eps, INTERLEAVED, KEY)
+    elif head < heads + kv_heads:
+        key_at = start + head * key_size
+        key = _turned(
+            key_at, key_weight, cosines + angle, sines + angle, key_size, pairs, eps, INTERLEAVED, KEY
+        )
+        column = tl.arange(0, KEY)
+        place = ((block * kv_heads + head - heads) * key_size + column) * block_size + offset
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=column < key_size)
+    else:
+        number = head - heads - kv_heads
+        source = start + (heads + kv_heads) * key_size + number * value_size
+        target = values + ((block * kv_heads + number) * block_size + offset) * value_size
+        _store_value(source, target, value_size, VALUE)
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether there is a kernel for these types."""
+    return all(tensor is None or tensor.dtype in FLOATS for tensor in tensors)
+
+
+def rotate_and_store(
+    projected: Tensor,
+    tables: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    interleaved: bool = False,
+    weights: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotate the queries and keys in rows of ``projected`` [rows, (heads + kv heads) * key size + kv heads * value
+    size] in place, and store keys and values in ``pages``.
+
+    Args:
+        tables: cosines and sines [positions, pairs] in fp32.
+        positions: int64 [rows].
+        slots: blocks and offsets, int64 [rows].
+        pages: keys [blocks, kv heads, key size, block size], values [.., block size, value size].
+        weights: of norms of each head of queries and keys, which come first.
+    """
+    rows, width = projected.shape
+    keys, values = pages
+    _, kv_heads, key_size, block_size = keys.shape
+    query_weight, key_weight = weights or (None, None)
+    with torch.cuda.device_of(projected):
+        _rotary_kernel[(rows, heads + 2 * kv_heads)](
+            projected,
+            *tables,
+            positions,
+            *slots,
+            keys,
+            values,
+            query_weight,
+            key_weight,
+            width,
+            heads,
+            kv_heads,
+            key_size,
+            values.shape[3],
+            block_size,
+            tables[0].shape[1],
+            eps,
+            INTERLEAVED=interleaved,
+            KEY=triton.next_power_of_2(key_size),
+            VALUE=triton.next_power_of_2(values.shape[3]),
+            num_warps=1,
+        )
