@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.compression.split import CompressedColumns, CompressedRows, CompressedVocabulary
 from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, gather_from, reduce_from, split_to
@@ -33,6 +34,8 @@ __all__ = [
 class Embedding_Compress(Compressible, nn.Embedding):
     """An embedding whose table may be quantized."""
 
+    split_forms = {"vocabulary": CompressedVocabulary}
+
     def __init__(self, *kargs: Any, **kwargs: Any) -> None:
         nn.Embedding.__init__(self, *kargs, **kwargs)
         self._begin(nn.Embedding)
@@ -54,6 +57,8 @@ class Embedding_Compress(Compressible, nn.Embedding):
 
 class LinearLayer_Compress(Compressible, nn.Linear):
     """A linear layer whose weight and input may be quantized, and its weights, rows or heads pruned."""
+
+    split_forms = {"column": CompressedColumns, "row": CompressedRows}
 
     def __init__(self, *kargs: Any, bias: bool = True, **kwargs: Any) -> None:
         nn.Linear.__init__(self, *kargs, bias=bias, **kwargs)
@@ -90,8 +95,8 @@ class LinearLayer_Compress(Compressible, nn.Linear):
         heads = mask.numel()
         return (w.view(w.shape[0], heads, -1) * mask.view(1, heads, 1)).view(w.shape)
 
-    def compressed_weight(self) -> Tensor:
-        weight = super().compressed_weight()
+    def compressed(self, weight: Tensor) -> Tensor:
+        weight = super().compressed(weight)
         if self.row_pruning_enabled:
             weight = weight * self.get_mask("row")
         if self.head_pruning_enabled:

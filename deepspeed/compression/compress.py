@@ -23,6 +23,7 @@ from deepspeed.compression.helper import (
 from deepspeed.compression.packed import pack_weights
 from deepspeed.compression.techniques import Compressible
 from deepspeed.runtime.config import load_source
+from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import logger
 
@@ -207,7 +208,6 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
     _refuse_taken(inner)
-    _refuse_split(check_deepspeed_config(deepspeed_config))
     if section[keys.LAYER_REDUCTION][keys.LAYER_REDUCTION_ENABLED]:
         if teacher_model is None:
             raise ValueError("layer_reduction starts the student from a teacher: pass teacher_model=")
@@ -232,12 +232,14 @@ def _refuse_taken(module: nn.Module) -> None:
         )
 
 
-def _refuse_split(config: Mapping[str, Any]) -> None:
-    size = config.get("tensor_parallel", {}).get("autotp_size", 0)
-    if isinstance(size, int) and size > 1:
+def _refuse_split(module: nn.Module) -> None:
+    name = next(
+        (name for name, each in module.named_modules() if isinstance(each, TensorParallelLayer)), None
+    )
+    if name is not None:
         raise ValueError(
-            f"tensor_parallel.autotp_size={size} with compression_training: layers that were prepared are not split in "
-            "this release; leave one of them out"
+            f"redundancy_clean needs whole layers, but {name} is split over tensor-parallel ranks: save a checkpoint, "
+            "load it into a model that init_compression has prepared, without tensor_parallel, and clean that"
         )
 
 
@@ -254,6 +256,7 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     """
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
+    _refuse_split(inner)
     if inner is not model and any(
         "_ds_state_access" in vars(p) or hasattr(p, "ds_home") for p in inner.parameters()
     ):

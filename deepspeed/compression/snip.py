@@ -85,7 +85,7 @@ class SnipMomentum:
             value, slope = weight(module.weight), gradient(module.weight)
             if value is None or slope is None:
                 continue
-            product = value.detach().float().mul(slope.float()).abs_()
+            product = module.whole(value.detach().float().mul(slope.float()).abs_())
             if not bool(product.isfinite().all()):
                 continue  # an overflow, whose step is skipped
             scores_of(module).mul_(MOMENTUM).add_(product.view(scores_of(module).shape))

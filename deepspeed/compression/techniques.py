@@ -172,18 +172,37 @@ class Compressible(nn.Module):
         self.weight_quantization_enabled = False
         self.weight_quantization_enabled_in_forward = False
 
-    def _quantized_in_forward(self) -> Tensor:
-        weight = self.weight
-        if not (self.weight_quantization_enabled and self.weight_quantization_enabled_in_forward):
-            return weight
-        return self.quantized_now(weight, self.weight_rounding if self.training else NEAREST)
-
     def compressed_weight(self) -> Tensor:
-        """What forward computes with: quantized, then masked."""
-        weight = self._quantized_in_forward()
-        if self.sparse_pruning_enabled and self.sparse_pruning_method:
+        """What forward computes with."""
+        return self.compressed(self.weight)
+
+    def compressed(self, weight: Tensor) -> Tensor:
+        """``weight`` (whole, of this module's shape), quantized, then masked. Its gradient is one of single
+        elements."""
+        if self._quantizes_in_forward():
+            weight = self.quantized_now(weight, self.weight_rounding if self.training else NEAREST)
+        if self._prunes("sparse"):
             weight = weight * self.get_mask("sparse")
         return weight
+
+    def changes_weight(self) -> bool:
+        """Whether ``compressed`` does anything at this step."""
+        return self._quantizes_in_forward() or any(self._prunes(kind) for kind in _PRUNING)
+
+    def _quantizes_in_forward(self) -> bool:
+        return self.weight_quantization_enabled and self.weight_quantization_enabled_in_forward
+
+    def _prunes(self, kind: str) -> bool:
+        mine = vars(self)
+        return bool(mine.get(f"{kind}_pruning_enabled") and mine.get(f"{kind}_pruning_method"))
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor of which this rank has the part that it has of the weight, without a gradient."""
+        return tensor
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The opposite of ``whole``."""
+        return whole
 
     # Activation quantization --------------------------------------------------------------------------------
 
@@ -253,8 +272,12 @@ class Compressible(nn.Module):
             return self._buffers[f"{pruning_type}_pruning_mask"]  # type: ignore[return-value]
         scores = "head_pruning_scores" if pruning_type == "head" else f"{pruning_type}_mask_scores"
         return TopKBinarizer.apply(
-            getattr(self, scores), getattr(self, f"{pruning_type}_pruning_ratio"), False
+            self._learned(scores), getattr(self, f"{pruning_type}_pruning_ratio"), False
         )
+
+    def _learned(self, name: str) -> Tensor:
+        """Scores by their name, for use in forward."""
+        return getattr(self, name)
 
     def _drop_mask(self, kind: str) -> None:
         """The mask has become permanent."""

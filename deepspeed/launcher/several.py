@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from deepspeed.launcher import ports, ssh
+from deepspeed.launcher import ports, srun, ssh
 from deepspeed.launcher.addresses import check_connection, master_address
 from deepspeed.launcher.arguments import choose_port, encode_world_info, launch_arguments
 from deepspeed.launcher.constants import PDSH_LAUNCHER, SSH_LAUNCHER
@@ -22,7 +22,7 @@ from deepspeed.launcher.devices import is_this_machine
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exports import exports
 from deepspeed.launcher.hostfile import checked_host
-from deepspeed.launcher.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner
+from deepspeed.launcher.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner, SlurmRunner
 from deepspeed.launcher.supervision import supervise
 
 logger = logging.getLogger("deepspeed.launcher")
@@ -141,6 +141,8 @@ def _by_program(
         return functools.partial(_run_pdsh, command, end, environment)
     command = cast("list[str]", runner.get_cmd(environment, active))
     logger.debug("%s", shlex.join(command))
+    if isinstance(runner, SlurmRunner):
+        return functools.partial(srun.run, command, environment)
     return functools.partial(supervise, command, environment, what=command[0])
 
 

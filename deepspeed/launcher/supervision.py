@@ -37,12 +37,14 @@ def supervise(
     what: str = "the launcher",
     ends_by: int | None = None,
     stdin: int | None = None,
+    errors_to: Callable[[bytes], None] | None = None,
 ) -> int:
     """Runs the launcher and forwards signals to it; returns the exit code when no process of the job is left.
 
     ``asked_by`` is given a function that stops the launcher with a signal, for requests that do not come as signals.
     ``what`` is the command's name in messages; ``ends_by`` the only signal that it is sent, if others do not end it;
-    ``stdin`` its standard input, as `subprocess` takes it.
+    ``stdin`` its standard input, as `subprocess` takes it; ``errors_to`` is given what it writes to standard error,
+    which it shares with us otherwise.
     """
     adopt_orphans()
     not_ours = own_children()
@@ -52,10 +54,12 @@ def supervise(
         command,
         env=environment,
         stdin=stdin,
+        stderr=None if errors_to is None else subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_end_with_this_process(os.getpid()),
     )
     asked: list[int] = []
+    reader = None if errors_to is None else _reader(process, errors_to)
 
     def hand_on(signum: int, frame: FrameType | None = None) -> None:
         if signum == START_ANEW:  # no request to end
@@ -80,11 +84,25 @@ def supervise(
                 shutil.rmtree(left_behind, ignore_errors=True)
         if code != 0:
             kill_descendants(not_ours)
+        if reader is not None:
+            reader.join(timeout=LAST_RESORT_S)
     if (
         code == -signal.SIGKILL and asked
     ):  # a busy machine: it did not end in time, but this is not why it ended
         return 128 + asked[0]
     return code if code >= 0 else 128 - code
+
+
+def _reader(process: subprocess.Popen[bytes], errors_to: Callable[[bytes], None]) -> threading.Thread:
+    def read() -> None:
+        assert process.stderr is not None
+        with process.stderr as stream:
+            while chunk := os.read(stream.fileno(), 65536):
+                errors_to(chunk)
+
+    thread = threading.Thread(target=read, name="standard error", daemon=True)
+    thread.start()
+    return thread
 
 
 def _end_with_this_process(own_pid: int) -> Callable[[], None] | None:

@@ -174,8 +174,6 @@ def test_single_precision_quantizes_in_forward_only() -> None:
     )
     with pytest.raises(ValueError, match="quantize_weight_in_forward=false"):
         engine_of(section)
-    with pytest.raises(ValueError, match="autotp_size=2"):
-        init_compression(Bert(), {**section, "tensor_parallel": {"autotp_size": 2}})
 
 
 @distributed(world_size=1)

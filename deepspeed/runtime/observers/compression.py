@@ -51,6 +51,8 @@ class CompressionSchedule:
         self.engine = engine
         self.scheduler = engine.compression_scheduler = scheduler
         self.pruners: list[SnipMomentum] = vars(engine.module).get("pruners", [])
+        for pruner in self.pruners:  # layers that are split have others in their places
+            pruner.modules = {name: engine.module.get_submodule(name) for name in pruner.modules}  # type: ignore[misc]
         self.written = self._find_written()
         self.follow()
         engine.events.on("after_step", self.after_step)
@@ -90,7 +92,9 @@ class CompressionSchedule:
     @torch.no_grad()
     def _write(self) -> None:
         for module in self.written:
-            module.weight.data.copy_(module.quantized_now(module.weight.data, module.weight_rounding))
+            weight = module.weight.data
+            now = module.quantized_now(module.whole(weight), module.weight_rounding)
+            weight.copy_(module.part(now))
 
     def score(self) -> None:
         access = self.engine.state_access

@@ -45,21 +45,17 @@ class Curvature:
     """
 
     def __init__(self, engine: EngineBase, section: EigenvalueConfig) -> None:
-        if engine.plan.zero.shard_params:
-            raise DeepSpeedConfigError(
-                "quantize_training.eigenvalue.enabled=true with zero_optimization.stage=3: the second derivative needs "
-                "whole weights; use stage 2"
-            )
         self.engine = engine
         self.values: dict[int, tuple[float, int]] = {}
         self.measure = Eigenvalue(**section.model_dump(exclude={"enabled"}))
         self.measure.get_layers(engine.module)
         self._forward = contextlib.ExitStack()
+        self._whole = contextlib.ExitStack()
         events = engine.events
         events.on("before_forward", self.before_forward)
-        for event in ("after_forward", "on_error"):
-            events.on(event, self.after_forward)
+        events.on("after_forward", self.after_forward)
         events.on("before_backward", self.before_backward)
+        events.on("on_error", self.give_up)
         if engine.monitor.enabled and is_rank_zero():
             events.on("after_step", self.write)
         self._new = False
@@ -72,16 +68,28 @@ class Curvature:
         return wanted and engine.is_gradient_accumulation_boundary() and engine.module.training
 
     def before_forward(self, **_: Any) -> None:
-        """Fused kernels of attention have no second derivative."""
-        if torch.is_grad_enabled() and self._due():
-            self._forward.enter_context(sdpa_kernel(SDPBackend.MATH))
+        """Fused kernels of attention have no second derivative. At stage 3 all weights are gathered until the
+        eigenvalues are known, as each of them needs the derivatives of all layers behind it many times."""
+        if not torch.is_grad_enabled() or not self._due():
+            return
+        self._forward.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if self.engine.plan.zero.shard_params:
+            self._whole.close()  # of a forward without a backward
+            self._whole.enter_context(GatheredParameters(list(self.engine.module.parameters())))
 
     def after_forward(self, **_: Any) -> None:
         self._forward.close()
 
+    def give_up(self, **_: Any) -> None:
+        self._forward.close()
+        self._whole.close()
+
     def before_backward(self, *, loss: Tensor | None, **_: Any) -> None:
-        if loss is None or not self._due():
-            return
+        with self._whole:
+            if loss is not None and self._due():
+                self._measure(loss)
+
+    def _measure(self, loss: Tensor) -> None:
         layers = list(self.measure.get_layers(self.engine.module))[: self.measure.layer_num]
         blocks = [[param for param in layer.parameters() if param.requires_grad] for layer in layers]
         flat = [param for block in blocks for param in block]

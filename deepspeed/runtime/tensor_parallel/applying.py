@@ -13,7 +13,13 @@ from deepspeed.checkpoint.placement import place, placement_of
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.tensor_parallel.cuts import replicated
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
-from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer, SharedInput, part_of
+from deepspeed.runtime.tensor_parallel.layers import (
+    LinearAllreduce,
+    LinearLayer,
+    SharedInput,
+    forms_of,
+    part_of,
+)
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, reduce_from
 from deepspeed.runtime.tensor_parallel.planning.arguments import change_argument
 from deepspeed.runtime.tensor_parallel.planning.attributes import change_attribute
@@ -101,7 +107,7 @@ def _change_layer(
             raise PlanError(f"weight and bias of {path} are cut differently")
         shared = plan.inputs.get(path)
         given: Any = _same_input if shared is None else inputs[shared]
-        made: nn.Module = LinearLayer(
+        made: nn.Module = forms_of(layer).get("column", LinearLayer)(
             _known_linear(layer),
             group,
             gather_output=weight.gather,
@@ -110,7 +116,9 @@ def _change_layer(
             name=path,
         )
     else:
-        made = LinearAllreduce(_known_linear(layer), group, cut=weight.cut, name=path)
+        made = forms_of(layer).get("row", LinearAllreduce)(
+            _known_linear(layer), group, cut=weight.cut, name=path
+        )
     made.train(layer.training)
     for name, old in layer.named_parameters(recurse=False):
         became(old, getattr(made, name))
@@ -132,12 +140,13 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
     weight = bias = None
     for path, layer in layers:
         if path in plan.heads:
-            made: Any = LinearLayer(
+            made: Any = forms_of(layer).get("column", LinearLayer)(
                 _known_linear(layer), group, cut=plan.cut, weight=weight, stand_in=True, name=path
             )
             bias = made.bias = made.bias if bias is None else bias
         else:
-            made = VocabParallelEmbedding(layer, group, cut=plan.cut, weight=weight, name=path)  # type: ignore[arg-type]
+            spread = forms_of(layer).get("vocabulary", VocabParallelEmbedding)
+            made = spread(layer, group, cut=plan.cut, weight=weight, name=path)
         weight = made.weight
         _replace(module, layer, made.train(layer.training))
     for old, new in zip(olds, (weight, bias), strict=False):
@@ -150,6 +159,11 @@ def _spread_vocabulary(module: nn.Module, plan: VocabularyPlan, group: Communica
 
 
 def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator, became: Became) -> None:
+    if forms_of(layer):
+        raise PlanError(
+            f"{type(layer).__name__} cannot be split along the {plan.cut.dim}. dim of its {name}: leave it out of "
+            "compression_training's groups, or out of the tensor-parallel plan"
+        )
     old: Any = getattr(layer, name)
     with GatheredParameters([old]), torch.no_grad():
         new = part_of(old, plan.cut, group)
@@ -162,7 +176,7 @@ def _slice(layer: nn.Module, name: str, plan: ParameterPlan, group: Communicator
 def _known_linear(layer: nn.Module) -> nn.Module:
     """``layer`` itself, or a plain linear layer in its place if it is a kind of ``nn.Linear`` that computes the same in
     its own way, as its graph has shown."""
-    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or forms_of(layer):
         return layer
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
     plain.weight, plain.bias = layer.weight, layer.bias

@@ -139,6 +139,12 @@ def check_ranks(cut: Cut, group: Communicator, size: int) -> None:
         )
 
 
+def forms_of(module: nn.Module) -> Mapping[str, type[Any]]:
+    """The classes that a layer of its own kind (a compressed one) names for itself when it is split: "column", "row",
+    "vocabulary"."""
+    return getattr(type(module), "split_forms", {})
+
+
 _PART = "_ds_tp_part"
 """Attribute of a parameter that is whole for now: the part that it was."""
 
@@ -228,6 +234,10 @@ class _ParallelLinear(TensorParallelLayer):
             cuts[id(self.bias)] = self.cut.along(0)
         return [(param, cuts[id(param)]) for param in param_list if id(param) in cuts]
 
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias that forward computes with."""
+        return self.weight, self.bias
+
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """``weight`` may be a module instead, which has it in another form and computes the product with it."""
         if isinstance(weight, nn.Module):
@@ -299,11 +309,15 @@ class LinearLayer(_ParallelLinear):
         self._keep(module, own, own=skip_partition)
         self._tell_sizes()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def operands(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.weight, self.bias
-        if self._overlaps:
-            weight = shared_weight(weight, self.group, self.cut)
-            bias = None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
+        if not self._overlaps:
+            return weight, bias
+        weight = shared_weight(weight, self.group, self.cut)
+        return weight, None if bias is None else shared_weight(bias, self.group, self.cut.along(0))
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.operands()
         if self.overlap_comm and self.group.size > 1 and not torch.is_autocast_enabled(input.device.type):
             weight = weight.t() if self.transposed else weight
             output = column_product(input, weight, bias, self.group, self.sequence)
@@ -364,8 +378,8 @@ class LinearAllreduce(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         if self.split_input:
             input = split_to(input, self.group, self.cut.along(-1))
-        output = self._product(input, self.weight, None)
-        bias = self.bias
+        weight, bias = self.operands()
+        output = self._product(input, weight, None)
         if self.sequence is None:
             output = sum_own(output, self.group)
         else:
@@ -376,7 +390,7 @@ class LinearAllreduce(_ParallelLinear):
 
 def _is_transposed(module: nn.Module) -> bool:
     """Whether the weight is [inputs, outputs]. ValueError: what the layer computes is not known."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or forms_of(module)):
         return False
     if any(base.__name__ == "Conv1D" and hasattr(module, "nf") for base in type(module).__mro__):
         return True

@@ -11,6 +11,7 @@ Transformer Models, 2022):
     gather_sequence     all-gather       reduce-scatter
     scatter_sequence    reduce-scatter   all-gather
     shared_weight       identity         all-reduce of what several ranks hold
+    whole_weight        all-gather       own part
 
 All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input where that is
 one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
@@ -40,6 +41,7 @@ __all__ = [
     "split_sequence",
     "split_to",
     "sum_own",
+    "whole_weight",
 ]
 
 
@@ -111,6 +113,13 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
     if group.size == 1 or (cut is not None and not cut.shared()):
         return weight
     return _SharedWeight.apply(weight, group, cut)
+
+
+@untraced
+def whole_weight(weight: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The whole of a weight of which each rank has its part by ``cut``, of which it uses that part only, changed by
+    what it needs the whole for (a quantization's range)."""
+    return weight if group.size == 1 else _WholeWeight.apply(weight, group, cut)
 
 
 class _Copy(torch.autograd.Function):
@@ -240,6 +249,18 @@ class _SharedWeight(torch.autograd.Function):
         if ctx.cut is None:
             return _summed(grad, ctx.group), None, None
         return _summed_where_shared(grad, ctx.group, ctx.cut), None, None
+
+
+class _WholeWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: Communicator, cut: Cut) -> Tensor:
+        ctx.rank, ctx.cut = group.rank, cut
+        return _whole(weight, group, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.cut.take(grad, ctx.rank), None, None
 
 
 # --- Moving bytes, outside autograd ---------------------------------------------------------------------------
