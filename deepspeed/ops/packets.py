@@ -1,5 +1,5 @@
-"""Packets of a few bits per element (``deepspeed/comm/codecs.py``), made and read in one pass: on the host by the native
-library, on GPUs by a Triton kernel."""
+"""Packets of a few bits per element (``deepspeed/comm/codecs.py``), made and read in one pass: on the host by the
+native library, on GPUs by a Triton kernel."""
 
 from __future__ import annotations
 
