@@ -99,6 +99,7 @@ def test_the_record_says_what_was_trained(
     assert [row[TOKENS] for row in rows[1:]] == [7 * samples] * 4
     events = [(each["event"], each["step"]) for each in history.answer(-1, -1)["events"]]
     assert events == [("start", 0), ("saved", 5), ("end", 5)]
+    assert history.state["saved"] == {"step": 5, "text": f"{tmp_path / 'out'}/global_step5"}
     run = history.state["run"]
     assert (run["ranks"], run["stage"], run["device"]) == (engine.world_size, 2, "cpu")
     assert not list((tmp_path / "jobs").glob("*.json"))
