@@ -22,11 +22,11 @@ from deepspeed.monitor.live import jobs, recorder
 from deepspeed.monitor.live.command import Follower
 from deepspeed.monitor.live.ranks import RankStates
 from deepspeed.monitor.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.observers import step_parts
 from deepspeed.runtime.observers.live_line import VARIABLE
 from deepspeed.runtime.observers.live_page import Pulse
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import logger
 from tests.engine.test_step_cost import calls_of, engine_step, operations_of
 from tests.pool import distributed
