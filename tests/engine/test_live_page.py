@@ -22,11 +22,11 @@ from deepspeed.monitor.live import jobs, recorder
 from deepspeed.monitor.live.command import Follower
 from deepspeed.monitor.live.ranks import RankStates
 from deepspeed.monitor.live.record import FIRST, LAST, LOSS, LR, NAME, NORM, TOKENS
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.observers import step_parts
 from deepspeed.runtime.observers.live_line import VARIABLE
 from deepspeed.runtime.observers.live_page import Pulse
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.utils import logger
 from tests.engine.test_step_cost import calls_of, engine_step, operations_of
 from tests.pool import distributed
@@ -99,6 +99,7 @@ def test_the_record_says_what_was_trained(
     assert [row[TOKENS] for row in rows[1:]] == [7 * samples] * 4
     events = [(each["event"], each["step"]) for each in history.answer(-1, -1)["events"]]
     assert events == [("start", 0), ("saved", 5), ("end", 5)]
+    assert history.state["saved"] == {"step": 5, "text": f"{tmp_path / 'out'}/global_step5"}
     run = history.state["run"]
     assert (run["ranks"], run["stage"], run["device"]) == (engine.world_size, 2, "cpu")
     assert not list((tmp_path / "jobs").glob("*.json"))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 NAME = "history.jsonl"
 VERSION = 1
 
-SPANS = ("forward", "backward", "inner", "reduction", "update")
+SPANS: tuple[str, ...] = ("forward", "backward", "inner", "reduction", "update")
 """Parts of a step in milliseconds; ``backward`` is ``inner`` and the exposed ``reduction``."""
 
 COLUMNS = (

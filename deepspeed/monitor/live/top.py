@@ -118,7 +118,7 @@ def _pretty(jobs: list[Job], ranks: bool) -> Any:
             *(Text(cell, style="bold red" if bad and i == 9 else "") for i, cell in enumerate(cells))
         )
     below = [Text(line) for line in notes(jobs, ranks, now)]
-    return Group(table, *below, Text("Ctrl-C ends", style="dim"))
+    return Group(table, *below)
 
 
 _LEFT = {"job", "curve", "ranks", "state", "page"}

@@ -195,7 +195,8 @@ class LivePage:
 
     def after_save(self, *, save_dir: Any, tag: Any, **_: Any) -> None:
         assert self.recorder is not None
-        self.recorder.put_event("saved", self.engine.global_steps, _where(save_dir, tag))
+        step = self.engine.global_steps
+        self.recorder.put_event("saved", step, _where(save_dir, tag or f"global_step{step}"))
 
     def after_load(self, *, load_dir: Any, tag: Any, **_: Any) -> None:
         """Steps and samples have jumped."""
