@@ -56,6 +56,25 @@ DS_API void ds_adam(const ds_segment *segments, int64_t count, const ds_storage 
                     double beta2, double eps, double weight_decay, double grad_scale, int32_t bias_correction,
                     int32_t decoupled, int32_t threads);
 
+/* momentum = beta * momentum + (1 - beta) * (grad_scale * grad), for gradients of `dtype`. */
+DS_API void ds_follow_momentum(float *momentum, const void *grad, int32_t dtype, int64_t numel, double grad_scale,
+                               double beta, int32_t threads);
+
+/* One fp32 tensor, updated by a momentum over the root of a variance that stays. */
+typedef struct ds_frozen_update {
+    float *param;
+    const float *momentum, *variance;
+    float *agreed, *local; /* null, or: `agreed` decays, `local` sums up what updates take away, `param` is the rest */
+    void *low_precision;   /* null, or where `param` goes, rounded to `dtype` */
+    int64_t numel;
+    int32_t dtype;
+    int32_t keeps_param; /* with `local`: `param` is left for later */
+} ds_frozen_update;
+
+/* param = decay * param - rate * momentum / (sqrt(variance / variance_correction) + eps). */
+DS_API void ds_frozen_step(const ds_frozen_update *update, double variance_correction, double eps, double rate,
+                           double decay, int32_t threads);
+
 /* One tensor, or a part of it from a multiple of 256 elements on, of a step with moments in 8 bits. */
 typedef struct ds_compact_segment {
     void *param; /* updated in place */

@@ -75,6 +75,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_dropout": (None, (_pointer, _int32)),
     "ds_sparse_attention_forward": (_int32, (_pointer, _int32)),
     "ds_sparse_attention_backward": (_int32, (_pointer, _int32)),
+    "ds_follow_momentum": (None, (_pointer, _pointer, _int32, _int64, _double, _double, _int32)),
+    "ds_frozen_step": (None, (_pointer, *[_double] * 4, _int32)),
     "ds_encode": (None, (_pointer, _pointer, _int32, _pointer, _int32)),
     "ds_decode": (None, (_pointer, _pointer, *[_int32] * 3)),
     "ds_encode_floats": (_int32, (_pointer, _pointer, *[_int32] * 2)),

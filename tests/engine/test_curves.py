@@ -63,7 +63,7 @@ def test_loss_and_rate_of_every_step(tmp_path: Path, stage: int) -> None:
     else:
         found = curves(folder)
         samples = [engine.train_batch_size() * step for step in (1, 2, 3)]
-        assert found.keys() == {"train_loss", "lr"}
+        assert found.keys() == {"train_loss", "lr", "bytes_sent_within_host", "bytes_sent_across_hosts"}
         for name, values in (("train_loss", losses), ("lr", rates)):
             assert [x for x, _ in found[name]] == samples
             assert [y for _, y in found[name]] == pytest.approx(values, rel=1e-6)

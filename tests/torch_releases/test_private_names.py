@@ -45,7 +45,6 @@ NAMES: dict[str, str | None] = {
     "torch._foreach_mul_": None,
     "torch._foreach_sqrt": None,
     "torch._foreach_sub_": None,
-    "torch._foreach_zero_": None,
     "torch._functorch.config.enable_autograd_cache": None,
     "torch._functorch.config.patch": None,  # a context manager: compile/backend.py
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack": "",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.comm.collectives import Communicator
+from deepspeed.ops import momentum as momentum_kernels
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
 from deepspeed.runtime.optim.sign_exchange import SignExchange
@@ -219,6 +220,8 @@ def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
 def follow(momenta: Sequence[Tensor], grads: Sequence[Tensor], grad_scale: float, beta1: float) -> None:
     """``momenta`` = beta1 * momenta + (1 - beta1) * grad_scale * grads."""
     for whole, source in zip(momenta, grads, strict=True):
+        if momentum_kernels.follow(whole, source, grad_scale, beta1):
+            continue
         for momentum, grad in pieces(whole, source):
             wide = grad.to(torch.float32, copy=True)
             if grad_scale != 1.0:

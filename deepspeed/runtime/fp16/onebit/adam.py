@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
 from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces
@@ -112,6 +113,9 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             state["step"] += 1
             step = float(state["step"])
             second, rate = corrections(group, step, min(step, self.freeze_step))
+            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
+            if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
+                continue
             for w, m, v, rounded in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
                 w.mul_(decay).sub_((m / root(v, second, group["eps"])).mul_(rate).to(w.dtype))
                 if rounded is not None:

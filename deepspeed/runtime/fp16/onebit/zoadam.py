@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.runtime.fp16.onebit.adam import adam_defaults, corrections, root
@@ -190,10 +191,23 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], 0.0
         for master, state, low in zip(part.masters, states, part.lows, strict=True):
             second, rate = self._corrections(state, group)
+            if not since:
+                state[SYNCED].copy_(master)
+            if frozen_step(
+                master,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                low,
+                variance_correction=second,
+                eps=group["eps"],
+                rate=rate,
+                decay=decay,
+                local=(state[SYNCED], state[LOCAL]),
+                keeps_param=exchanges,
+            ):
+                continue
             own = (master, state["exp_avg"], state["exp_avg_sq"], state[SYNCED], state[LOCAL], low)
             for w, m, v, synced, local, rounded in pieces(*own):
-                if not since:
-                    synced.copy_(w)
                 synced.mul_(decay)
                 local.add_((m / root(v, second, group["eps"])).mul_(rate))
                 if not exchanges:
