@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         request = make_request(args)
         found = answer(request)
-        advice = advise(found) if found.lacking() else None
+        # With --choices the table says what would fit, of more than can be advised.
+        advice = advise(found) if found.lacking() and not args.choices else None
         parts = dict(_times(args, found))
     except (DeepSpeedConfigError, ModelError, step_time.TimeError, CalibrationError) as error:
         print(f"ds plan: {error}", file=sys.stderr)

@@ -37,8 +37,8 @@ _SET_HERE = ("zero_optimization", "steps_per_print", "wall_clock_breakdown", "mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """``batch``: `module:function` that returns one, for a model of one's own. ``threads``: of a rank; 0: the
-    processors shared out."""
+    """``batch``: `module:function` that returns one, for a model of one's own. ``steps``: of each stage, or as many as
+    take ``seconds``. ``threads``: of a rank; 0: the processors shared out."""
 
     model: str
     config: Mapping[str, Any]
@@ -48,6 +48,7 @@ class Asked:
     stages: Sequence[int] = STAGES
     steps: int = 7
     warmup: int = 3
+    seconds: float = 2.0
     threads: int = 0
     python: str = field(default=sys.executable)
 
@@ -160,6 +161,7 @@ def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[st
             "stages": list(asked.stages),
             "steps": asked.steps,
             "warmup": asked.warmup,
+            "seconds": asked.seconds,
             "result": str(result),
         }
         given.write_text(json.dumps(job), encoding="utf-8")

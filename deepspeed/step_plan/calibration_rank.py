@@ -27,7 +27,7 @@ from deepspeed.step_plan.user_model import call_of, loss_of
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 """Bytes that a rank sends in a collective that is timed."""
-ENOUGH_S, MOST_STEPS = 2.0, 60
+MOST_STEPS = 60
 
 
 class Trained:
@@ -76,12 +76,14 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def timed(trained: Trained, steps: int, warmup: int, world: Communicator) -> dict[str, float]:
+def timed(trained: Trained, steps: int, warmup: int, seconds: float, world: Communicator) -> dict[str, float]:
     """Medians over ``steps``, as ``calibration.Steps``; over more where they are short, since their times vary."""
     taken = [sum(trained.step()) for _ in range(warmup)]
-    slowest = torch.tensor([taken[-1] if taken else ENOUGH_S], device=trained.device)
+    slowest = torch.tensor([taken[-1] if taken else seconds], device=trained.device)
     world.all_reduce_max(slowest).wait()
-    rows = [trained.step() for _ in range(max(steps, min(MOST_STEPS, int(ENOUGH_S / float(slowest)))))]
+    rows = [
+        trained.step() for _ in range(max(steps, min(MOST_STEPS, int(seconds / max(1e-9, float(slowest))))))
+    ]
     whole = [sum(row) for row in rows]
     forward, backward, update = (statistics.median(row[i] for row in rows) for i in range(3))
     step = statistics.median(whole)
@@ -231,7 +233,9 @@ def main() -> None:
     for stage in given["stages"]:
         config = {**given["config"], "zero_optimization": {**given["zero"], "stage": stage}}
         trained = Trained(given["model"], given["batch"], config, given["micro"], given["sequence"])
-        found["steps"][f"{world.size}/{stage}"] = timed(trained, given["steps"], given["warmup"], world)
+        found["steps"][f"{world.size}/{stage}"] = timed(
+            trained, given["steps"], given["warmup"], given["seconds"], world
+        )
         if stage == 0 and world.size == 1:
             found["shares"] = shares_of(trained)
         if stage == 3 and world.size > 1:

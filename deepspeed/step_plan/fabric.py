@@ -48,13 +48,15 @@ class Passage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
     """``ranks_per_node`` of the whole job. ``background``: a collective of two parts does not need the thread that
-    waits between them (as on devices); else the second begins when somebody waits (gloo)."""
+    waits between them (as on devices); else the second begins when somebody waits (gloo). ``crowded``: the share of a
+    link that is reached where more than two nodes all send to all others at once."""
 
     ranks_per_node: int
     between: Network
     inside: Network
     costs: Costs = Costs()
     background: bool = True
+    crowded: float = 1.0
 
     def resources(self) -> dict[str, Link]:
         """Fresh links, for one simulation."""
@@ -82,20 +84,31 @@ class Fabric:
         if operation == "broadcast":
             hops = math.ceil(math.log2(group.ranks))
             return [self._passage(nbytes * group.ranks / (group.ranks - 1), group, start * hops, 0.0)]
-        return [self._passage(nbytes, group, start, work, direct=operation in ("fetch", "all_to_all"))]
+        fetched = operation == "fetch"
+        direct = fetched or operation == "all_to_all"
+        return [self._passage(nbytes, group, start, work, direct=direct, fetched=fetched)]
 
     def _passage(
-        self, nbytes: float, group: Group, start: float, work: float, *, direct: bool = False
+        self,
+        nbytes: float,
+        group: Group,
+        start: float,
+        work: float,
+        *,
+        direct: bool = False,
+        fetched: bool = False,
     ) -> Passage:
-        """``direct``: every rank exchanges with every other, those of a node not first among themselves."""
+        """``direct``: every rank exchanges with every other, those of a node not first among themselves. ``fetched``:
+        each asks when it wants to, so that not all meet."""
         own = nbytes * (group.ranks - 1) / group.ranks
         network = self.between if group.nodes > 1 else self.inside
         latency = start + network.latency
+        reached = self.crowded if group.nodes > 2 and not fetched else 1.0
         if group.nodes == 1:
             return Passage(INSIDE, own * self.ranks_per_node, latency, work * own)
         beside = max(1, self.ranks_per_node // max(1, group.per_node))  # other groups share the node's link
         leaving = nbytes * (group.nodes - 1) / group.nodes * beside * (group.per_node if direct else 1)
-        return Passage(BETWEEN, leaving, latency, work * own)
+        return Passage(BETWEEN, leaving / reached, latency, work * own)
 
     def point_to_point(self, nbytes: float, apart: int) -> float:
         """Seconds to send to the next stage, where ``apart`` ranks work on the same samples: within the node if all of

@@ -210,7 +210,14 @@ def user_batch() -> dict[str, torch.Tensor]:
 )
 def test_a_real_one(model: str, batch: str | None, tmp_path: Path) -> None:
     asked = Asked(
-        model=model, batch=batch, config=config(0), sequence=TOKENS, stages=(0, 3), steps=2, warmup=1
+        model=model,
+        batch=batch,
+        config=config(0),
+        sequence=TOKENS,
+        stages=(0, 3),
+        steps=2,
+        warmup=1,
+        seconds=0,
     )
     found = calibrate(asked, tell=lambda text: None)
     assert set(found.steps) == {"1/0", "1/3", "2/0", "2/3"}
