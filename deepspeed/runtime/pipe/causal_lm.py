@@ -293,11 +293,13 @@ class CutModel(PipelineModule):
         from deepspeed.runtime.transforms.sequence_shards import shard_of_pair
 
         def batch_fn(batch: Any) -> Any:
-            pair = pair_of(batch)
-            return shard_of_pair(*pair, mesh) if self.training else pair
+            if not self.training:  # whole sequences
+                return pair_of(batch)
+            inputs, labels = pair_of(batch)
+            return shard_of_pair(inputs, labels, mesh)
 
         def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-            if not self.training:  # whole sequences
+            if not self.training:
                 return own(logits, labels)
             return token_mean(own.of_next(logits, labels), (labels != IGNORED).sum(), group)
 
