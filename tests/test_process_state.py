@@ -76,6 +76,7 @@ STATE = {
     "memory_plan/counted.py:choice_within()": "of a model on paper and a budget: advice asks again for each change",
     "memory_plan/machine.py:_host_total()": "of the machine",
     "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
+    "ops/gpu/__init__.py:_has_triton()": "of the installation",
     "ops/aio/engine.py:library()": "native library",
     "ops/gds/cufile.py:library()": "native library",
     "ops/gds/gds.py:why_not()": "of the machine",

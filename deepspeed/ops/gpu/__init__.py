@@ -28,7 +28,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@cache
 def _new_enough(device: torch.device) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] >= OLDEST
 
