@@ -136,16 +136,16 @@ def sparse(report: Report, arguments: argparse.Namespace) -> None:
 def sparse_row(name: str, config: SparsityConfig, length: int, arguments: argparse.Namespace) -> list[str]:
     layout = config.make_layout(length)
     plan, causal = TilePlan(layout, config.block), getattr(config, "attention", "") == "unidirectional"
-    of = [_drawn(1, 12, length, 64, dtype=arguments.dtype) for _ in range(3)]
+    q, k, v = (_drawn(1, 12, length, 64, dtype=arguments.dtype) for _ in range(3))
 
     def run() -> Tensor:
-        return block_attention(*of, plan, Masks(causal=causal), 0.125)
+        return block_attention(q, k, v, plan, Masks(causal=causal), 0.125)
 
     def dense() -> Tensor:
-        return functional.scaled_dot_product_attention(*of, is_causal=causal)
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     name = f"{name}, blocks of {config.block}, density {float(layout.float().mean()):.3f}"
-    return [name, *compared(run, dense, of, arguments.rounds)]
+    return [name, *compared(run, dense, [q, k, v], arguments.rounds)]
 
 
 def paged(report: Report, arguments: argparse.Namespace) -> None:

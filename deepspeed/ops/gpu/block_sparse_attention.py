@@ -11,7 +11,7 @@ Not yet run on a GPU: compiled for sm_80, sm_89, sm_90 and sm_100 and run in Tri
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple

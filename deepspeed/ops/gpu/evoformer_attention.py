@@ -395,7 +395,7 @@ def backward_tile(q: Tensor) -> Tile:
 
 
 def _programs(q: Tensor, tokens: int, tile: Tile) -> tuple[int]:
-    return (q.shape[0] * q.shape[1] * q.shape[3] * triton.cdiv(tokens, tile.rows),)
+    return (q.shape[0] * q.shape[1] * q.shape[3] * -(-tokens // tile.rows),)
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[float | int, ...]:

@@ -52,7 +52,7 @@ def _layout(plan: TilePlan, device: torch.device, causal: bool) -> Any:
 
     if (device, causal) not in plan.on_devices:
         by_rows, by_columns = (
-            Lists(*(x.to(device) for x in (each.starts, each.columns, each.layout_of)), each.longest)
+            Lists(each.starts.to(device), each.columns.to(device), each.layout_of.to(device), each.longest)
             for each in plan.lists(causal=causal)
         )
         members = [torch.tensor(heads, device=device) for heads in plan.heads_of]
