@@ -211,7 +211,9 @@ def rounded_product(input: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
                 whole, scales, *shape, bits=matrix.bits, columns=matrix.columns, dtype=input.dtype
             )
     values = (whole * scales).to(input.dtype)
-    return functional.linear(values, matrix.values(input.dtype), bias)
+    return functional.linear(
+        values, matrix.values(input.dtype), None if bias is None else bias.to(input.dtype)
+    )
 
 
 def quantized_product(

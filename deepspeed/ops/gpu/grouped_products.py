@@ -6,7 +6,7 @@ the most tiles that there can be; those that have none end at once.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any

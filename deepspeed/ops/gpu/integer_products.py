@@ -6,7 +6,7 @@ in a word, each multiplied with the columns of the input that it belongs to.
 """
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

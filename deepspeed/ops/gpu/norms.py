@@ -216,7 +216,7 @@ class AddedNorm(torch.autograd.Function):
                 num_warps=_warps(size),
             )
         of_parameters = [
-            None if given is None else made.sum(0).to(given.dtype)
+            None if given is None or made is None else made.sum(0).to(given.dtype)
             for given, made in zip((weight, bias), sums, strict=True)
         ]
         of_residual = of_total if ctx.needs_input_grad[1] else None

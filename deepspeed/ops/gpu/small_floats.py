@@ -6,7 +6,10 @@ bytes. Everything but stochastic rounding has the bits of the reference in PyTor
 
 # A kernel is Triton, not Python: the types of its arguments mean nothing to a type checker.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -186,7 +189,7 @@ def decode(
             )
 
 
-def _format(group: int, exponent: int, mantissa: int, codes: int) -> dict[str, int | bool]:
+def _format(group: int, exponent: int, mantissa: int, codes: int) -> dict[str, Any]:
     bits = 1 + exponent + mantissa
     cell = 1 if bits in (4, 8) else 3
     return {
