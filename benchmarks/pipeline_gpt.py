@@ -164,7 +164,7 @@ class PipelineRank:
         self.optimizer.step()
         self.optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(list(self.model.parameters()), self.masters)
+            torch._foreach_copy_(list(self.model.parameters()), [*self.masters])
         return total
 
     def _accumulate(self) -> None:
