@@ -83,8 +83,8 @@ def pairs(width: int, tokens: int) -> Iterator[Pair]:
     for codec in (BlockCodec(8), BlockCodec(4), SignCodec()):
         made = torch.empty(codec.nbytes(flat.numel()), device="cuda", dtype=torch.uint8)
         yield (
-            f"packets of {codec.bits} bits",
-            lambda codec=codec, made=made: packets.encode(made, flat, codec.bits, codec.block),
+            f"packets {codec}",
+            lambda codec=codec, made=made: packets.encode(made, flat, codec.codes, codec.block),
             lambda codec=codec: codec.pack(flat),
             flat.nbytes + made.nbytes,
         )

@@ -90,7 +90,7 @@ class FP_Quantize(Quantizer):
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         self.num_groups = -(-input.numel() // self.group_size)
         values, found = input.detach(), None
-        if not stochastic_mode:
+        if not stochastic_mode and not gpu.usable(values):
             found = self._on_host(values, form, return_meta_tensor)
         if found is None:
             found = self._in_torch(values, form, stochastic_mode, return_meta_tensor)

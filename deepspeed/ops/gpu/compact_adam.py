@@ -28,8 +28,13 @@ _BLOCKS = 4  # of a program
 _TYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
 _CODED = 3  # as a storage type: `enum ds_state_codes`
 
-_OFFSET = tl.constexpr(2.0**-8)
-_OFFSET_BITS = tl.constexpr(119 << 23)
+_OFFSET = tl.constexpr(2.0**-15)  # ``c`` of the reference
+_BASE = tl.constexpr(112 << 23)  # its bits
+_ABOVE = tl.constexpr(1 + 2.0**-22)
+_SIGNED_LAST = tl.constexpr((112 << 23) + (state_codes.SIGNED.top << state_codes.SIGNED.shift))
+_ROOT_LAST = tl.constexpr((112 << 23) + (state_codes.UNSIGNED.top << state_codes.UNSIGNED.shift))
+_SIGNED_DITHER = tl.constexpr((1 << state_codes.SIGNED.shift) - 1)
+_ROOT_DITHER = tl.constexpr(32 - state_codes.UNSIGNED.shift)
 _TINY = tl.constexpr(1e-30)
 
 
@@ -45,14 +50,14 @@ _SIGNED_SHIFT, _ROOT_SHIFT = tl.constexpr(state_codes.SIGNED.shift), tl.constexp
 
 @triton.jit
 def _mixed(x):
-    x = (x ^ (x >> 16)) * tl.full((), 0x85EBCA6B, tl.uint32)
-    x = (x ^ (x >> 13)) * tl.full((), 0xC2B2AE35, tl.uint32)
+    x = x * tl.full((), 0x85EBCA6B, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), 0xC2B2AE35, tl.uint32)
     return x ^ (x >> 16)
 
 
 @triton.jit
 def _decoded(codes, scale, INVERSE: tl.constexpr, SHIFT: tl.constexpr):
-    shifted = ((codes << SHIFT) + _OFFSET_BITS).to(tl.float32, bitcast=True)
+    shifted = ((codes << SHIFT) | _BASE).to(tl.float32, bitcast=True)
     return (shifted - _OFFSET) * INVERSE * scale
 
 
@@ -65,14 +70,12 @@ def _scale_of(values, inside):
 
 
 @triton.jit
-def _encoded(magnitude, scale, random, SPAN: tl.constexpr, SHIFT: tl.constexpr, TOP: tl.constexpr):
+def _encoded(magnitude, scale, dither, SPAN: tl.constexpr, SHIFT: tl.constexpr, LAST: tl.constexpr):
     span = tl.full(scale.shape, SPAN, tl.float32)
-    factor = tl.where(scale == 0, 0.0, tl.div_rn(span, tl.where(scale == 0, 1.0, scale)))
-    share = tl.where(magnitude >= scale, SPAN, magnitude * factor)
-    share = tl.where(scale == 0, 0.0, share)
-    added = (random >> (32 - SHIFT)).to(tl.int32)
-    found = ((share + _OFFSET).to(tl.int32, bitcast=True) - _OFFSET_BITS + added) >> SHIFT
-    return tl.minimum(found, TOP)
+    factor = tl.where(scale == 0, 0.0, tl.div_rn(span, tl.where(scale == 0, 1.0, scale)) * _ABOVE)
+    # Never negative; the bits of a NaN without its sign are above all others, and so have the last code.
+    bits = (magnitude * factor + _OFFSET).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return ((tl.minimum(bits, LAST) + dither.to(tl.int32)) >> SHIFT) & 0xFF
 
 
 @triton.jit(do_not_specialize=["key", "grad_scale", "step_size", "inv_correction2", "decay"])
@@ -109,7 +112,7 @@ def _compact_kernel(
     grad = tl.load(tl.load(row + 1).to(tl.pointer_type(GRAD)) + at, mask=inside, other=0.0)
     g = grad.to(tl.float32) * grad_scale
     index = tl.load(row + 9) + at
-    start = key.to(tl.uint32) + index.to(tl.uint32)
+    start = key.to(tl.uint32) + index.to(tl.uint32) * tl.full((), 0x9E3779B1, tl.uint32)
     start += (index >> 32).to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
     random = _mixed(start ^ g.to(tl.uint32, bitcast=True))
     scale1_at = tl.load(row + 4).to(tl.pointer_type(tl.float32)) + block
@@ -140,11 +143,11 @@ def _compact_kernel(
         scale1, scale2 = _scale_of(m, inside), _scale_of(root, inside)
         tl.store(scale1_at, scale1, mask=is_block)
         tl.store(scale2_at, scale2, mask=is_block)
-        more = random * tl.full((), 0x9E3779B1, tl.uint32)
-        codes1 = _encoded(tl.abs(m), scale1, more, _SIGNED_SPAN, _SIGNED_SHIFT, 127)
-        is_negative = (m.to(tl.int32, bitcast=True) < 0) & (codes1 > 0)
-        codes1 = codes1 | tl.where(is_negative, 128, 0)
-        codes2 = _encoded(root, scale2, random, _ROOT_SPAN, _ROOT_SHIFT, 255)
+        codes1 = _encoded(
+            tl.abs(m), scale1, random & _SIGNED_DITHER, _SIGNED_SPAN, _SIGNED_SHIFT, _SIGNED_LAST
+        )
+        codes1 = codes1 | ((m.to(tl.int32, bitcast=True) >> 24) & 128)
+        codes2 = _encoded(root, scale2, random >> _ROOT_DITHER, _ROOT_SPAN, _ROOT_SHIFT, _ROOT_LAST)
         # Only zero is coded as zero: a parameter would leap if the root below its first moment were lost.
         codes2 = tl.maximum(codes2, ((root > 0) & (scale2 > 0)).to(tl.int32))
         tl.store(codes1_at, codes1.to(tl.uint8), mask=inside)
@@ -198,7 +201,7 @@ def _run(
 ) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
     step_size, inv_correction2 = corrections(group, count)
-    key = count * 0x9E3779B9 & 0xFFFFFFFF
+    key = count * 0xC2B2AE3D & 0xFFFFFFFF
     with torch.cuda.device_of(segments):
         _compact_kernel[(len(blocks),)](
             segments,

@@ -122,7 +122,7 @@ def _draw_kernel(
         where = first + tl.argmax(clock, 0)
         place = tl.where(here > best, where.to(tl.int64), place)
         best = tl.maximum(best, here)
-    wrong += (best == float("-inf")).to(tl.int32)
+    wrong += tl.where(best == float("-inf"), 1, 0)
     tl.store(out + row, tl.where(wrong > 0, tl.cast(-1, tl.int64), place))
 
 

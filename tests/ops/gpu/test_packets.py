@@ -22,7 +22,7 @@ def packets_of(codec: Codec, values: torch.Tensor, errors: torch.Tensor | None =
     from deepspeed.ops.gpu import packets
 
     made = torch.full((*values.shape[:-1], codec.nbytes(values.shape[-1])), 77, dtype=torch.uint8)
-    packets.encode(made, values, codec.bits, codec.block, errors)
+    packets.encode(made, values, codec.codes, codec.block, errors)
     return made
 
 
@@ -40,7 +40,7 @@ def test_the_same_packets(codec: Codec, dtype: torch.dtype) -> None:
         found = packets_of(codec, values)
         assert torch.equal(found, codec.pack(values))
         decoded = torch.empty(shape)
-        packets.decode(found, decoded, codec.bits, codec.block)
+        packets.decode(found, decoded, codec.codes, codec.block)
         torch.testing.assert_close(decoded, codec.unpack(found, shape[-1]), rtol=0, atol=0, equal_nan=True)
 
 
@@ -55,7 +55,7 @@ def test_errors_are_fed_back_and_rows_are_summed(codec: Codec) -> None:
     assert torch.equal(found, codec.pack(wanted))
     assert torch.equal(errors, wanted - codec.unpack(found, 300))
     total = torch.empty(300)
-    packets.decode(found, total, codec.bits, codec.block, total=True)
+    packets.decode(found, total, codec.codes, codec.block, total=True)
     exact = torch.zeros(300)
     for row in codec.unpack(found, 300):
         exact += row
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stays_visible(wrong: float) -> None:
     values[3] = wrong
     for codec in CODECS[:2]:
         decoded = torch.empty(512)
-        packets.decode(packets_of(codec, values), decoded, codec.bits, codec.block)
+        packets.decode(packets_of(codec, values), decoded, codec.codes, codec.block)
         assert not decoded[:256].isfinite().any() and decoded[256:].eq(1).all()
 
 
@@ -83,7 +83,7 @@ def test_packets_compile() -> None:
         for codec in (BlockCodec(8), BlockCodec(4), SignCodec()):
             values, errors = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2, 4096)
             made = torch.empty(2, codec.nbytes(4096), dtype=torch.uint8)
-            packets.encode(made, values, codec.bits, codec.block, errors)
-            packets.decode(made, errors[0], codec.bits, codec.block, total=True)
+            packets.encode(made, values, codec.codes, codec.block, errors)
+            packets.decode(made, errors[0], codec.codes, codec.block, total=True)
 
     assert built(all_of_them) == {"_encode_integers_kernel", "_encode_signs_kernel", "_decode_kernel"}
