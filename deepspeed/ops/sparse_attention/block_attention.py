@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.attention_blocks import kernel_for
 from deepspeed.ops.sparse_attention import gpu_attention
@@ -118,6 +119,7 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         plan, (grad,) = ctx.plan, grads

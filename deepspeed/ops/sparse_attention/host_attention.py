@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from deepspeed.ops import native
 
@@ -111,6 +112,7 @@ class HostAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         masks, rows, block, causal, scale = ctx.rest

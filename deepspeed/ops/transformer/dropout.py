@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.ops import gpu, native
@@ -84,6 +85,7 @@ class _Dropout(torch.autograd.Function):
         return dropped(x, ratio, seed, residual)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         of_x = dropped(grad, ctx.ratio, ctx.seed) if ctx.needs_input_grad[0] else None

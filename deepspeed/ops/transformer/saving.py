@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.ops.transformer.dropout import dropped, new_seed, runs_here
@@ -23,6 +24,7 @@ class InvertibleLayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         out, weight, bias, rstd = ctx.saved_tensors
@@ -72,6 +74,7 @@ class DroppedWeights(torch.autograd.Function):
         return result @ value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weights, kept, value = ctx.saved_tensors
