@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator
 from deepspeed.compression.split import CompressedColumns, CompressedRows, CompressedVocabulary
-from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape
+from deepspeed.compression.techniques import TOPK, Compressible, QuantAct, _shape, tokens
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.mappings import copy_to, gather_from, reduce_from, split_to
 from deepspeed.utils import groups
@@ -110,7 +110,7 @@ class LinearLayer_Compress(Compressible, nn.Linear):
 
     def forward(self, input: Tensor, skip_bias_add: bool = False) -> Any:
         """With ``skip_bias_add``: (output without the bias, bias)."""
-        inputs = self._quantized_input(input, _rows(input))
+        inputs = self._quantized_input(input, tokens(input))
         if skip_bias_add:
             return F.linear(inputs, self.compressed_weight()), self.compressed_bias()
         return F.linear(inputs, self.compressed_weight(), self.compressed_bias())
@@ -262,11 +262,6 @@ class BNLayer_Compress(Compressible, nn.BatchNorm2d):
         elif self.affine:
             self.weight.data, self.bias.data = self.weight.data * kept, self.bias.data * kept
         vars(self).pop("mask_from", None)
-
-
-def _rows(inputs: Tensor) -> int:
-    """Tokens, each of which has a range of its own."""
-    return max(inputs.numel() // inputs.shape[-1], 1)
 
 
 def _described(layer: Compressible) -> str:

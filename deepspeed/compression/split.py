@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.compression.techniques import Compressible, tokens
 from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
-from deepspeed.runtime.tensor_parallel.mappings import gather_from, shared_weight, whole_weight
+from deepspeed.runtime.tensor_parallel.mappings import gather_from, shared_weight, whole_of_part
 
 if TYPE_CHECKING:
-    from deepspeed.compression.techniques import Compressible
     from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
 
     class _Split(TensorParallelLayer, Compressible):
@@ -56,7 +56,7 @@ class _InParts(_Split):
     def _compressed_part(self, weight: Tensor) -> Tensor:
         if not self.changes_weight():
             return weight
-        return self.part(self.compressed(whole_weight(weight, self.group, self.cut)))
+        return self.part(self.compressed(whole_of_part(weight, self.group, self.cut)))
 
 
 class CompressedColumns(_InParts, LinearLayer):
@@ -70,7 +70,7 @@ class CompressedColumns(_InParts, LinearLayer):
         return self._compressed_part(weight), bias
 
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return super()._product(self._quantized_input(inputs, _tokens(inputs)), weight, bias)
+        return super()._product(self._quantized_input(inputs, tokens(inputs)), weight, bias)
 
 
 class CompressedRows(_InParts, LinearAllreduce):
@@ -86,14 +86,10 @@ class CompressedRows(_InParts, LinearAllreduce):
     def _product(self, inputs: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         if self.activation_quantization_enabled and self.activation_quantizer is not None:
             cut = self.cut.along(-1)  # a token's range is that of all its features
-            whole = whole_weight(inputs, self.group, cut)
-            inputs = cut.take(self._quantized_input(whole, _tokens(whole)), self.group.rank)
+            whole = whole_of_part(inputs, self.group, cut)
+            inputs = cut.take(self._quantized_input(whole, tokens(whole)), self.group.rank)
         return super()._product(inputs, weight, bias)
 
 
 class CompressedVocabulary(_InParts, VocabParallelEmbedding):
     """An embedding of which each rank has a part of the vocabulary."""
-
-
-def _tokens(inputs: Tensor) -> int:
-    return max(inputs.numel() // inputs.shape[-1], 1)

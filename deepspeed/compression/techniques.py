@@ -319,6 +319,11 @@ class Compressible(nn.Module):
             bias.data = bias.data * kept
 
 
+def tokens(inputs: Tensor) -> int:
+    """Rows of a linear layer's input, each of which has a range of its own."""
+    return max(inputs.numel() // inputs.shape[-1], 1)
+
+
 def _shape(weight: Tensor) -> torch.Size:
     """Also of a weight that ``zero.Init`` has partitioned."""
     return getattr(weight, "ds_shape", weight.shape)

@@ -16,48 +16,18 @@ from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
-from tests.compression.models import config, technique
+from tests.compression.models import HEADS_HALF, ROWS, SNIP, config, technique
 from tests.pool import distributed
 
 pytest.importorskip("transformers")
 
 STEPS = 6
-SNIP: dict[str, Any] = {
-    "sparse_pruning": {
-        "shared_parameters": {
-            "enabled": True,
-            "schedule_offset": 1,
-            "schedule_offset_end": 4,
-            "schedule_offset_stride": 2,
-            "method": "snip_momentum",
-            "block_pattern": "1x4",
-            "dense_ratio": 0.5,
-            "excluded_modules": ["classifier", "pooler"],
-        },
-        "different_groups": {},
-    }
-}
 WEIGHTS = technique(
     "weight_quantization",
     ["attention.self", "intermediate", "word_embeddings"],
     {"start_bits": 8, "target_bits": 4, "quantization_period": 2},
     quantize_weight_in_forward=True,
     quantize_groups=4,
-)
-ROWS = technique(
-    "row_pruning",
-    ["intermediate.dense"],
-    {"dense_ratio": 0.5},
-    [["layer.\\w+.output.dense"]],
-    method="topk",
-)
-HEADS = technique(
-    "head_pruning",
-    ["attention.output.dense"],
-    {"dense_ratio": 0.5},
-    [["self.query", "self.key", "self.value"]],
-    method="topk",
-    num_heads=4,
 )
 
 
@@ -102,7 +72,7 @@ def section_of(stage: int, ranges: str, ranks: int = 2, **more: Any) -> dict[str
         inputs,
         SNIP,
         ROWS,
-        HEADS,
+        HEADS_HALF,
         zero_optimization={"stage": stage},
         optimizer={"type": "Adam", "params": {"lr": 0.01}},
         **more,

@@ -130,6 +130,21 @@ HEADS_HALF = technique(
     method="topk",
     num_heads=HEADS,
 )
+SNIP: dict[str, Any] = {
+    "sparse_pruning": {
+        "shared_parameters": {
+            "enabled": True,
+            "schedule_offset": 1,
+            "schedule_offset_end": 4,
+            "schedule_offset_stride": 2,
+            "method": "snip_momentum",
+            "block_pattern": "1x4",
+            "dense_ratio": 0.5,
+            "excluded_modules": ["classifier", "pooler"],
+        },
+        "different_groups": {},
+    }
+}
 
 
 def batch(seed: int, size: int = 4) -> tuple[Tensor, Tensor]:

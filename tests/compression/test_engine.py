@@ -15,25 +15,20 @@ from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.techniques import Compressible
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.compression.models import ACTIVATIONS, HEADS_HALF, ROWS, WEIGHTS, Bert, batch, config, technique
+from tests.compression.models import (
+    ACTIVATIONS,
+    HEADS_HALF,
+    ROWS,
+    SNIP,
+    WEIGHTS,
+    Bert,
+    batch,
+    config,
+    technique,
+)
 from tests.pool import distributed
 
 STEPS = 6
-SNIP: dict[str, Any] = {
-    "sparse_pruning": {
-        "shared_parameters": {
-            "enabled": True,
-            "schedule_offset": 1,
-            "schedule_offset_end": 4,
-            "schedule_offset_stride": 2,
-            "method": "snip_momentum",
-            "block_pattern": "1x4",
-            "dense_ratio": 0.5,
-            "excluded_modules": ["classifier"],
-        },
-        "different_groups": {},
-    }
-}
 
 
 def asked(stage: int, **more: Any) -> dict[str, Any]:

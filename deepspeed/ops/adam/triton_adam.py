@@ -11,17 +11,15 @@ tables]).
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from deepspeed.ops import native
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch
+from deepspeed.ops.segment_blocks import Round, rounds
 
 BLOCK = 4096  # elements per program
 _DTYPES = {code: getattr(tl, str(dtype).removeprefix("torch.")) for dtype, code in native.DTYPE_CODES.items()}
@@ -77,51 +75,21 @@ def _adam_kernel(
     tl.store(low_at, p.to(LOW), mask=offsets < tl.where(low_address != 0, numel, 0))
 
 
-class _Uploaded(NamedTuple):
-    segments: Tensor  # [n, SEGMENT_WORDS] int64 on the device
-    blocks: dict[tuple[int, ...], Tensor]  # by participating segments: [programs, 2] int64 on the device
-
-
 def step(
     launch: Launch, steps: list[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
 ) -> None:
     """One update of all segments of `launch`; `steps[i]` counts it for segment i."""
-    if launch.uploaded is None:
-        words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, native.SEGMENT_WORDS)
-        launch.uploaded = _Uploaded(words.to(launch.device, copy=True), {})
-    uploaded: _Uploaded = launch.uploaded
-    # Usually one round: step counts differ only if some tensors had no gradient for a while.
-    by_step = sorted(range(len(steps)), key=steps.__getitem__)
-    for count, members in groupby(by_step, key=steps.__getitem__):
-        taking_part = tuple(members)
-        if taking_part not in uploaded.blocks:
-            uploaded.blocks[taking_part] = _block_table(launch, taking_part)
-        _run(launch, uploaded, uploaded.blocks[taking_part], count, group, decoupled, grad_scale)
+    for each in rounds(launch, steps, BLOCK, native.SEGMENT_WORDS - 1):
+        _run(launch, each, group, decoupled, grad_scale)
 
 
-def _block_table(launch: Launch, members: tuple[int, ...]) -> Tensor:
-    numels = launch.words[native.SEGMENT_WORDS - 1 :: native.SEGMENT_WORDS]
-    rows = [(i, start) for i in sorted(members) for start in range(0, numels[i], BLOCK)]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(launch.device)
-
-
-def _run(
-    launch: Launch,
-    uploaded: _Uploaded,
-    blocks: Tensor,
-    count: int,
-    group: dict[str, Any],
-    decoupled: bool,
-    grad_scale: float,
-) -> None:
-    if len(blocks) == 0:
-        return
+def _run(launch: Launch, part: Round, group: dict[str, Any], decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
-    step_size, inv_correction2 = corrections(group, count)
+    step_size, inv_correction2 = corrections(group, part.steps)
     storage = launch.storage
-    _adam_kernel[(len(blocks),)](
-        uploaded.segments,
-        blocks,
+    _adam_kernel[(len(part.blocks),)](
+        part.segments,
+        part.blocks,
         float(grad_scale),
         float(beta1),
         1.0 - beta1,

@@ -89,12 +89,7 @@ class FP_Quantize(Quantizer):
         form = self._format(q_bits)
         self.orig_dtype, self.orig_shape = input.dtype, input.shape
         self.num_groups = -(-input.numel() // self.group_size)
-        values, found = input.detach(), None
-        if not stochastic_mode and not gpu.usable(values):
-            found = self._on_host(values, form, return_meta_tensor)
-        if found is None:
-            found = self._in_torch(values, form, stochastic_mode, return_meta_tensor)
-        codes, self.scale = found
+        codes, self.scale = self._packed(input.detach(), form, stochastic_mode, return_meta_tensor)
         if not return_meta_tensor:
             return codes
         same = q_bits == 8 and codes.numel() == input.numel()
@@ -192,18 +187,28 @@ class FP_Quantize(Quantizer):
             )
         return FORMATS[bits]
 
-    def _codes_and_scales(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        """Packed codes [groups, bytes] and scales [groups, 1]: on a GPU by a Triton kernel."""
-        if gpu.usable(x):
-            from deepspeed.ops.gpu import small_floats  # imports Triton
+    def _packed(self, x: Tensor, form: Format, stochastic: bool, apart: bool) -> tuple[Tensor, Tensor]:
+        """Codes [groups, bytes], with scales at the end of each row unless these are ``apart``, and scales [groups, 1]:
+        by a kernel of the device, or of the host if it is to the nearest, or in PyTorch."""
+        found = self._on_gpu(x, form, stochastic)
+        if found is None and not stochastic:
+            both = self._on_host(x, form, apart)
+            if both is not None:
+                return both
+        codes, scale = found or self._in_torch(x, form, stochastic)
+        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
 
-            if small_floats.takes(x, self.group_size):
-                seed = int(torch.randint(2**31, ()).item()) if stochastic else None
-                parts = form.exponent, form.mantissa, form.codes, form.largest
-                return small_floats.encode(x, self.group_size, *parts, seed=seed)
-        groups = self._grouped(x)
-        scale = _scales(groups, form)
-        return self._encode(groups / scale, form, stochastic), scale
+    def _on_gpu(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales; None: there is no kernel for it."""
+        if not gpu.usable(x):
+            return None
+        from deepspeed.ops.gpu import small_floats  # imports Triton
+
+        if not small_floats.takes(x, self.group_size):
+            return None
+        seed = int(torch.randint(2**31, ()).item()) if stochastic else None
+        parts = form.exponent, form.mantissa, form.codes, form.largest
+        return small_floats.encode(x, self.group_size, *parts, seed=seed)
 
     def _grouped(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1).to(torch.float32)
@@ -215,13 +220,13 @@ class FP_Quantize(Quantizer):
             return x.clamp_(-form.largest, form.largest).to(torch.float8_e4m3fn).view(torch.uint8)
         return pack(form.encode(x, stochastic=stochastic), form.bits)
 
-    def _in_torch(self, values: Tensor, form: Format, stochastic: bool, apart: bool) -> tuple[Tensor, Tensor]:
-        """Codes, with scales at the end of each row unless these are ``apart``, and scales."""
-        codes, scale = self._codes_and_scales(values, form, stochastic)
-        return (codes if apart else torch.cat([codes, scale.view(torch.uint8)], dim=1)), scale
+    def _in_torch(self, x: Tensor, form: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
+        groups = self._grouped(x)
+        scale = _scales(groups, form)
+        return self._encode(groups / scale, form, stochastic), scale
 
     def _on_host(self, values: Tensor, form: Format, apart: bool) -> tuple[Tensor, Tensor] | None:
-        """The same from the kernels of the host, rounded to nearest; None: they cannot."""
+        """What ``_packed`` returns; None: there is no kernel for it."""
         if not native.is_native(values):
             return None
         width = self.group_size * form.bits // 8

@@ -9,17 +9,16 @@ the operations of the reference (`deepspeed/ops/state_codes.py`) in their order,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from deepspeed.ops import native, state_codes
 from deepspeed.ops.adam.bias_correction import corrections
 from deepspeed.ops.multi_tensor import Launch
+from deepspeed.ops.segment_blocks import Round, rounds
 
 WORDS = 10  # of a segment: param, grad, two moments, two scales, low_precision, step, numel, start
 _WORDS = tl.constexpr(WORDS)
@@ -170,42 +169,18 @@ def step(
     launch: Launch, steps: Sequence[int], group: dict[str, Any], *, decoupled: bool, grad_scale: float
 ) -> None:
     """One update of all segments of ``launch``; ``steps[i]`` counts it for segment i."""
-    if launch.uploaded is None:
-        words = torch.frombuffer(launch.words, dtype=torch.int64).view(-1, WORDS)
-        launch.uploaded = (words.to(launch.device, copy=True), {})
-    segments, tables = launch.uploaded
-    by_step = sorted(range(len(steps)), key=steps.__getitem__)
-    for count, members in groupby(by_step, key=steps.__getitem__):
-        taking_part = tuple(members)
-        if taking_part not in tables:
-            tables[taking_part] = _block_table(launch, taking_part)
-        if len(tables[taking_part]):
-            _run(launch, segments, tables[taking_part], count, group, decoupled, grad_scale)
+    for each in rounds(launch, steps, _BLOCKS * state_codes.BLOCK, WORDS - 2):
+        _run(launch, each, group, decoupled, grad_scale)
 
 
-def _block_table(launch: Launch, members: tuple[int, ...]) -> Tensor:
-    numels = launch.words[WORDS - 2 :: WORDS]
-    each = _BLOCKS * state_codes.BLOCK
-    rows = [(i, start) for i in sorted(members) for start in range(0, numels[i], each)]
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(launch.device)
-
-
-def _run(
-    launch: Launch,
-    segments: Tensor,
-    blocks: Tensor,
-    count: int,
-    group: dict[str, Any],
-    decoupled: bool,
-    grad_scale: float,
-) -> None:
+def _run(launch: Launch, part: Round, group: dict[str, Any], decoupled: bool, grad_scale: float) -> None:
     (beta1, beta2), weight_decay, storage = group["betas"], group["weight_decay"], launch.storage
-    step_size, inv_correction2 = corrections(group, count)
-    key = count * 0xC2B2AE3D & 0xFFFFFFFF
-    with torch.cuda.device_of(segments):
-        _compact_kernel[(len(blocks),)](
-            segments,
-            blocks,
+    step_size, inv_correction2 = corrections(group, part.steps)
+    key = part.steps * 0xC2B2AE3D & 0xFFFFFFFF
+    with torch.cuda.device_of(part.segments):
+        _compact_kernel[(len(part.blocks),)](
+            part.segments,
+            part.blocks,
             key - (1 << 32) if key >> 31 else key,
             float(grad_scale),
             float(beta1),

@@ -11,7 +11,7 @@ Transformer Models, 2022):
     gather_sequence     all-gather       reduce-scatter
     scatter_sequence    reduce-scatter   all-gather
     shared_weight       identity         all-reduce of what several ranks hold
-    whole_weight        all-gather       own part
+    whole_of_part       all-gather       own part
 
 All are collective over the ranks of the ``Communicator``, in forward or backward, and return their input where that is
 one rank. Sums are the communicator's: in rank order, in fp32, rounded once.
@@ -41,7 +41,7 @@ __all__ = [
     "split_sequence",
     "split_to",
     "sum_own",
-    "whole_weight",
+    "whole_of_part",
 ]
 
 
@@ -116,10 +116,10 @@ def shared_weight(weight: Tensor, group: Communicator, cut: Cut | None = None) -
 
 
 @untraced
-def whole_weight(weight: Tensor, group: Communicator, cut: Cut) -> Tensor:
-    """The whole of a weight of which each rank has its part by ``cut``, of which it uses that part only, changed by
-    what it needs the whole for (a quantization's range)."""
-    return weight if group.size == 1 else _WholeWeight.apply(weight, group, cut)
+def whole_of_part(part: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    """The whole of a tensor of which each rank has its part by ``cut``, and goes on with that part only, changed by
+    what it needs the whole for (the range of a quantization)."""
+    return part if group.size == 1 else _WholeOfPart.apply(part, group, cut)
 
 
 class _Copy(torch.autograd.Function):
@@ -251,11 +251,11 @@ class _SharedWeight(torch.autograd.Function):
         return _summed_where_shared(grad, ctx.group, ctx.cut), None, None
 
 
-class _WholeWeight(torch.autograd.Function):
+class _WholeOfPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Communicator, cut: Cut) -> Tensor:
+    def forward(ctx: Any, part: Tensor, group: Communicator, cut: Cut) -> Tensor:
         ctx.rank, ctx.cut = group.rank, cut
-        return _whole(weight, group, cut)
+        return _whole(part, group, cut)
 
     @staticmethod
     @once_differentiable
