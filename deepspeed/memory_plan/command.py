@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import os
@@ -35,6 +34,7 @@ from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
 from deepspeed.step_plan import command as step_time
 from deepspeed.step_plan.calibration import CalibrationError
 from deepspeed.step_plan.shapes import build_shape, is_shape
+from deepspeed.step_plan.user_model import NoSuchFunction, call_of
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
 
@@ -292,16 +292,10 @@ def build_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _call(name: str) -> nn.Module:
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"--model {name}: {error}") from error
-    finally:
-        sys.path.pop(0)
+        found = call_of(name)
+    except NoSuchFunction as error:
+        raise ModelError(f"--model {error}") from error
     _check_callable(name, found)
     with torch.device("meta"):
         made = found()
