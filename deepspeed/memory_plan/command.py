@@ -166,9 +166,8 @@ def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkT
     if link is not None:
         yield "link", link
     if step_time.is_asked(args):
-        split = found.request.split
         modules = partial(_spread_models, args, found.request)
-        yield "step", step_time.times_of(args, found, modules, 1 if split is None else split.tensor)
+        yield "step", step_time.times_of(args, found, modules)
 
 
 def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
@@ -218,7 +217,7 @@ def make_request(args: argparse.Namespace) -> Request:
         module=module,
         config=config,
         ranks=args.gpus * args.nodes // tensor,
-        split=Split(tensor=tensor) if tensor > 1 else None,
+        split=Split(tensor=tensor),
         ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
         nodes=args.nodes,
         device_type=device_type,

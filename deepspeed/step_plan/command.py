@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.memory_plan.request import Answer
+from deepspeed.memory_plan.split import Split
 from deepspeed.step_plan.calibrate import Asked, calibrate
 from deepspeed.step_plan.calibration import Calibration, CalibrationError, load
 from deepspeed.step_plan.choices import Choices, Search, samples_of
@@ -134,9 +135,9 @@ class Times:
 
 
 def times_of(
-    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]], tensor: int
+    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]]
 ) -> Times:
-    """``modules``: the model with its experts spread over so many ranks. ``tensor``: ranks that share each layer."""
+    """``modules``: the model with its experts spread over so many ranks."""
     try:
         joined = network(args.network) if args.network is not None else LOCAL
         chosen = device(args.on) if args.on is not None else None
@@ -150,11 +151,11 @@ def times_of(
         )
     job = _job(found, joined, chosen, measured, args)
     request = found.request
-    step = seconds_of([found], job, tensor, sequence=request.ranks_per_sequence)
+    step = seconds_of([found], job, request.split.tensor, sequence=request.ranks_per_sequence)
     samples = samples_of(found)
     choices = None
     if args.choices:
-        whole = replace(request, ranks=request.all_ranks, split=None)
+        whole = replace(request, ranks=request.all_ranks, split=Split())
         choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
     name = chosen.name if chosen is not None else "machines as calibrated"
     link = f" over {joined.name}" if args.nodes > 1 else ""
