@@ -29,6 +29,7 @@ from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Answer, Request, answer
 from deepspeed.memory_plan.split import Split
+from deepspeed.memory_plan.variants import put
 from deepspeed.moe.stacked import spread_on_paper, stacked_experts
 from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
 from deepspeed.step_plan import command as step_time
@@ -361,16 +362,10 @@ def _set(config: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found:
         raise DeepSpeedConfigError(f"--set {text}: expected KEY=VALUE")
-    *parents, last = key.split(".")
-    node = config
-    for parent in parents:
-        below = node.get(parent)
-        node[parent] = dict(below) if isinstance(below, dict) else {}
-        node = node[parent]
     try:
-        node[last] = json.loads(value)
+        put(config, key, json.loads(value))
     except json.JSONDecodeError:
-        node[last] = value
+        put(config, key, value)
 
 
 def _positive_number(text: str) -> float:
