@@ -5,14 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +17,14 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.ports import find_free
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.step_plan.calibration import Calibration, CalibrationError, Line, Steps
 from deepspeed.step_plan.shapes import build_shape, is_shape
 from deepspeed.step_plan.user_model import call_of
 from deepspeed.step_plan.work import flops_by_call
+from deepspeed.utils.numa import available_cores, cpu_name
 from deepspeed.version import __version__
 
 STAGES = (0, 1, 2, 3)
@@ -69,7 +68,7 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
         raise CalibrationError(
             f"a calibration needs two devices; there is {get_accelerator().device_count()}"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(available_cores())
     threads = asked.threads or max(1, cores // 2)
     found: dict[str, Any] = {"steps": {}}
     for ranks in (1, 2):
@@ -106,15 +105,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def _machine(cores: int) -> str:
-    name = platform.processor() or platform.machine()
-    with (
-        open("/proc/cpuinfo", encoding="utf-8") if os.path.exists("/proc/cpuinfo") else nullcontext() as file
-    ):
-        for line in file or ():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name}, {cores} cores, torch {torch.__version__}"
+    return f"{cpu_name()}, {cores} cores, torch {torch.__version__}"
 
 
 def _model_facts(asked: Asked) -> tuple[int, float]:
@@ -174,7 +165,7 @@ def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[st
 
 def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
     """To the end of all. CalibrationError: one failed, with the end of what it printed."""
-    port = _free_port()
+    port = find_free("127.0.0.1")
     with tempfile.TemporaryFile("w+") as log:
         running = []
         try:
@@ -224,9 +215,3 @@ def _environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, st
             [*sys.path[:1], *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
         ),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
