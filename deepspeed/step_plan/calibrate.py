@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,17 @@ from deepspeed.version import __version__
 STAGES = (0, 1, 2, 3)
 LIMIT_S = 600.0
 
-_SET_HERE = ("zero_optimization", "steps_per_print", "wall_clock_breakdown", "monitor", "autotuning")
-"""Sections of a config that a calibration replaces or leaves out."""
+_SET_HERE = (
+    "zero_optimization",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "monitor",
+    "autotuning",
+)
+"""Parts of a config that a calibration replaces or leaves out."""
+_ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +58,7 @@ class Asked:
     warmup: int = 3
     seconds: float = 2.0
     threads: int = 0
-    python: str = field(default=sys.executable)
+    python: str = sys.executable
 
 
 Place = Callable[[int], tuple[list[str], dict[str, str]]]
@@ -130,16 +139,10 @@ def _model_facts(asked: Asked) -> tuple[int, float]:
 
 def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
     config = {key: value for key, value in asked.config.items() if key not in _SET_HERE}
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        config.pop(key, None)
     config |= {"train_micro_batch_size_per_gpu": asked.micro, "steps_per_print": 10**9}
     zero = asked.config.get("zero_optimization")
-    zero = dict(zero) if isinstance(zero, Mapping) else {}
-    kept = {
-        key: value
-        for key, value in zero.items()
-        if key not in ("stage", "offload_optimizer", "offload_param")
-    }
+    zero = zero if isinstance(zero, Mapping) else {}
+    kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
         job = {
