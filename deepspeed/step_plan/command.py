@@ -157,13 +157,10 @@ def times_of(
     if args.choices:
         whole = replace(request, ranks=request.all_ranks, split=Split())
         choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
-    name = chosen.name if chosen is not None else "machines as calibrated"
-    link = f" over {joined.name}" if args.nodes > 1 else ""
     ranks = args.gpus * args.nodes
-    where = (
-        f"{ranks} {name}{link}" if chosen is not None else f"{ranks} rank{'s' * (ranks > 1)} of {name}{link}"
-    )
-    return Times(where=where, step=step, samples=samples, choices=choices)
+    name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
+    link = f" over {joined.name}" if args.nodes > 1 else ""
+    return Times(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
 
 
 def _job(
