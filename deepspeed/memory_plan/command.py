@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,12 +32,15 @@ from deepspeed.memory_plan.split import Split
 from deepspeed.memory_plan.variants import put
 from deepspeed.moe.stacked import spread_on_paper, stacked_experts
 from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
-from deepspeed.step_plan import command as step_time
+from deepspeed.step_plan import options as time_options
 from deepspeed.step_plan.calibration import CalibrationError
 from deepspeed.step_plan.shapes import build_shape, is_shape
 from deepspeed.step_plan.user_model import NoSuchFunction, call_of
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
+
+if TYPE_CHECKING:
+    from deepspeed.step_plan.command import Times
 
 EPILOG = """\
 The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
@@ -130,25 +133,25 @@ def parser() -> argparse.ArgumentParser:
         help="with --link-mbits: how long a step computes (default: 1)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
-    step_time.add_options(made)
+    time_options.add_options(made)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        step_time.check(args)
+        time_options.check(args)
         if args.calibrate is not None:
-            print(
-                *step_time.run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n"
-            )
+            from deepspeed.step_plan.command import run_calibration
+
+            print(*run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n")
             return 0
         request = make_request(args)
         found = answer(request)
         # With --choices the table says what would fit, of more than can be advised.
         advice = advise(found) if found.lacking() and not args.choices else None
         parts = dict(_times(args, found))
-    except (DeepSpeedConfigError, ModelError, step_time.TimeError, CalibrationError) as error:
+    except (DeepSpeedConfigError, ModelError, time_options.TimeError, CalibrationError) as error:
         print(f"ds plan: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -161,14 +164,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.lacking() else 0
 
 
-def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | step_time.Times]]:
+def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | Times]]:
     """What is said about time, by its name in JSON."""
     link = _link_times(args, found)
     if link is not None:
         yield "link", link
-    if step_time.is_asked(args):
+    if time_options.is_asked(args):
+        from deepspeed.step_plan.command import times_of
+
         modules = partial(_spread_models, args, found.request)
-        yield "step", step_time.times_of(args, found, modules)
+        yield "step", times_of(args, found, modules)
 
 
 def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
@@ -229,7 +234,7 @@ def make_request(args: argparse.Namespace) -> Request:
         checkpointing=args.checkpointing,
     )
     here = free_now(make_plan(answer(request).config), device_type)
-    elsewhere = step_time.device_memory(args)
+    elsewhere = time_options.device_memory(args)
     capacity = Capacity(
         None if device_type == "cpu" else args.device_memory or elsewhere or here.device,
         args.host_memory or (None if elsewhere else here.host),
