@@ -13,11 +13,15 @@ import deepspeed
 from deepspeed.step_plan.calibration_rank import Trained
 
 
+def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
+    return {**config, "zero_optimization": {**config["zero_optimization"], "stage": stage}}
+
+
 class PredictedRank:
     """``model``: a shape (``deepspeed/step_plan/shapes.py``)."""
 
     def __init__(self, model: str, micro: int, sequence: int, config: dict[str, Any]) -> None:
-        self.arguments = (model, None)
+        self.model = model
         self.micro, self.sequence, self.config = micro, sequence, config
         self.trained: Trained | None = None
         os.environ["DS_SHM"] = "0"
@@ -26,8 +30,8 @@ class PredictedRank:
     def prepare(self, stage: int, warmup: int) -> None:
         if self.trained is not None:
             self.trained.close()
-        config = {**self.config, "zero_optimization": {**self.config["zero_optimization"], "stage": stage}}
-        self.trained = Trained(*self.arguments, config, self.micro, self.sequence)
+        config = at_stage(self.config, stage)
+        self.trained = Trained(self.model, None, config, self.micro, self.sequence)
         for _ in range(warmup):
             self.trained.step()
 
@@ -49,9 +53,9 @@ class PredictedRank:
         if self.trained is not None:
             self.trained.close()
             self.trained = None
-        config = {**self.config, "zero_optimization": {**self.config["zero_optimization"], "stage": stage}}
+        config = at_stage(self.config, stage)
         with Allocations() as allocations:
-            trained = Trained(*self.arguments, config, 1, sequence)
+            trained = Trained(self.model, None, config, 1, sequence)
             trained.step()
             with allocations.span("steady"):
                 trained.step()

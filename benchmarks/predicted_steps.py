@@ -30,6 +30,7 @@ from deepspeed.step_plan.shapes import build_shape
 from deepspeed.step_plan.work import flops_by_call
 from jobs import Job, progress
 from links import Links, LinksError
+from predicted_rank import at_stage
 from report import Report, common_arguments
 
 STAGES = (0, 1, 2, 3)
@@ -68,10 +69,6 @@ def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"reduce_bucket_size": 500_000},  # several: some sums pass beside backward
         "steps_per_print": 10**9,
     }
-
-
-def at_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
-    return {**config, "zero_optimization": {**config["zero_optimization"], "stage": stage}}
 
 
 class Predictor:

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator, host_memory
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS, speed
 from deepspeed.tool_arguments import ArgumentParser
-from deepspeed.utils.numa import available_cores, format_range_list, get_numa_cores
+from deepspeed.utils.numa import available_cores, cpu_name, format_range_list, get_numa_cores
 from deepspeed.version import __version__, git_branch, git_hash
 
 GREEN, RED, YELLOW, END = "\033[92m", "\033[91m", "\033[93m", "\033[0m"
@@ -188,7 +188,7 @@ def _devices() -> Iterator[tuple[str, object]]:
 
 def _host() -> Iterator[tuple[str, object]]:
     cores = available_cores()
-    yield "CPU", _cpu_name()
+    yield "CPU", cpu_name()
     yield "cores", f"{len(cores)} of {os.cpu_count()} ({format_range_list(cores)}), NUMA nodes: {_numa()}"
     yield "threads of torch", torch.get_num_threads()
     yield "native kernels", f"{native.isa() or 'no library'}, CPU capability of torch: {_capability()}"
@@ -196,16 +196,6 @@ def _host() -> Iterator[tuple[str, object]]:
     yield "memory", f"{human_readable_size(available)} available of {human_readable_size(total)}"
     size = get_shm_size()
     yield f"shared memory ({SHARED_MEMORY})", "none" if size is None else human_readable_size(size)
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _numa() -> str:

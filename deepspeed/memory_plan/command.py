@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,13 +29,18 @@ from deepspeed.memory_plan.link_time import LinkTimes, link_times
 from deepspeed.memory_plan.machine import Capacity, free_now
 from deepspeed.memory_plan.request import Answer, Request, answer
 from deepspeed.memory_plan.split import Split
+from deepspeed.memory_plan.variants import put
 from deepspeed.moe.stacked import spread_on_paper, stacked_experts
 from deepspeed.runtime.zero.scopes import expert_parallel_size, scope_name
-from deepspeed.step_plan import command as step_time
+from deepspeed.step_plan import options as time_options
 from deepspeed.step_plan.calibration import CalibrationError
 from deepspeed.step_plan.shapes import build_shape, is_shape
+from deepspeed.step_plan.user_model import NoSuchFunction, call_of
 from deepspeed.tool_arguments import ArgumentParser, positive
 from deepspeed.utils.extras import install_hint
+
+if TYPE_CHECKING:
+    from deepspeed.step_plan.command import Times
 
 EPILOG = """\
 The model is built on the meta device: no weights are read and nothing is allocated. MODEL is a folder or config.json of
@@ -129,25 +133,25 @@ def parser() -> argparse.ArgumentParser:
         help="with --link-mbits: how long a step computes (default: 1)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object with bytes as numbers")
-    step_time.add_options(made)
+    time_options.add_options(made)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        step_time.check(args)
+        time_options.check(args)
         if args.calibrate is not None:
-            print(
-                *step_time.run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n"
-            )
+            from deepspeed.step_plan.command import run_calibration
+
+            print(*run_calibration(args, read_config(args.config, args.gpus * args.nodes)), sep="\n")
             return 0
         request = make_request(args)
         found = answer(request)
         # With --choices the table says what would fit, of more than can be advised.
         advice = advise(found) if found.lacking() and not args.choices else None
         parts = dict(_times(args, found))
-    except (DeepSpeedConfigError, ModelError, step_time.TimeError, CalibrationError) as error:
+    except (DeepSpeedConfigError, ModelError, time_options.TimeError, CalibrationError) as error:
         print(f"ds plan: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -160,15 +164,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if found.lacking() else 0
 
 
-def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | step_time.Times]]:
+def _times(args: argparse.Namespace, found: Answer) -> Iterator[tuple[str, LinkTimes | Times]]:
     """What is said about time, by its name in JSON."""
     link = _link_times(args, found)
     if link is not None:
         yield "link", link
-    if step_time.is_asked(args):
-        split = found.request.split
+    if time_options.is_asked(args):
+        from deepspeed.step_plan.command import times_of
+
         modules = partial(_spread_models, args, found.request)
-        yield "step", step_time.times_of(args, found, modules, 1 if split is None else split.tensor)
+        yield "step", times_of(args, found, modules)
 
 
 def _spread_models(args: argparse.Namespace, request: Request) -> dict[int, nn.Module]:
@@ -218,7 +223,7 @@ def make_request(args: argparse.Namespace) -> Request:
         module=module,
         config=config,
         ranks=args.gpus * args.nodes // tensor,
-        split=Split(tensor=tensor) if tensor > 1 else None,
+        split=Split(tensor=tensor),
         ranks_per_sequence=axes.layout.sp if axes.layout is not None else 1,
         nodes=args.nodes,
         device_type=device_type,
@@ -229,7 +234,7 @@ def make_request(args: argparse.Namespace) -> Request:
         checkpointing=args.checkpointing,
     )
     here = free_now(make_plan(answer(request).config), device_type)
-    elsewhere = step_time.device_memory(args)
+    elsewhere = time_options.device_memory(args)
     capacity = Capacity(
         None if device_type == "cpu" else args.device_memory or elsewhere or here.device,
         args.host_memory or (None if elsewhere else here.host),
@@ -292,16 +297,10 @@ def build_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def _call(name: str) -> nn.Module:
-    module_name, _, function_name = name.partition(":")
-    sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"--model {name}: {error}") from error
-    finally:
-        sys.path.pop(0)
+        found = call_of(name)
+    except NoSuchFunction as error:
+        raise ModelError(f"--model {error}") from error
     _check_callable(name, found)
     with torch.device("meta"):
         made = found()
@@ -368,16 +367,10 @@ def _set(config: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found:
         raise DeepSpeedConfigError(f"--set {text}: expected KEY=VALUE")
-    *parents, last = key.split(".")
-    node = config
-    for parent in parents:
-        below = node.get(parent)
-        node[parent] = dict(below) if isinstance(below, dict) else {}
-        node = node[parent]
     try:
-        node[last] = json.loads(value)
+        put(config, key, json.loads(value))
     except json.JSONDecodeError:
-        node[last] = value
+        put(config, key, value)
 
 
 def _positive_number(text: str) -> float:

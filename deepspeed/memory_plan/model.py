@@ -78,10 +78,14 @@ def _buffer_bytes(module: nn.Module, precision: PrecisionPlan) -> int:
 
 
 def hooked_modules(module: nn.Module) -> list[nn.Module]:
-    """The hooked modules of stage 3 in registration order (``parameter_offload.py``): blocks and leaves as a whole,
-    other modules with the parameters they own."""
+    """The hooked modules of stage 3 in registration order (``parameter_offload.py``)."""
+    return [owner for owner, _ in _hooked(module)]
+
+
+def _hooked(module: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """With their parameters: blocks and leaves are hooked as a whole, other modules with the parameters they own."""
     whole = set(blocks_of(module))
-    found: list[nn.Module] = []
+    found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     seen: set[nn.Module] = set()
 
     def walk(owner: nn.Module) -> None:
@@ -89,8 +93,9 @@ def hooked_modules(module: nn.Module) -> list[nn.Module]:
             return
         seen.add(owner)
         together = owner in whole or z3_leaf_module(owner)
-        if next(owner.parameters(recurse=together), None) is not None:
-            found.append(owner)
+        params = list(owner.parameters(recurse=together))
+        if params:
+            found.append((owner, params))
         if not together:
             for child in owner.children():
                 walk(child)
@@ -101,11 +106,7 @@ def hooked_modules(module: nn.Module) -> list[nn.Module]:
 
 def _calls(module: nn.Module, everything: TrainedParams, index: dict[int, int]) -> list[list[int]]:
     """Parameters by call of a hooked module; one call more for those of no module."""
-    whole = set(blocks_of(module))
-    calls = [
-        [index[id(param)] for param in owner.parameters(recurse=owner in whole or z3_leaf_module(owner))]
-        for owner in hooked_modules(module)
-    ]
+    calls = [[index[id(param)] for param in params] for _, params in _hooked(module)]
     reached = {i for call in calls for i in call}
     outside = [i for i in range(len(everything.params)) if i not in reached]
     return [*calls, outside] if outside else calls

@@ -36,7 +36,7 @@ def headline(answer: Answer) -> str:
     trained = sum(spec.numel for spec in facts.specs[: facts.trained])
     frozen = facts.numel - trained
     nodes = f" on {request.nodes} nodes" if request.nodes > 1 else ""
-    shared = request.split.tensor if request.split is not None else 1
+    shared = request.split.tensor
     part = f", on each of {shared} ranks that share all layers" if shared > 1 else ""
     lines = [
         f"{type(request.module).__name__}: {trained:,} trained parameters"

@@ -55,15 +55,15 @@ class Request:
     sequence: int | None = None
     checkpointing: bool = False
     capacity: Capacity = field(default_factory=Capacity)
-    split: Split | None = None
-    """What of the model a rank has, where ``ranks`` share the states of that part."""
+    split: Split = Split()
+    """What of the model a rank has (default: all); ``ranks`` share the states of that part."""
     follow_disk: bool = False
     """Whether ``capacity.disk`` is what is free in the folders of the config, whichever they are."""
 
     @property
     def all_ranks(self) -> int:
         """With those that have other parts of the model."""
-        return self.ranks * (self.split.ways if self.split is not None else 1)
+        return self.ranks * self.split.ways
 
     @property
     def ranks_per_node(self) -> int:
@@ -117,9 +117,7 @@ def answer(request: Request) -> Answer:
         config = DeepSpeedConfig(with_batch(request.config, request.micro_batch), mpu=readers)
     plan = make_plan(config)
     optimizer, groups, note = _optimizer(request, config, plan)
-    facts = facts_of(request.module, plan, groups)
-    if request.split is not None:
-        facts = request.split.facts(facts, request.module)
+    facts = request.split.facts(facts_of(request.module, plan, groups), request.module)
     setting = Setting(
         facts=facts,
         plan=plan,
@@ -205,7 +203,7 @@ def _activations(ledger: Ledger, request: Request, setting: Setting, config: Dee
         return
     dtype = setting.plan.precision.autocast or setting.plan.precision.param or torch.float32
     nbytes = activation_bytes(
-        request.shape if request.split is None else request.split.shape(request.shape),
+        request.split.shape(request.shape),
         micro_batch=config.train_micro_batch_size_per_gpu,
         sequence=request.sequence,
         itemsize=dtype.itemsize,

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from deepspeed.accelerator.host_memory import resident_bytes
+from deepspeed.config.axes import SEQUENCE, TENSOR
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.memory_plan.link_time import link_times
 from deepspeed.memory_plan.request import Answer, Request, answer
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.runtime.zero.units import blocks_of
 
-TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES, EXPERTS = "pipeline.stages", "expert_parallel.autoep_size"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -87,14 +87,18 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     for key, value in changes.items():
         if key.isupper():
             continue
-        *parents, last = key.split(".")
-        node = result
-        for parent in parents:
-            below = node.get(parent)
-            node[parent] = dict(below) if isinstance(below, Mapping) else {}
-            node = node[parent]
-        node[last] = value
+        put(result, key, value)
     return result
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key; sections on the way to it are copied, or made."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = config.get(parent)
+        config[parent] = dict(below) if isinstance(below, Mapping) else {}
+        config = config[parent]
+    config[last] = value
 
 
 def _left(module: nn.Module, changes: Mapping[str, Any]) -> float:

@@ -5,34 +5,42 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.ports import find_free
 from deepspeed.memory_plan.activations import shape_of
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.step_plan.calibration import Calibration, CalibrationError, Line, Steps
 from deepspeed.step_plan.shapes import build_shape, is_shape
 from deepspeed.step_plan.user_model import call_of
 from deepspeed.step_plan.work import flops_by_call
+from deepspeed.utils.numa import available_cores, cpu_name
 from deepspeed.version import __version__
 
 STAGES = (0, 1, 2, 3)
 LIMIT_S = 600.0
 
-_SET_HERE = ("zero_optimization", "steps_per_print", "wall_clock_breakdown", "monitor", "autotuning")
-"""Sections of a config that a calibration replaces or leaves out."""
+_SET_HERE = (
+    "zero_optimization",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "monitor",
+    "autotuning",
+)
+"""Parts of a config that a calibration replaces or leaves out."""
+_ZERO_SET_HERE = ("stage", "offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,7 @@ class Asked:
     warmup: int = 3
     seconds: float = 2.0
     threads: int = 0
-    python: str = field(default=sys.executable)
+    python: str = sys.executable
 
 
 Place = Callable[[int], tuple[list[str], dict[str, str]]]
@@ -69,7 +77,7 @@ def calibrate(asked: Asked, place: Place | None = None, tell: Callable[[str], No
         raise CalibrationError(
             f"a calibration needs two devices; there is {get_accelerator().device_count()}"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(available_cores())
     threads = asked.threads or max(1, cores // 2)
     found: dict[str, Any] = {"steps": {}}
     for ranks in (1, 2):
@@ -106,15 +114,7 @@ def _precision(config: Mapping[str, Any]) -> str:
 
 
 def _machine(cores: int) -> str:
-    name = platform.processor() or platform.machine()
-    with (
-        open("/proc/cpuinfo", encoding="utf-8") if os.path.exists("/proc/cpuinfo") else nullcontext() as file
-    ):
-        for line in file or ():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name}, {cores} cores, torch {torch.__version__}"
+    return f"{cpu_name()}, {cores} cores, torch {torch.__version__}"
 
 
 def _model_facts(asked: Asked) -> tuple[int, float]:
@@ -139,16 +139,10 @@ def _model_facts(asked: Asked) -> tuple[int, float]:
 
 def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[str, Any]:
     config = {key: value for key, value in asked.config.items() if key not in _SET_HERE}
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        config.pop(key, None)
     config |= {"train_micro_batch_size_per_gpu": asked.micro, "steps_per_print": 10**9}
     zero = asked.config.get("zero_optimization")
-    zero = dict(zero) if isinstance(zero, Mapping) else {}
-    kept = {
-        key: value
-        for key, value in zero.items()
-        if key not in ("stage", "offload_optimizer", "offload_param")
-    }
+    zero = zero if isinstance(zero, Mapping) else {}
+    kept = {key: value for key, value in zero.items() if key not in _ZERO_SET_HERE}
     with tempfile.TemporaryDirectory(prefix="ds_plan_") as folder:
         given, result = Path(folder) / "given.json", Path(folder) / "result.json"
         job = {
@@ -174,7 +168,7 @@ def _run(asked: Asked, ranks: int, threads: int, place: Place | None) -> dict[st
 
 def _start(command: list[str], ranks: int, threads: int, place: Place | None) -> None:
     """To the end of all. CalibrationError: one failed, with the end of what it printed."""
-    port = _free_port()
+    port = find_free("127.0.0.1")
     with tempfile.TemporaryFile("w+") as log:
         running = []
         try:
@@ -224,9 +218,3 @@ def _environment(rank: int, ranks: int, threads: int, port: int) -> dict[str, st
             [*sys.path[:1], *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
         ),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -175,9 +175,11 @@ class Search:
             [n for n in _powers(MOST_SEQUENCE) if shape is not None and shape.heads % n == 0] if long else [1]
         )
         apart = request.device_type != "cpu"
-        kept = (False, True) if shape is not None and request.sequence else (False,)
-        for stage, tp, pp, sp, ep, offload, again in itertools.product(
-            range(4), tensor, stages, sequence, self.modules or [1], (0, 1, 2) if apart else (0,), kept
+        again = [request.checkpointing]
+        if shape is not None and request.sequence and not request.checkpointing:
+            again.append(True)
+        for stage, tp, pp, sp, ep, offload, checkpointing in itertools.product(
+            range(4), tensor, stages, sequence, self.modules or [1], (0, 1, 2) if apart else (0,), again
         ):
             way = Way(
                 stage=stage,
@@ -186,11 +188,10 @@ class Search:
                 sequence=sp,
                 experts=ep,
                 offload=offload,
-                checkpointing=again or request.checkpointing,
+                checkpointing=checkpointing,
             )
-            if again is request.checkpointing is True or not self._possible(way, ranks):
-                continue
-            yield way
+            if self._possible(way, ranks):
+                yield way
 
     def _possible(self, way: Way, ranks: int) -> bool:
         if ranks % way.model_ranks or self.samples % (ranks // way.model_ranks * self.micro):
@@ -289,7 +290,6 @@ class Search:
             config=self._config(way),
             ranks=data,
             ranks_per_sequence=way.sequence,
-            nodes=request.nodes,
             sequence=-(-request.sequence // way.sequence) if request.sequence else None,
             checkpointing=way.checkpointing,
             zero_init=way.stage == 3,

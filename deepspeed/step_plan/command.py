@@ -1,4 +1,4 @@
-"""The part of `ds plan` that is about time: options, and what they print."""
+"""The part of `ds plan` that is about time: what its options (``options.py``) do and print."""
 
 from __future__ import annotations
 
@@ -12,71 +12,18 @@ import torch
 from torch import nn
 
 from deepspeed.memory_plan.request import Answer
+from deepspeed.memory_plan.split import Split
 from deepspeed.step_plan.calibrate import Asked, calibrate
 from deepspeed.step_plan.calibration import Calibration, CalibrationError, load
 from deepspeed.step_plan.choices import Choices, Search, samples_of
 from deepspeed.step_plan.hardware import Device, HardwareError, Network, device, network
+from deepspeed.step_plan.options import TimeError
 from deepspeed.step_plan.parallel import Job, seconds_of
 from deepspeed.step_plan.shapes import is_shape
 from deepspeed.step_plan.step import StepTime
 
 USUAL_SEQUENCE = 256
 LOCAL = Network(name="none", rate=1e12, source="one node")
-
-
-class TimeError(ValueError):
-    """The options do not say where the job runs."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("step time")
-    group.add_argument(
-        "--calibrate", metavar="FILE", help="train shortly on 1 and 2 ranks of this machine and write FILE"
-    )
-    group.add_argument(
-        "--batch", metavar="MODULE:FUNCTION", help="with --calibrate: returns what the model is called with"
-    )
-    group.add_argument(
-        "--calibration", metavar="FILE", help="predict for machines like the one that wrote FILE"
-    )
-    group.add_argument(
-        "--on", metavar="DEVICE", help="predict for a device: A100, H100, or a JSON file with its rates"
-    )
-    group.add_argument(
-        "--network",
-        metavar="NAME",
-        help="between nodes: 1GbE, 10GbE, 25GbE, 100GbE, HDR, NDR, a rate such as 100Mbit, or a JSON file",
-    )
-    group.add_argument(
-        "--choices",
-        action="store_true",
-        help="also rank every way to train the same batch on these ranks: ZeRO, TP, PP, SP, EP, offload",
-    )
-
-
-def is_asked(args: argparse.Namespace) -> bool:
-    return args.calibration is not None or args.on is not None
-
-
-def check(args: argparse.Namespace) -> None:
-    """TimeError: an option needs another one."""
-    if args.calibration is not None and args.on is not None:
-        raise TimeError("--calibration and --on both say where the job runs; give one")
-    for name in ("network", "choices"):
-        if getattr(args, name) and not is_asked(args):
-            raise TimeError(f"--{name} needs --calibration FILE or --on DEVICE: how long a rank computes")
-    if is_asked(args) and args.nodes > 1 and args.network is None:
-        raise TimeError(f"--nodes {args.nodes}: say what joins them with --network, such as --network 100GbE")
-    if args.batch is not None and args.calibrate is None:
-        raise TimeError("--batch is for --calibrate")
-
-
-def device_memory(args: argparse.Namespace) -> int | None:
-    """Of the device that --on names; then the host is not this one either. TimeError: there is no such device."""
-    try:
-        return None if args.on is None else device(args.on).memory
-    except HardwareError as error:
-        raise TimeError(str(error)) from None
 
 
 def run_calibration(args: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
@@ -134,9 +81,9 @@ class Times:
 
 
 def times_of(
-    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]], tensor: int
+    args: argparse.Namespace, found: Answer, modules: Callable[[], Mapping[int, nn.Module]]
 ) -> Times:
-    """``modules``: the model with its experts spread over so many ranks. ``tensor``: ranks that share each layer."""
+    """``modules``: the model with its experts spread over so many ranks."""
     try:
         joined = network(args.network) if args.network is not None else LOCAL
         chosen = device(args.on) if args.on is not None else None
@@ -150,19 +97,16 @@ def times_of(
         )
     job = _job(found, joined, chosen, measured, args)
     request = found.request
-    step = seconds_of([found], job, tensor, sequence=request.ranks_per_sequence)
+    step = seconds_of([found], job, request.split.tensor, sequence=request.ranks_per_sequence)
     samples = samples_of(found)
     choices = None
     if args.choices:
-        whole = replace(request, ranks=request.all_ranks, split=None)
+        whole = replace(request, ranks=request.all_ranks, split=Split())
         choices = Search(request=whole, job=job, samples=samples, modules=modules()).run()
-    name = chosen.name if chosen is not None else "machines as calibrated"
-    link = f" over {joined.name}" if args.nodes > 1 else ""
     ranks = args.gpus * args.nodes
-    where = (
-        f"{ranks} {name}{link}" if chosen is not None else f"{ranks} rank{'s' * (ranks > 1)} of {name}{link}"
-    )
-    return Times(where=where, step=step, samples=samples, choices=choices)
+    name = chosen.name if chosen is not None else f"rank{'s' * (ranks > 1)} of machines as calibrated"
+    link = f" over {joined.name}" if args.nodes > 1 else ""
+    return Times(where=f"{ranks} {name}{link}", step=step, samples=samples, choices=choices)
 
 
 def _job(

@@ -68,6 +68,29 @@ def _ethernet(gbits: float, latency: float) -> Network:
     )
 
 
+def _infiniband(name: str, gbits: int, card: str) -> Network:
+    return Network(
+        name=name,
+        rate=gbits * 1e9 / 8,
+        share=0.92,
+        latency=5e-6,
+        per_device=True,
+        source=f"InfiniBand {name}, {gbits} Gbit/s a port (NVIDIA {card} data sheet), one per device; share: assumed",
+    )
+
+
+def _nvlink(name: str, gbytes: int, device: str) -> Network:
+    """``gbytes``: per second, both ways together."""
+    return Network(
+        name=name,
+        rate=gbytes * 1e9 / 2,
+        share=0.78,
+        latency=1e-5,
+        per_device=True,
+        source=f"NVIDIA {device} data sheet: {gbytes} GB/s both ways together; share: assumed",
+    )
+
+
 NETWORKS: Mapping[str, Network] = {
     network.name.lower(): network
     for network in (
@@ -75,38 +98,10 @@ NETWORKS: Mapping[str, Network] = {
         _ethernet(10, 5e-5),
         _ethernet(25, 3e-5),
         _ethernet(100, 2e-5),
-        Network(
-            name="HDR",
-            rate=25e9,
-            share=0.92,
-            latency=5e-6,
-            per_device=True,
-            source="InfiniBand HDR, 200 Gbit/s a port (NVIDIA ConnectX-6 data sheet), one per device; share: assumed",
-        ),
-        Network(
-            name="NDR",
-            rate=50e9,
-            share=0.92,
-            latency=5e-6,
-            per_device=True,
-            source="InfiniBand NDR, 400 Gbit/s a port (NVIDIA ConnectX-7 data sheet), one per device; share: assumed",
-        ),
-        Network(
-            name="NVLink3",
-            rate=300e9,
-            share=0.78,
-            latency=1e-5,
-            per_device=True,
-            source="NVIDIA A100 data sheet: 600 GB/s both ways together; share: assumed",
-        ),
-        Network(
-            name="NVLink4",
-            rate=450e9,
-            share=0.78,
-            latency=1e-5,
-            per_device=True,
-            source="NVIDIA H100 SXM data sheet: 900 GB/s both ways together; share: assumed",
-        ),
+        _infiniband("HDR", 200, "ConnectX-6"),
+        _infiniband("NDR", 400, "ConnectX-7"),
+        _nvlink("NVLink3", 600, "A100"),
+        _nvlink("NVLink4", 900, "H100 SXM"),
     )
 }
 

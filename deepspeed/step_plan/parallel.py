@@ -111,9 +111,11 @@ def _work(found: Answer, job: Job, tensor: int, sequence: int, experts: int) -> 
     tokens = job.tokens // sequence
     shape = None
     if job.shape is not None:
-        shape = replace(job.shape, heads=max(1, job.shape.heads // tensor))
-        if request.split is not None:
-            shape = replace(shape, layers=max(1, shape.layers // request.split.stages))
+        shape = replace(
+            job.shape,
+            heads=max(1, job.shape.heads // tensor),
+            layers=max(1, job.shape.layers // request.split.stages),
+        )
     flops = flops_by_call(request.module, setting.facts, tokens, job.sequence, shape)
     if job.device is not None:
         work = work_of_device(job.device, flops, recompute=request.checkpointing)

@@ -11,18 +11,22 @@ from typing import Any
 from torch import Tensor
 
 
+class NoSuchFunction(ValueError):
+    """What is named cannot be imported."""
+
+
 def call_of(name: str) -> Callable[[], Any]:
-    """ValueError: there is no such function."""
+    """NoSuchFunction: there is none of that name."""
     module_name, found, function = name.partition(":")
     if not found:
-        raise ValueError(f"{name!r}: expected module:function")
+        raise NoSuchFunction(f"{name!r}: expected module:function")
     sys.path.insert(0, os.getcwd())
     try:
         value: Any = importlib.import_module(module_name)
         for part in function.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise NoSuchFunction(f"{name}: {error}") from error
     finally:
         sys.path.pop(0)
     return value

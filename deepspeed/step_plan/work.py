@@ -95,6 +95,7 @@ def _matrix_weights(
     """By parameter: how many weights a token is multiplied with; and those of a tied head."""
     tables = {id(part.weight): part for part in module.modules() if isinstance(part, nn.Embedding)}
     params = dict(module.named_parameters(remove_duplicate=False))
+    largest = max((part.num_embeddings for part in tables.values()), default=0)
     linear = {part.weight.shape[0] for part in module.modules() if isinstance(part, nn.Linear)}
     shared = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)} & tables.keys()
     found, head = [], 0.0
@@ -105,15 +106,11 @@ def _matrix_weights(
         elif id(param) in tables:
             found.append(0.0)
             vocabulary = tables[id(param)].num_embeddings
-            if id(param) in shared or (vocabulary not in linear and vocabulary == _largest(tables.values())):
+            if id(param) in shared or (vocabulary not in linear and vocabulary == largest):
                 head = max(head, float(spec.numel))
         else:
             found.append(spec.numel * _visited(spec.scope, module))
     return found, head
-
-
-def _largest(tables: object) -> int:
-    return max((table.num_embeddings for table in tables), default=0)  # type: ignore[attr-defined]
 
 
 def _visited(scope: str, module: nn.Module) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -66,6 +67,17 @@ def available_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(psutil.cpu_count() or 1))
+
+
+def cpu_name() -> str:
+    """The model of the processors."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def cores_of_rank(bind_core_list: str | None, num_local_procs: int, local_rank: int) -> list[int]:
