@@ -174,14 +174,17 @@ DS_INLINE void unpack_signs(float *values, const uint8_t *codes, float scale, in
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
-// The bits of the largest magnitude: those of a NaN if there is one, as they are larger than those of infinity.
-DS_INLINE int32_t largest_bits(int32_t largest, const float *x, int64_t n) {
-    int32_t result = largest;
-    for (int64_t i = 0; i < n; ++i) {
-        const int32_t bits = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
-        result = bits > result ? bits : result;
+// Writes a block's scale, with which its largest magnitude becomes `most`.
+DS_INLINE float write_scale(const Work &work, const Block &block, float most, float *buffer) {
+    const int64_t first = block.row * work.packets->numel + block.begin;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < block.numel; i += kBlock) {
+        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
+        largest = ds::largest_bits(largest, wanted(work, first + i, n, buffer), n);
     }
-    return result;
+    const float scale = std::bit_cast<float>(largest) / most;
+    std::memcpy(scale_of(work, block), &scale, kScale);
+    return scale;
 }
 
 DS_INLINE void pack_halves(uint8_t *codes, const int8_t *integers, int64_t n) {
@@ -200,14 +203,7 @@ DS_INLINE void encode_integers(const Work &work, const Block &block) {
     alignas(64) float buffer[kBlock];
     alignas(64) int8_t whole[kFetch];
     const int64_t first = block.row * work.packets->numel + block.begin;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < block.numel; i += kBlock) {
-        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
-        largest = largest_bits(largest, wanted(work, first + i, n, buffer), n);
-    }
-    const float scale = std::bit_cast<float>(largest) / most;
-    const float divisor = scale > 0 ? scale : 1.0f;
-    std::memcpy(scale_of(work, block), &scale, kScale);
+    const float scale = write_scale(work, block, most, buffer), divisor = scale > 0 ? scale : 1.0f;
     for (int64_t i = 0; i < block.numel; i += kFetch) {
         const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
         fetch_next(work, first + i, n);
@@ -269,14 +265,7 @@ DS_INLINE float widen_float8(uint8_t x) {
 DS_INLINE void encode_floats(const Work &work, const Block &block) {
     alignas(64) float buffer[kBlock];
     const int64_t first = block.row * work.packets->numel + block.begin;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < block.numel; i += kBlock) {
-        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
-        largest = largest_bits(largest, wanted(work, first + i, n, buffer), n);
-    }
-    const float scale = std::bit_cast<float>(largest) / kMostFloat;
-    const float divisor = scale > 0 ? scale : 1.0f;
-    std::memcpy(scale_of(work, block), &scale, kScale);
+    const float scale = write_scale(work, block, kMostFloat, buffer), divisor = scale > 0 ? scale : 1.0f;
     for (int64_t i = 0; i < block.numel; i += kFetch) {
         const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
         fetch_next(work, first + i, n);
@@ -354,11 +343,7 @@ int64_t blocks_of(const ds_packets &p) { return (p.numel + p.block - 1) / p.bloc
 
 template <class Run>
 void for_each_block(const Work &work, int64_t rows, int32_t threads, Run &&run) {
-    const int64_t units = rows * work.blocks;
-    if (threads <= 1 || rows * work.packets->numel < ds::kParallelNumel) return run(0, units);
-    if (threads > units) threads = int32_t(units);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int32_t t = 0; t < threads; ++t) run(units * t / threads, units * (t + 1) / threads);
+    ds::for_each_share(rows * work.blocks, rows * work.packets->numel, threads, run);
 }
 
 }  // namespace

@@ -223,15 +223,9 @@ void encode_row(Row row, int64_t count, void *packet, Scratch &scratch) {
 }
 
 void clear(float *values, int64_t numel, int32_t threads) {
-    if (threads <= 1 || numel < ds::kParallelNumel) {
-        std::memset(values, 0, size_t(numel) * sizeof(float));
-        return;
-    }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int32_t t = 0; t < threads; ++t) {
-        const int64_t begin = numel * t / threads, end = numel * (t + 1) / threads;
+    ds::for_each_share(numel, numel, threads, [&](int64_t begin, int64_t end) {
         std::memset(values + begin, 0, size_t(end - begin) * sizeof(float));
-    }
+    });
 }
 
 }  // namespace

@@ -130,15 +130,6 @@ struct Work {
     int32_t *infinite;  // set by a group with a number that is none, or is not finite
 };
 
-DS_INLINE uint32_t largest_bits(uint32_t largest, const float *x, int64_t n) {
-    uint32_t result = largest;
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t bits = std::bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
-        result = bits > result ? bits : result;
-    }
-    return result;
-}
-
 DS_INLINE const float *values_of(const Work &work, int64_t index, float *buffer, int64_t n) {
     return ds::widen(ds::at(static_cast<const void *>(work.values), index, work.dtype), work.dtype, buffer, n);
 }
@@ -155,13 +146,13 @@ DS_INLINE void encode_group(const Work &work, int64_t group) {
     const int64_t begin = group * g.group;
     alignas(64) float buffer[kBlock];
     alignas(64) typename F::Code codes[kBlock];
-    uint32_t largest = 0;
+    int32_t largest = 0;
     const float *x = nullptr;
     for (int64_t i = 0; i < g.group; i += kBlock) {
         const int64_t n = present(g, begin + i, g.group - i < kBlock ? g.group - i : kBlock);
-        if (n > 0) largest = largest_bits(largest, x = values_of(work, begin + i, buffer, n), n);
+        if (n > 0) largest = ds::largest_bits(largest, x = values_of(work, begin + i, buffer, n), n);
     }
-    if (largest >= 0x7f800000u) *work.infinite = 1;
+    if (largest >= 0x7f800000) *work.infinite = 1;
     float scale = std::bit_cast<float>(largest) / F::largest;
     scale = scale < 0x1p-126f ? 0x1p-126f : scale;
     if (largest == 0) scale = 1.0f;
@@ -216,19 +207,15 @@ DS_KERNEL(encode_groups, (const Work &work, int64_t begin, int64_t end), (work, 
 DS_KERNEL(decode_groups, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
 
 template <class Run>
-void for_each_share(const ds_float_groups &g, int32_t threads, Run &&run) {
-    const int64_t groups = (g.numel + g.group - 1) / g.group;
-    if (threads <= 1 || g.numel < ds::kParallelNumel) return run(0, groups);
-    if (threads > groups) threads = int32_t(groups);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int32_t t = 0; t < threads; ++t) run(groups * t / threads, groups * (t + 1) / threads);
+void for_each_group(const ds_float_groups &g, int32_t threads, Run &&run) {
+    ds::for_each_share((g.numel + g.group - 1) / g.group, g.numel, threads, run);
 }
 
 }  // namespace
 
 int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int32_t dtype, int32_t threads) {
     std::atomic<int32_t> infinite = 0;
-    for_each_share(*groups, threads, [&](int64_t begin, int64_t end) {
+    for_each_group(*groups, threads, [&](int64_t begin, int64_t end) {
         int32_t found = 0;
         const Work work{groups, const_cast<void *>(values), dtype, &found};
         encode_groups(work, begin, end);
@@ -239,5 +226,5 @@ int32_t ds_encode_floats(const ds_float_groups *groups, const void *values, int3
 
 void ds_decode_floats(const ds_float_groups *groups, void *values, int32_t dtype, int32_t threads) {
     const Work work{groups, values, dtype, nullptr};
-    for_each_share(*groups, threads, [&](int64_t begin, int64_t end) { decode_groups(work, begin, end); });
+    for_each_group(*groups, threads, [&](int64_t begin, int64_t end) { decode_groups(work, begin, end); });
 }

@@ -72,6 +72,18 @@ constexpr int kPlainLanes = 1;
 constexpr int64_t kBlock = 1024;               // elements; 4 KiB per fp32 operand
 constexpr int64_t kParallelNumel = 64 * 1024;  // below this, waking threads costs more than it saves
 
+// ---- magnitudes ----------------------------------------------------------------------------------------------------
+
+// The bits of the largest magnitude: those of a NaN if there is one, as they are larger than those of infinity.
+DS_INLINE int32_t largest_bits(int32_t largest, const float *x, int64_t n) {
+    int32_t result = largest;
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t bits = std::bit_cast<int32_t>(x[i]) & 0x7fffffff;
+        result = bits > result ? bits : result;
+    }
+    return result;
+}
+
 // ---- 16-bit types ---------------------------------------------------------------------------------------------------
 
 DS_INLINE float widen_bfloat16(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
@@ -215,18 +227,28 @@ DS_INLINE void close(const Operand &operand, int64_t n) { narrow(operand.memory,
 
 // ---- work -----------------------------------------------------------------------------------------------------------
 
+// Calls run(begin, end) for shares of `units`, one for each thread; a single one where they have fewer elements in all
+// than kParallelNumel.
+template <class Run>
+void for_each_share(int64_t units, int64_t numel, int32_t threads, Run &&run) {
+    if (threads <= 1 || numel < kParallelNumel) return run(0, units);
+    if (threads > units) threads = int32_t(units);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int32_t t = 0; t < threads; ++t) run(units * t / threads, units * (t + 1) / threads);
+}
+
 constexpr int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
 // Calls work(item, begin, end) so that every element of every item is covered once. Calls are for runs of whole blocks
 // (the last block of an item may be short); a thread's share is one run of blocks through the list of items.
 template <class Numel, class Work>
-void for_each_run(int64_t count, int threads, Numel &&numel_of, Work &&work) {
+void for_each_run(int64_t count, int32_t threads, Numel &&numel_of, Work &&work) {
     int64_t total = 0, blocks = 0;
     for (int64_t i = 0; i < count; ++i) {
         total += numel_of(i);
         blocks += block_count(numel_of(i));
     }
-    const auto share = [&](int64_t first, int64_t last) {
+    for_each_share(blocks, total, threads, [&](int64_t first, int64_t last) {
         int64_t seen = 0;
         for (int64_t i = 0; i < count && seen < last; ++i) {
             const int64_t numel = numel_of(i), here = block_count(numel);
@@ -234,11 +256,7 @@ void for_each_run(int64_t count, int threads, Numel &&numel_of, Work &&work) {
             if (from < to) work(i, from * kBlock, to * kBlock < numel ? to * kBlock : numel);
             seen += here;
         }
-    };
-    if (threads <= 1 || total < kParallelNumel) return share(0, blocks);
-    if (threads > blocks) threads = int(blocks);
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; ++t) share(blocks * t / threads, blocks * (t + 1) / threads);
+    });
 }
 
 }  // namespace ds

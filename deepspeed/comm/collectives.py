@@ -234,6 +234,12 @@ class Communicator:
         self.bytes_sent = self.bytes_fetched = 0
         self.collectives.clear()
 
+    def count_fetch(self, whole: Tensor) -> None:
+        """For who reads the others' parts of ``whole`` without a collective: they read as many bytes of this rank's."""
+        sent = whole.nbytes * (self.size - 1) // self.size
+        self._count("fetch", sent)
+        self.bytes_fetched += sent
+
     def _count(self, operation: str, sent_bytes: int) -> None:
         self.collectives[operation] += 1
         self.bytes_sent += sent_bytes

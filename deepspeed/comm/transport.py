@@ -90,7 +90,6 @@ class Wires:
         ] = {}  # by device type and permission to share memory
         self._gloo: gloo.GlooChannel | None = None
         self._shared: shared_memory.SharedMemoryChannel | None = None
-        self._blocks: tuple[tuple[int, ...], ...] | None = None
         self._before = Sent()  # through channels that were closed
         self._at_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -116,7 +115,6 @@ class Wires:
             self._gloo = gloo.GlooChannel(self.group, self.ranks)
         met = hosts.meet(self._gloo, may_share_memory)
         self._gloo.know_hosts(met.blocks)
-        self._blocks = met.blocks
         self._shared = met.channel or self._shared
         fallback = _gloo_transport(self._gloo)
         if met.channel is None:
@@ -134,7 +132,8 @@ class Wires:
 
     def far_share(self) -> float:
         """Which share of the other ranks is on other hosts."""
-        return far_share(self.ranks, self.group.rank(), self._blocks)
+        blocks = None if self._gloo is None else self._gloo.blocks
+        return far_share(self.ranks, self.group.rank(), blocks)
 
     def at_close(self, method: Callable[[], None]) -> None:
         """Call ``method`` (of an object that is not kept alive by this) before the group is destroyed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from deepspeed.comm import neighbours
 from deepspeed.comm.neighbours import Edge, NeighbourReceiver, NeighbourSender, connect
 from deepspeed.comm.pending import CommunicationError
-from tests import forked
-from tests.pool import ROOT, distributed
+from tests.comm.transports import run_two_ranks
+from tests.pool import distributed
 
 
 def pair() -> NeighbourSender | NeighbourReceiver:
@@ -171,27 +170,9 @@ def named_memory() -> set[str]:
 
 
 def test_a_killed_rank_is_noticed_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
     before = named_memory()
-    common = {
-        **os.environ,
-        "TEST_STORE": f"file://{tmp_path}/store",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    ranks = [
-        forked.start([str(script)], cwd=tmp_path, env={**common, "RANK": str(rank)}, merged=True)
-        for rank in range(2)
-    ]
-    start = time.monotonic()
-    try:
-        output, _ = ranks[0].communicate(timeout=60)
-        ranks[1].communicate(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == 3 and ranks[1].returncode == -signal.SIGKILL, output
+    codes, output, seconds = run_two_ranks(KILLED, tmp_path)
+    assert codes == (3, -signal.SIGKILL), output
     assert "waiting for rank 1: its process is gone" in output
-    assert time.monotonic() - start < 50
+    assert seconds < 50
     assert named_memory() <= before

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from deepspeed.comm import hosts, shared_memory
 from deepspeed.comm.collectives import Communicator, communicator, forget_communicators, use_shared_memory
+from tests import forked
+from tests.pool import ROOT
 
 TRANSPORTS = ("gloo", "shared_memory")
 
@@ -81,3 +84,28 @@ def rank_order_sum(parts: Sequence[Tensor], dtype: torch.dtype, scale: float = 1
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def run_two_ranks(text: str, folder: Path) -> tuple[tuple[int, int], str, float]:
+    """Run ``text`` as a script on two processes that meet at TEST_STORE: their exit codes, what the first printed, and
+    the seconds that it took."""
+    script = folder / "script.py"
+    script.write_text(text)
+    common = {
+        **os.environ,
+        "TEST_STORE": f"file://{folder}/store",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    ranks = [
+        forked.start([str(script)], cwd=folder, env={**common, "RANK": str(rank)}, merged=True)
+        for rank in range(2)
+    ]
+    start = time.monotonic()
+    try:
+        output, _ = ranks[0].communicate(timeout=60)
+        ranks[1].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+    return (ranks[0].returncode, ranks[1].returncode), output, time.monotonic() - start

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ from deepspeed.comm import neighbours
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.channel import Handover, LocalReceiver, LocalSender, Receiver, Sender
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from tests import forked
+from tests.comm.transports import run_two_ranks
 from tests.pipe.test_chunks import SCHEDULES, engine_of, weights
 from tests.pipe.test_engine import batches, layers, loss_of, make_engine
-from tests.pool import ROOT, distributed
+from tests.pool import distributed
 
 GLOO = {"comm": {"shared_memory": False}}
 
@@ -105,26 +103,8 @@ except RuntimeError as error:
 
 
 def test_a_killed_stage_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-    common = {
-        **os.environ,
-        "TEST_STORE": f"file://{tmp_path}/store",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    ranks = [
-        forked.start([str(script)], cwd=tmp_path, env={**common, "RANK": str(rank)}, merged=True)
-        for rank in range(2)
-    ]
-    start = time.monotonic()
-    try:
-        output, _ = ranks[0].communicate(timeout=60)
-        ranks[1].communicate(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == 3 and ranks[1].returncode == -signal.SIGKILL, output
+    codes, output, seconds = run_two_ranks(KILLED, tmp_path)
+    assert codes == (3, -signal.SIGKILL), output
     assert "waiting for rank 1: its process is gone" in output
     assert "stage 0 failed at micro-batch" in output
-    assert time.monotonic() - start < 50  # far from the timeout of the group
+    assert seconds < 50  # far from the timeout of the group

@@ -205,6 +205,12 @@ def publish(masters: Sequence[Tensor], lows: Sequence[Tensor | None]) -> None:
         torch._foreach_copy_([low.view(-1) for low, _ in written], [master for _, master in written])
 
 
+def round_into(low: Tensor | None, master: Tensor) -> None:
+    """``publish`` of one tensor or of a piece of it."""
+    if low is not None:
+        low.copy_(master.reshape(low.shape))
+
+
 def pieces(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Views of tensors of one size, so small on the host that what several operations make of one stays in the cache
     until the next: 1-D, or the tensors themselves where they cannot be cut. None stays None."""

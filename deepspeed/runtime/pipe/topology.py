@@ -180,7 +180,7 @@ class PipelineParallelGrid:
         self._take_sequences(ranks)
 
     def _take_sequences(self, ranks: int) -> None:
-        replicas, place = self.dp_group, self.dp_group.index(self.global_rank)
+        replicas, place = self.dp_group, self.replica_id
         self.sequence_parallel_size = ranks
         self.data_parallel_size = len(replicas) // ranks
         self.data_parallel_id = self.replica_id // ranks

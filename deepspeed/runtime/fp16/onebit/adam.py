@@ -12,7 +12,7 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces, round_into
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
@@ -116,10 +116,8 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
             scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
             if frozen_step(master, state["exp_avg"], state["exp_avg_sq"], low, **scalars):
                 continue
-            for w, m, v, rounded in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
-                w.mul_(decay).sub_((m / root(v, second, group["eps"])).mul_(rate).to(w.dtype))
-                if rounded is not None:
-                    rounded.copy_(w.reshape(rounded.shape))
+            for piece in pieces(master, state["exp_avg"], state["exp_avg_sq"], low):
+                plain_step(*piece, **scalars)
 
     def own_state(self) -> dict[str, Any]:
         mine = {"freeze_step": self.freeze_step, "sum_of_variances": self._sum_of_variances}
@@ -157,3 +155,20 @@ def corrections(group: dict[str, Any], step: float, variance_steps: float) -> tu
 def root(variance: Tensor, second: float, eps: float) -> Tensor:
     """The denominator of an update."""
     return (variance / second).sqrt_().add_(eps)
+
+
+def plain_step(
+    param: Tensor,
+    momentum: Tensor,
+    variance: Tensor,
+    low: Tensor | None,
+    *,
+    variance_correction: float,
+    eps: float,
+    rate: float,
+    decay: float,
+) -> None:
+    """What ``frozen_step`` does, by PyTorch."""
+    step = (momentum / root(variance, variance_correction, eps)).mul_(rate)
+    param.mul_(decay).sub_(step.to(param.dtype))
+    round_into(low, param)

@@ -185,9 +185,9 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         """At the first update after warm-up: scales that bring momenta to one magnitude, the mean of theirs, and a
         variance that goes on from the frozen one."""
         new = [i for i, state in enumerate(states) if not float(state[SCALE])]
-        chosen, own = [masters[i] for i in new], numels_of([masters[i] for i in new])
-        squares = native.sums_of_squares([states[i]["exp_avg"] for i in new])
-        found = whole_sums(chosen, [torch.tensor(squares, dtype=torch.float64), own], context)
+        chosen = [masters[i] for i in new]
+        own = numels_of(chosen)
+        found = whole_sums(chosen, [_squares_of([states[i]["exp_avg"] for i in new]), own], context)
         sizes, shares = (found[:, 0] / found[:, 1]).sqrt(), own / found[:, 1]  # fragments count a tensor once
         total = torch.stack([(sizes * shares).sum(), shares[sizes > 0].sum()])
         if context.copy_sum is not None:
@@ -212,18 +212,19 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
             state["step"] += 1
             gradient = old.mul_(-beta1).add_(state["exp_avg"]).div_(1.0 - beta1)  # as the momenta have it
             largest.append(self._direct(state, group, gradient, out=old))
-        lengths = [torch.tensor(native.sums_of_squares(before), dtype=torch.float64)]
-        for master, direction in zip(masters, before, strict=True) if decay else ():
-            direction.add_(master, alpha=decay)
-        lengths.append(torch.tensor(native.sums_of_squares(before), dtype=torch.float64))
+        shares = [1.0] * len(masters)
+        if decay:
+            alone = _squares_of(before)
+            for master, direction in zip(masters, before, strict=True):
+                direction.add_(master, alpha=decay)
+            norms = whole_sums(masters, [alone, _squares_of(before)], context).sqrt_()
+            shares = [min(1.0, one / max(both, 1e-12)) for one, both in norms.tolist()]
         change = torch.tensor(largest, dtype=torch.float64).view(-1, 1)
-        norms = whole_sums(masters, lengths, context).sqrt_()
         if context.segment_largest is not None:
             change = context.segment_largest(masters, change)
-        for master, state, direction, most, (alone, decayed) in zip(
-            masters, states, before, change[:, 0].tolist(), norms.tolist(), strict=True
+        for master, state, direction, most, share in zip(
+            masters, states, before, change[:, 0].tolist(), shares, strict=True
         ):
-            share = min(1.0, alone / max(decayed, 1e-12)) if decay else 1.0
             ratio = float(state[RATIO]) * self._bounded(most * share + (1.0 - share), state[FACTOR])
             master.sub_(direction.mul_(group["lr"] * ratio).to(master.dtype))
             self._coefficients.append(ratio)
@@ -257,3 +258,8 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         if group["eps_inside_sqrt"]:
             return variance.add_(group["eps"]).sqrt_()
         return variance.sqrt_().add_(group["eps"])
+
+
+def _squares_of(tensors: Sequence[Tensor]) -> Tensor:
+    """[n] fp64: sums of squares."""
+    return torch.tensor(native.sums_of_squares(tensors), dtype=torch.float64)

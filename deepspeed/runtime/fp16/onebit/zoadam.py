@@ -11,8 +11,8 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
-from deepspeed.runtime.fp16.onebit.adam import adam_defaults, corrections, root
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces
+from deepspeed.runtime.fp16.onebit.adam import adam_defaults, corrections, plain_step, root
+from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces, round_into
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"
@@ -21,8 +21,7 @@ LOCAL, SYNCED = "local_update", "synced"
 
 def _write(master: Tensor, low: Tensor | None, value: Tensor) -> None:
     master.copy_(value)
-    if low is not None:
-        low.copy_(master.reshape(low.shape))
+    round_into(low, master)
 
 
 def is_variance_update(update: int, scaler: int) -> bool:
@@ -171,12 +170,11 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
         for master, state, total, low, (second, rate) in zip(
             part.masters, states, sums, part.lows, prepared, strict=True
         ):
+            scalars = {"variance_correction": second, "eps": group["eps"], "rate": rate, "decay": decay}
             cut = pieces(master, state["exp_avg"], state["exp_avg_sq"], total, low)
             for w, m, v, mean, rounded in cut:
                 torch.div(mean, rate or 1.0, out=m)
-                w.mul_(decay).sub_((m / root(v, second, group["eps"])).mul_(rate).to(w.dtype))
-                if rounded is not None:
-                    rounded.copy_(w.reshape(rounded.shape))
+                plain_step(w, m, v, rounded, **scalars)
 
     def _follow_own_momentum(
         self,

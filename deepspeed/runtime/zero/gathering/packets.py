@@ -118,10 +118,7 @@ class PacketServers(ShardServers):
         pieces = piece.room()
         self.nearby[piece.scope.name].fetch(self._number[index], pieces)
         piece.place(pieces, full)
-        nbytes = pieces.nbytes * (piece.near.size - 1) // piece.near.size
-        piece.near.collectives["fetch"] += 1
-        piece.near.bytes_sent += nbytes
-        piece.near.bytes_fetched += nbytes
+        piece.near.count_fetch(pieces)
 
     def is_exact(self, index: int) -> bool:
         return index not in self.pieces or self.pieces[index].codec is None

@@ -40,12 +40,7 @@ class ShardServers:
             full.copy_(bucket.own_slice())
         else:
             server.fetch(self._place[index], full)
-        # This rank sends as many bytes for the others' copies as it receives.
-        size = bucket.communicator.size
-        nbytes = full.numel() * full.element_size() * (size - 1) // size
-        bucket.communicator.collectives["fetch"] += 1
-        bucket.communicator.bytes_sent += nbytes
-        bucket.communicator.bytes_fetched += nbytes
+        bucket.communicator.count_fetch(full)
 
     def is_exact(self, index: int) -> bool:
         """Whether a gather gives what the slices hold, in every phase."""
