@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.autotuning.space import BUDGET, ROOM, SEQUENCE, Point, key_of
+from deepspeed.autotuning.space import ROOM, SEQUENCE, Point, key_of
 from deepspeed.autotuning.step_model import Planned
 
 SPARE = 0.9
@@ -37,8 +37,7 @@ class MemoryNeeds:
         found = self.limit
         for plan in self.info.get("stages", {}).values():
             if "near" in plan and plan["free"][plan["near"]] is not None:
-                sharing = self.info["ranks_per_node"] if plan["near"] == "host" else 1
-                share = plan["free"][plan["near"]] // sharing
+                share = self._of_rank(plan, "free")
                 return share if found is None else min(found, share)
         return found
 
@@ -64,8 +63,12 @@ class MemoryNeeds:
         plan = self.info.get("stages", {}).get(str(stage))
         if plan is None or "need" not in plan:
             return plan
+        return {"need": self._of_rank(plan, "need"), "fits": plan["fits"]}
+
+    def _of_rank(self, plan: Mapping[str, Any], what: str) -> int:
+        """Its bytes where the model computes: ranks of a node share the host."""
         sharing = self.info["ranks_per_node"] if plan["near"] == "host" else 1
-        return {"need": plan["need"][plan["near"]] // sharing, "fits": plan["fits"]}
+        return plan[what][plan["near"]] // sharing
 
     def states(self, point: Point) -> int:
         """Bytes of a rank for weights, gradients, optimizer state and buffers, at the peak of a step."""
@@ -78,11 +81,7 @@ class MemoryNeeds:
         each = max(kept, self.each)
         if point is None:
             return each
-        changes = point.changes
-        share = changes.get(BUDGET)
-        if isinstance(share, (int, float)) and 0 < share <= 1:
-            each *= share
-        return each / int(changes.get(SEQUENCE) or 1)
+        return each * point.kept / int(point.changes.get(SEQUENCE) or 1)
 
     def need(self, point: Point) -> float:
         return self.states(point) + self.apart + self.per_sample(point) * point.size

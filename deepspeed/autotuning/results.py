@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,7 @@ class Results:
 
     def get_best_space_record(self, space_name: str) -> Any:
         """(experiment, metric, experiments) of the best in a space; None if there is none."""
-        best = None
-        for record in self.records.get(space_name, []):
-            if best is None or better(self.metric_name, record[1], best[1]):
-                best = record
+        best = self._best_of(self.records.get(space_name, []))
         if best is None:
             return None
         return (*best[:2], self.counts.get(space_name, len(self.records[space_name])))
@@ -70,13 +67,18 @@ class Results:
     def get_best_space_records(self) -> dict[str, Any]:
         """The best of each space, and of all as "global"."""
         found = {space: self.get_best_space_record(space) for space in sorted(self.records)}
-        best = None
-        for record in found.values():
-            if best is None or better(self.metric_name, record[1], best[1]):
-                best = record
+        best = self._best_of(found.values())
         if best is not None:
             found["global"] = (*best[:2], sum(record[2] for record in found.values()))
         return found
+
+    def _best_of(self, records: Iterable[Any]) -> Any:
+        """The first of the best; None if there is none."""
+        best = None
+        for record in records:
+            if best is None or better(self.metric_name, record[1], best[1]):
+                best = record
+        return best
 
     # The best -------------------------------------------------------------------------------------------------
 
@@ -119,6 +121,7 @@ class Results:
         records = self.get_best_space_records()
         if not records:
             return
+        Path(self.results_dir).mkdir(parents=True, exist_ok=True)
         rows = [
             (space, str(number), f"{value:.6g}", exp["name"])
             for space, (exp, value, number) in records.items()
@@ -135,7 +138,6 @@ class Results:
             f"{Path(self.results_dir) / OPTIMAL_CONFIG} has its config, {OPTIMAL_COMMAND} beside it the command."
             + self._draw(),
         ]
-        Path(self.results_dir).mkdir(parents=True, exist_ok=True)
         (Path(self.results_dir) / SUMMARY).write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
 
@@ -209,7 +211,6 @@ class Results:
             for name, _, value in self._measured()
             if name in self.points
         ]
-        Path(self.results_dir).mkdir(parents=True, exist_ok=True)
         draw(Path(self.results_dir) / PICTURE, rows, self._unit(), self._per_sample)
         return f" {PICTURE} shows the runs."
 

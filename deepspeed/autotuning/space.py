@@ -49,6 +49,11 @@ def _plain(value: Any) -> str:
     return re.sub(r"[^\w.]", "", f"{value:g}" if isinstance(value, float) else str(value))
 
 
+def changes_of(choices: Iterable[Choice]) -> dict[str, Any]:
+    """What they change together."""
+    return {key: value for choice in choices for key, value in choice.changes}
+
+
 @dataclass(frozen=True)
 class Point:
     """A config to try: stage, samples of a micro-batch, accumulation steps, and choices."""
@@ -60,7 +65,13 @@ class Point:
 
     @property
     def changes(self) -> dict[str, Any]:
-        return {key: value for choice in self.choices for key, value in choice.changes}
+        return changes_of(self.choices)
+
+    @property
+    def kept(self) -> float:
+        """The share of its activations that a micro-batch keeps for the backward, as far as a choice says so."""
+        share = self.changes.get(BUDGET)
+        return share if isinstance(share, (int, float)) and 0 < share <= 1 else 1.0
 
     def with_choice(self, choice: Choice) -> Point:
         keys = {key for key, _ in choice.changes}
@@ -89,8 +100,7 @@ class Choices:
     def rooms(self, stage: int) -> Iterator[tuple[Choice, ...]]:
         """Every combination of what makes room at this stage."""
         for chosen in itertools.product(*self.room):
-            changes = {key: value for choice in chosen for key, value in choice.changes}
-            if _allowed(stage, changes):
+            if _allowed(stage, changes_of(chosen)):
                 yield tuple(choice for choice in chosen if choice.changes)
 
     def fines(self, stage: int) -> Iterator[Choice]:
@@ -103,8 +113,7 @@ class Choices:
         """Every combination of all choices at this stage."""
         for room in self.rooms(stage):
             for chosen in itertools.product(*self.fine):
-                changes = {key: value for choice in chosen for key, value in choice.changes}
-                if _allowed(stage, changes):
+                if _allowed(stage, changes_of(chosen)):
                     yield (*room, *(choice for choice in chosen if choice.changes))
 
     def on_paper(self, stages: Iterable[int]) -> list[dict[str, Any]]:

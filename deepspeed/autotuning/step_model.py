@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.autotuning.space import BUDGET, OFFLOAD, TENSOR, Point
+from deepspeed.autotuning.space import OFFLOAD, TENSOR, Point
 from deepspeed.autotuning.tuner.cost_model import StepTime
 
 HOST_BYTES_PER_S, BYTES_PER_ELEMENT = 8e9, 20
@@ -102,10 +102,9 @@ class StepModel:
     def expected(self, point: Point) -> Parts:
         """Before corrections."""
         planned, changes = self.planned(point), point.changes
-        share, split = changes.get(BUDGET), int(changes.get(TENSOR) or 1)
+        split = int(changes.get(TENSOR) or 1)
         compute = point.gas * self.time.seconds(point.stage, point.size)
-        if isinstance(share, (int, float)) and 0 < share <= 1:
-            compute *= 1 + self.forward_share * (1 - share)
+        compute *= 1 + self.forward_share * (1 - point.kept)
         if split > 1:
             compute *= (1 + SPLIT_COSTS) / split
         update = self.rates["update"] * planned.owned

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed.autotuning import Autotuner, scheduler, utils
+from deepspeed.autotuning import scheduler, utils
 from deepspeed.autotuning.arguments import arguments_for, given_config, launcher_command
 from deepspeed.autotuning.command import run_autotuning
 from deepspeed.autotuning.config import get_model_info_config
@@ -18,6 +18,7 @@ from deepspeed.autotuning.space import Point
 from deepspeed.autotuning.tuner import GridSearchTuner, ModelBasedTuner, RandomTuner
 from deepspeed.autotuning.tuner import utils as numbers
 from deepspeed.autotuning.tuner.cost_model import StepTime, XGBoostCostModel
+from tests.autotuning.made_up import tuner
 
 SPACE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": [1, 2],
@@ -139,20 +140,6 @@ class Machine:
         return 0
 
 
-def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, **section: Any) -> Autotuner:
-    monkeypatch.setattr(scheduler, "run_experiment", machine)
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"train_batch_size": 8, "autotuning": {"enabled": True, **section}}))
-    args = argparse.Namespace(
-        user_script="train.py",
-        user_args=["--deepspeed_config", str(file)],
-        autotuning="tune",
-        log_level="info",
-    )
-    return Autotuner(args, {"localhost": [0, 1]})
-
-
 def test_few_runs_find_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     machine = Machine()
     found = tuner(tmp_path, monkeypatch, machine)
@@ -266,7 +253,7 @@ def test_machines_and_slots(tmp_path: Path) -> None:
 
 
 def test_runs_without_a_number_count_and_are_never_the_best(tmp_path, monkeypatch) -> None:
-    made: Any = tuner(tmp_path, monkeypatch, None)  # type: ignore[arg-type]
+    made: Any = tuner(tmp_path, monkeypatch, None)
     assert (made.exp_num_nodes, made.exp_num_gpus) == (1, 2)
     for name in ("first", "second"):
         made.update_records("z0", {"name": name}, None, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.autotuning import Autotuner, scheduler
+from deepspeed.autotuning import scheduler
 from deepspeed.autotuning.arguments import ACCELERATE, arguments_for, given_config, start_command
 from deepspeed.autotuning.memory import SPARE, MemoryNeeds
 from deepspeed.autotuning.search import Search
@@ -32,6 +32,7 @@ from deepspeed.autotuning.space import (
 from deepspeed.autotuning.step_model import Parts, Planned, StepModel, parts_of
 from deepspeed.memory_plan.request import Request, answer
 from deepspeed.memory_plan.variants import STAGES, TENSOR, note_variants, planned_variant, refuse_beyond
+from tests.autotuning.made_up import tuner
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
 GIB = 1 << 30
@@ -217,22 +218,6 @@ class Machine:
         metrics |= {"flops": 0, "samples": point.size, "peak_memory": round(self.need(point))}
         (folder / "metrics.json").write_text(json.dumps(metrics))
         return 0
-
-
-def tuner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Any, config: dict[str, Any], **section: Any
-) -> Autotuner:
-    monkeypatch.setattr(scheduler, "run_experiment", machine)
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**config, "autotuning": {"enabled": True, **section}}))
-    args = argparse.Namespace(
-        user_script="train.py",
-        user_args=["--deepspeed_config", str(file)],
-        autotuning="tune",
-        log_level="info",
-    )
-    return Autotuner(args, {"localhost": [0, 1]})
 
 
 @pytest.mark.parametrize("free", [GIB // 2 + (32 << 20), GIB, 4 * GIB])

@@ -32,8 +32,6 @@ REQUEST_S = 10.0  # a visitor that says nothing for so long is cut off
 MOST_VISITORS = 32
 LOOK_S = 0.2  # how soon it notices that it is closed
 
-LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
-
 
 def is_local(host: str) -> bool:
     with contextlib.suppress(ValueError):
@@ -147,8 +145,8 @@ class PageServer:
 
     def _is_from_here(self, host: str) -> bool:
         """Without a token: that no page of elsewhere has given its own name this machine's address."""
-        name = (urlsplit(f"//{host}").hostname or "") if host else ""
-        return self.token is not None or name in LOCAL_NAMES or is_local(name)
+        name = urlsplit(f"//{host}").hostname or ""
+        return self.token is not None or is_local(name)
 
     def _is_allowed(self, authorization: str) -> bool:
         if self.token is None:

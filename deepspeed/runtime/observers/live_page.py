@@ -31,7 +31,7 @@ from deepspeed.monitor.live.recorder import Recorder, Sink
 from deepspeed.monitor.live.server import TOKEN_FILE, TOKEN_VARIABLE, PageServer, token_for
 from deepspeed.runtime.observers.curves import PREFIX, TIMERS
 from deepspeed.runtime.observers.live_line import memory_of, tokens_per_sample, total_steps
-from deepspeed.runtime.observers.start_report import held_bytes, planned_memory
+from deepspeed.runtime.observers.start_report import held_bytes, ledger_of, now_and_most
 from deepspeed.runtime.observers.step_parts import StepParts
 from deepspeed.runtime.zero.params import full_numel
 from deepspeed.utils.logging import is_rank_zero, logger
@@ -283,11 +283,12 @@ def _plan(engine: EngineBase) -> dict[str, Any]:
     """``now`` and ``most`` as in the start report; ``line``: what memory is compared with. On CPUs that is of the whole
     process, which also has Python and the libraries."""
     try:
-        now, most = planned_memory(engine)
+        ledger = ledger_of(engine)
+        now, most = now_and_most(ledger)
         if engine.device.type == "cpu":
             line = most + max(0, resident_bytes() - held_bytes(engine))
         else:
-            line = planned_memory(engine, (Place.DEVICE,))[1]
+            line = now_and_most(ledger, (Place.DEVICE,))[1]
     except Exception as error:  # an impossible plan: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return {}

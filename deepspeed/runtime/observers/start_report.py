@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import version
-from deepspeed.memory_plan.ledger import TRAINING, Phase, Place
+from deepspeed.memory_plan.ledger import TRAINING, Ledger, Phase, Place
 from deepspeed.memory_plan.report import size
 from deepspeed.memory_plan.request import answer
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
@@ -112,19 +112,20 @@ def _memory(engine: EngineBase) -> str:
     text = ""
     try:
         text = f"; this rank holds {size(held_bytes(engine))}"
-        now, most = planned_memory(engine)
+        now, most = now_and_most(ledger_of(engine))
     except Exception as error:  # tensors without storage, an impossible plan: no reason to stop a run
         logger.debug(f"the memory of this run could not be planned: {error}")
         return text
     return f"{text} (planned {size(now)}; {size(most)} in training, activations apart)"
 
 
-def planned_memory(
-    engine: EngineBase, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)
-) -> tuple[int, int]:
-    """What the plan of this rank takes there now, and at its peak in training without activations. Any error that a
-    plan can have."""
-    ledger = answer(request_of(engine)).ledger
+def ledger_of(engine: EngineBase) -> Ledger:
+    """The plan of this rank. Any error that a plan can have."""
+    return answer(request_of(engine)).ledger
+
+
+def now_and_most(ledger: Ledger, places: tuple[Place, ...] = (Place.DEVICE, Place.HOST)) -> tuple[int, int]:
+    """What a plan takes there now, and at its peak in training without activations."""
     now = sum(ledger.total(Phase.READY, place, estimates=False) for place in places)
     most = max(sum(ledger.total(phase, place, estimates=False) for place in places) for phase in TRAINING)
     return now, most

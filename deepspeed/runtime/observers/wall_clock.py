@@ -59,7 +59,6 @@ class WallClock:
         self._waits = Waits(
             None if get_accelerator().use_host_timers() else engine.timers(EXPOSED_COMMUNICATION_TIMER)
         )
-        engine.timers(EXPOSED_COMMUNICATION_TIMER)
         self._listen()
         self.steps = engine.global_steps
         engine.events.on("after_step", self.report)
