@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from tests.pool import distributed, run
 from tests.zero.models import batch, config_for, make_zoo
 
-NAP_S = 0.05
+NAP_S = 0.15
 
 
 def start(stage: int, **more: Any) -> Any:
