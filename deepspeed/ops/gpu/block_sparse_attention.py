@@ -28,10 +28,10 @@ from deepspeed.ops.gpu.softmax_steps import (
     finished,
     finite,
     joined,
-    operand,
     power_of_two,
     where_tensors_are,
 )
+from deepspeed.ops.gpu.types import operand_type
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -591,7 +591,7 @@ def _constants(q: Tensor, layout: Layout, added: Added, tile: Tile) -> dict[str,
         "size": q.shape[3],
         "SIZE": power_of_two(q.shape[-1]),
         "CAUSAL": added.causal,
-        "DOT": operand(q.dtype),
+        "DOT": operand_type(q.dtype),
     }
 
 

@@ -25,10 +25,10 @@ from deepspeed.ops.gpu.softmax_steps import (
     finished,
     finite,
     joined,
-    operand,
     power_of_two,
     where_tensors_are,
 )
+from deepspeed.ops.gpu.types import operand_type
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -409,7 +409,7 @@ def _constants(q: Tensor, tile: Tile) -> dict[str, Any]:
         "SIZE": power_of_two(size),
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
-        "DOT": operand(q.dtype),
+        "DOT": operand_type(q.dtype),
     }
 
 

@@ -9,7 +9,6 @@ normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -18,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from deepspeed.ops.gpu.types import FLOATS
+
 LOG2E = 1.4426950408889634
 """Factor of scores and of what is added to them."""
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""Whether kernels of this process run on the host, step by step (Triton reads the variable as it is imported)."""
 
 
 @triton.jit
@@ -80,12 +78,6 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def operand(dtype: torch.dtype) -> Any:
-    """Triton's type of the factors of a product. The interpreter computes with the bits of bf16 as if they were
-    integers, so factors are fp32 there."""
-    return tl.float32 if INTERPRETED else getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def takes(dtype: torch.dtype, *sizes: int) -> bool:
     """Whether attention kernels take tensors of this dtype and these head sizes."""
-    return dtype in (torch.float32, torch.float16, torch.bfloat16) and all(0 < size <= 256 for size in sizes)
+    return dtype in FLOATS and all(0 < size <= 256 for size in sizes)
