@@ -29,6 +29,7 @@ from deepspeed.ops.gpu.softmax_steps import (
     finite,
     joined,
     power_of_two,
+    scores_gradient,
     where_tensors_are,
 )
 from deepspeed.ops.gpu.types import operand_type
@@ -240,8 +241,7 @@ def _query_gradient(
             CAUSAL,
         )
         v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
-        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-        of_scores = tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+        of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
     tl.store(
         grad_query + base * size + rows[:, None] * size + numbers[None, :],
@@ -314,7 +314,7 @@ def _key_gradients(
         of_out = _rows_of(grad + base * size, rows, exists, numbers, size).to(DOT)
         of_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
         of_row = tl.load(spread + base + rows, mask=exists, other=0.0)
-        of_scores = weights * (tl.dot(v, tl.trans(of_out), input_precision="ieee") - of_row[None, :])
+        of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
         of_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
     place = base * size + keys[:, None] * size + numbers[None, :]
     wanted = inside[:, None] & (numbers < size)[None, :]
@@ -394,8 +394,7 @@ def _positions_gradient(
             of_out = _rows_of(grad + base * size, rows, inside, numbers, size).to(DOT)
             v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
             of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
-            of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-            found += tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+            found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         head = tl.load(members + first_head)
         plane = grad_positions + first_batch.to(tl.int64) * positions_batch + head * positions_head
         place = plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]

@@ -49,6 +49,13 @@ def finite(lse):
     return tl.where(lse == float("-inf"), 0.0, lse)
 
 
+@triton.jit
+def scores_gradient(weights, left, right, spread):
+    """Of rows of ``left`` to rows of ``right``: those of the gradient of the output and values, whichever way the
+    weights lie. ``spread``, the product of output and its gradient of each row, broadcasts to them."""
+    return weights * (tl.dot(left, tl.trans(right), input_precision="ieee") - spread)
+
+
 def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current GPU; this makes it that of the first tensor among the arguments."""
 
