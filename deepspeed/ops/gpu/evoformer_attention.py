@@ -366,7 +366,7 @@ def backward(
     if grad_of_keys is not None and by_head is not None:
         grad_of_keys += by_head.sum(2)[:, :, None, None]
     if grad_of_pairs is not None:
-        sums = grad_of_pairs if grad_of_pairs.is_contiguous() else grad_of_pairs.contiguous()
+        sums = grad_of_pairs.contiguous()
         tiles = triton.cdiv(q.shape[2], tile.rows) * triton.cdiv(k.shape[2], tile.columns)
         _pairs_gradient[(q.shape[0] * q.shape[3] * tiles,)](
             *(q, k, v, lse, grad, spread, sums), *rest, **constants

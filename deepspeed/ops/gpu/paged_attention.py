@@ -148,7 +148,7 @@ def _attend(
         tl.store(
             parts + place[:, None] * value_size + of_value[None, :],
             out,
-            mask=(row < ROWS)[:, None] & (of_value < value_size)[None, :],
+            mask=(of_value < value_size)[None, :],
         )
 
 
