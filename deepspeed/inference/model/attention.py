@@ -31,6 +31,15 @@ class AttentionTerms:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    def for_kernel(self) -> dict[str, Any]:
+        """As the kernels of host and GPU take them."""
+        return {
+            "scale": self.scale,
+            "window": self.window or 0,
+            "softcap": self.softcap or 0.0,
+            "sinks": self.sinks,
+        }
+
 
 @dataclass(eq=False)
 class PackedBatch:
@@ -113,24 +122,18 @@ def paged_attention(
 ) -> Tensor:
     """Store the tokens' keys and values [kv heads, tokens, size] unless they are ``stored``, and attend from each
     piece's queries [heads, tokens, size] to all keys and values of its sequence: [tokens, heads, value size]."""
-    if batch.kernel is None:
+    if batch.kernel is not None:
+        output = host.paged_attention(
+            query, key, value, batch.cache.pages(layer), batch.kernel, **terms.for_kernel()
+        )
+    else:
         if not stored:
             batch.cache.write(layer, batch.blocks, batch.offsets, key.transpose(0, 1), value.transpose(0, 1))
+        if batch.of_gpu is not None:
+            from deepspeed.ops.gpu import paged_attention as gpu
+
+            return gpu.paged_attention(query, batch.cache.pages(layer), batch.of_gpu, **terms.for_kernel())
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
-    else:
-        output = host.paged_attention(
-            query,
-            key,
-            value,
-            batch.cache.pages(layer),
-            batch.kernel,
-            scale=terms.scale,
-            window=terms.window or 0,
-            softcap=terms.softcap or 0.0,
-            sinks=terms.sinks,
-        )
-    if batch.of_gpu is not None:
-        return _on_gpu(query, batch, layer, terms)
     start = 0
     for index, piece in enumerate(batch.pieces):
         stop = start + piece.count
@@ -141,20 +144,6 @@ def paged_attention(
             output[start:stop] = attend(query[:, start:stop], *known, mask, terms).transpose(0, 1)
         start = stop
     return output
-
-
-def _on_gpu(query: Tensor, batch: PackedBatch, layer: int, terms: AttentionTerms) -> Tensor:
-    from deepspeed.ops.gpu import paged_attention as gpu
-
-    return gpu.paged_attention(
-        query,
-        batch.cache.pages(layer),
-        batch.of_gpu,
-        scale=terms.scale,
-        window=terms.window or 0,
-        softcap=terms.softcap or 0.0,
-        sinks=terms.sinks,
-    )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: AttentionTerms) -> Tensor:

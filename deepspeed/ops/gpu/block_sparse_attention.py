@@ -28,10 +28,11 @@ from deepspeed.ops.gpu.softmax_steps import (
     finished,
     finite,
     joined,
-    operand,
     power_of_two,
+    scores_gradient,
     where_tensors_are,
 )
+from deepspeed.ops.gpu.types import operand_type
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -45,11 +46,27 @@ def _listed(columns, start, count, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _list_of(starts, layout_of, head, row, rows, BLOCK: tl.constexpr):
+def _list_of(starts, row, BLOCK: tl.constexpr):
     """Where the list of one block row begins, and its length in tokens."""
-    at = starts + tl.load(layout_of + head) * (rows + 1) + row
-    first = tl.load(at)
-    return first, ((tl.load(at + 1) - first) * BLOCK).to(tl.int32)
+    first = tl.load(starts + row)
+    return first, ((tl.load(starts + row + 1) - first) * BLOCK).to(tl.int32)
+
+
+@triton.jit
+def _rows_in(tile, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The block row of a tile, its tokens, and which of them exist."""
+    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
+    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
+    return tile // PARTS, tile // PARTS * BLOCK + in_block, in_block < BLOCK
+
+
+@triton.jit
+def _own(heads, block_rows, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """What a program computes: of which sequence and head, and `_rows_in` its tile."""
+    tiles = block_rows * ((BLOCK + ROWS - 1) // ROWS)
+    sequence, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row, rows, inside = _rows_in(tile, BLOCK, ROWS)
+    return sequence // heads, sequence % heads, row, rows, inside
 
 
 @triton.jit
@@ -121,16 +138,10 @@ def _forward(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    sequence = tl.program_id(0) // (block_rows * PARTS)  # and head
-    tile = tl.program_id(0) % (block_rows * PARTS)
-    batch, head = sequence // heads, sequence % heads
-    base = sequence.to(tl.int64) * tokens
-    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
-    rows = tile // PARTS * BLOCK + in_block
-    inside = in_block < BLOCK
+    batch, head, row, rows, inside = _own(heads, block_rows, BLOCK, ROWS)
+    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    base = (batch * heads + head).to(tl.int64) * tokens
     numbers = tl.arange(0, SIZE)
-    first, count = _list_of(starts, layout_of, head, tile // PARTS, block_rows, BLOCK)
 
     q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -197,16 +208,10 @@ def _query_gradient(
     DOT: tl.constexpr,
 ):
     """By rows. Leaves ``spread``, the product of output and its gradient, for the other kernels."""
-    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    sequence = tl.program_id(0) // (block_rows * PARTS)
-    tile = tl.program_id(0) % (block_rows * PARTS)
-    batch, head = sequence // heads, sequence % heads
-    base = sequence.to(tl.int64) * tokens
-    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
-    rows = tile // PARTS * BLOCK + in_block
-    inside = in_block < BLOCK
+    batch, head, row, rows, inside = _own(heads, block_rows, BLOCK, ROWS)
+    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    base = (batch * heads + head).to(tl.int64) * tokens
     numbers = tl.arange(0, SIZE)
-    first, count = _list_of(starts, layout_of, head, tile // PARTS, block_rows, BLOCK)
 
     q = _rows_of(query + base * size, rows, inside, numbers, size).to(DOT)
     of_out = _rows_of(grad + base * size, rows, inside, numbers, size)
@@ -236,8 +241,7 @@ def _query_gradient(
             CAUSAL,
         )
         v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
-        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-        of_scores = tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+        of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
     tl.store(
         grad_query + base * size + rows[:, None] * size + numbers[None, :],
@@ -277,16 +281,10 @@ def _key_gradients(
     DOT: tl.constexpr,
 ):
     """By columns: a program has ``ROWS`` keys and takes the queries that see them ``COLUMNS`` at a time."""
-    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
-    sequence = tl.program_id(0) // (block_rows * PARTS)
-    tile = tl.program_id(0) % (block_rows * PARTS)
-    batch, head = sequence // heads, sequence % heads
-    base = sequence.to(tl.int64) * tokens
-    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
-    keys = tile // PARTS * BLOCK + in_block
-    inside = in_block < BLOCK
+    batch, head, row, keys, inside = _own(heads, block_rows, BLOCK, ROWS)
+    first, count = _list_of(starts + tl.load(layout_of + head) * (block_rows + 1), row, BLOCK)
+    base = (batch * heads + head).to(tl.int64) * tokens
     numbers = tl.arange(0, SIZE)
-    first, count = _list_of(starts, layout_of, head, tile // PARTS, block_rows, BLOCK)
 
     k = _rows_of(key + base * size, keys, inside, numbers, size).to(DOT)
     v = _rows_of(value + base * size, keys, inside, numbers, size).to(DOT)
@@ -316,7 +314,7 @@ def _key_gradients(
         of_out = _rows_of(grad + base * size, rows, exists, numbers, size).to(DOT)
         of_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
         of_row = tl.load(spread + base + rows, mask=exists, other=0.0)
-        of_scores = weights * (tl.dot(v, tl.trans(of_out), input_precision="ieee") - of_row[None, :])
+        of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
         of_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
     place = base * size + keys[:, None] * size + numbers[None, :]
     wanted = inside[:, None] & (numbers < size)[None, :]
@@ -359,14 +357,10 @@ def _positions_gradient(
     DOT: tl.constexpr,
 ):
     """Of some rows and columns, summed over the sequences and heads that share them."""
-    PARTS: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
     tile, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    in_block = (tile % PARTS) * ROWS + tl.arange(0, ROWS)
-    rows = tile // PARTS * BLOCK + in_block
-    inside = in_block < BLOCK
+    row, rows, inside = _rows_in(tile, BLOCK, ROWS)
+    first, count = _list_of(starts, row, BLOCK)
     numbers = tl.arange(0, SIZE)
-    first = tl.load(starts + tile // PARTS)
-    count = ((tl.load(starts + tile // PARTS + 1) - first) * BLOCK).to(tl.int32)
     if part * COLUMNS < count:
         seen, exists = _listed(columns + first, part * COLUMNS, count, BLOCK, COLUMNS)
         # One plane of the positions is that of these sequences and heads:
@@ -400,8 +394,7 @@ def _positions_gradient(
             of_out = _rows_of(grad + base * size, rows, inside, numbers, size).to(DOT)
             v = _rows_of(value + base * size, seen, exists, numbers, size).to(DOT)
             of_row = tl.load(spread + base + rows, mask=inside, other=0.0)
-            of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-            found += tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+            found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         head = tl.load(members + first_head)
         plane = grad_positions + first_batch.to(tl.int64) * positions_batch + head * positions_head
         place = plane + rows[:, None].to(tl.int64) * tokens + seen[None, :]
@@ -591,7 +584,7 @@ def _constants(q: Tensor, layout: Layout, added: Added, tile: Tile) -> dict[str,
         "size": q.shape[3],
         "SIZE": power_of_two(q.shape[-1]),
         "CAUSAL": added.causal,
-        "DOT": operand(q.dtype),
+        "DOT": operand_type(q.dtype),
     }
 
 

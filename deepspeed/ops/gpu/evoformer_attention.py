@@ -25,10 +25,11 @@ from deepspeed.ops.gpu.softmax_steps import (
     finished,
     finite,
     joined,
-    operand,
     power_of_two,
+    scores_gradient,
     where_tensors_are,
 )
+from deepspeed.ops.gpu.types import operand_type
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -177,8 +178,7 @@ def _query_gradient(
             heads,
         )
         v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
-        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-        of_scores = tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+        of_scores = scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
         found += tl.dot(of_scores.to(DOT), k, input_precision="ieee")
     _stored(grad_query + of_q, found * (scale / _LOG2E), row, rows, heads, size, SIZE)
 
@@ -240,7 +240,7 @@ def _key_gradients(
         of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
         found_v += tl.dot(weights.to(DOT), of_out, input_precision="ieee")
         of_row = tl.load(spread + place, mask=row < rows, other=0.0)
-        of_scores = weights * (tl.dot(v, tl.trans(of_out), input_precision="ieee") - of_row[None, :])
+        of_scores = scores_gradient(weights, v, of_out, of_row[None, :])
         found_k += tl.dot(of_scores.to(DOT), q, input_precision="ieee")
         if grad_of_keys is not None:
             found_bias += tl.sum(of_scores, 1)
@@ -304,8 +304,7 @@ def _pairs_gradient(
         of_row = tl.load(spread + place, mask=row < rows, other=0.0)
         of_out = _loaded(grad + of_q, row, rows, heads, size, SIZE).to(DOT)
         v = _loaded(value + of_k, column, keys, heads, size, SIZE).to(DOT)
-        of_weights = tl.dot(of_out, tl.trans(v), input_precision="ieee")
-        found += tl.exp2(scores - normal[:, None]) * (of_weights - of_row[:, None])
+        found += scores_gradient(tl.exp2(scores - normal[:, None]), of_out, v, of_row[:, None])
     place = (plane.to(tl.int64) * rows + row)[:, None] * keys + column[None, :]
     mask = (row < rows)[:, None] & (column < keys)[None, :]
     tl.store(grad_of_pairs + place, tl.load(grad_of_pairs + place, mask=mask, other=0.0) + found, mask=mask)
@@ -367,7 +366,7 @@ def backward(
     if grad_of_keys is not None and by_head is not None:
         grad_of_keys += by_head.sum(2)[:, :, None, None]
     if grad_of_pairs is not None:
-        sums = grad_of_pairs if grad_of_pairs.is_contiguous() else grad_of_pairs.contiguous()
+        sums = grad_of_pairs.contiguous()
         tiles = triton.cdiv(q.shape[2], tile.rows) * triton.cdiv(k.shape[2], tile.columns)
         _pairs_gradient[(q.shape[0] * q.shape[3] * tiles,)](
             *(q, k, v, lse, grad, spread, sums), *rest, **constants
@@ -409,7 +408,7 @@ def _constants(q: Tensor, tile: Tile) -> dict[str, Any]:
         "SIZE": power_of_two(size),
         "ROWS": tile.rows,
         "COLUMNS": tile.columns,
-        "DOT": operand(q.dtype),
+        "DOT": operand_type(q.dtype),
     }
 
 

@@ -26,10 +26,10 @@ from deepspeed.ops.gpu.softmax_steps import (
     Tile,
     finished,
     joined,
-    operand,
     power_of_two,
     where_tensors_are,
 )
+from deepspeed.ops.gpu.types import operand_type
 
 SPLIT = 512
 """Keys that a program takes of a piece whose rows are all its own. (The others have programs enough.)"""
@@ -148,7 +148,7 @@ def _attend(
         tl.store(
             parts + place[:, None] * value_size + of_value[None, :],
             out,
-            mask=(row < ROWS)[:, None] & (of_value < value_size)[None, :],
+            mask=(of_value < value_size)[None, :],
         )
 
 
@@ -314,7 +314,7 @@ def paged_attention(
             COLUMNS=tile.columns,
             WINDOW=window > 0,
             SOFTCAP=softcap > 0,
-            DOT=operand(keys.dtype),
+            DOT=operand_type(keys.dtype),
             **tile.options,
         )
         if len(work.joins):

@@ -9,7 +9,6 @@ normalizer calculation for softmax, 2018; T. Dao: FlashAttention-2, 2023.
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -18,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from deepspeed.ops.gpu.types import FLOATS
+
 LOG2E = 1.4426950408889634
 """Factor of scores and of what is added to them."""
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""Whether kernels of this process run on the host, step by step (Triton reads the variable as it is imported)."""
 
 
 @triton.jit
@@ -49,6 +47,13 @@ def finished(top, total, out):
 def finite(lse):
     """A row that sees nothing has no weights, whatever is subtracted from its scores."""
     return tl.where(lse == float("-inf"), 0.0, lse)
+
+
+@triton.jit
+def scores_gradient(weights, left, right, spread):
+    """Of rows of ``left`` to rows of ``right``: those of the gradient of the output and values, whichever way the
+    weights lie. ``spread``, the product of output and its gradient of each row, broadcasts to them."""
+    return weights * (tl.dot(left, tl.trans(right), input_precision="ieee") - spread)
 
 
 def where_tensors_are(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,12 +85,6 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def operand(dtype: torch.dtype) -> Any:
-    """Triton's type of the factors of a product. The interpreter computes with the bits of bf16 as if they were
-    integers, so factors are fp32 there."""
-    return tl.float32 if INTERPRETED else getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def takes(dtype: torch.dtype, *sizes: int) -> bool:
     """Whether attention kernels take tensors of this dtype and these head sizes."""
-    return dtype in (torch.float32, torch.float16, torch.bfloat16) and all(0 < size <= 256 for size in sizes)
+    return dtype in FLOATS and all(0 < size <= 256 for size in sizes)

@@ -7,8 +7,8 @@ import os
 import torch
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Whether kernels run on the host, in numpy."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""Whether kernels of this process run on the host, in numpy (Triton reads the variable as it is imported)."""
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What kernels store numbers in; they compute in fp32."""
