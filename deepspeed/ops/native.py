@@ -99,9 +99,11 @@ def library() -> ctypes.CDLL | None:
         if found != ABI:
             raise OSError(f"interface version {found}, this package needs {ABI}: reinstall the package")
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(lib, name)
+            function = getattr(lib, name, None)
+            if function is None:
+                raise OSError(f"{path} is older than this source, it lacks {name}: reinstall the package")
             function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         log_dist(
             f"Native host kernels are not available ({error}): their operations run in PyTorch, more slowly.",
             ranks=[0],
