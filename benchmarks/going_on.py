@@ -1,6 +1,6 @@
 """How long a run stands still when one of its ranks is killed, and what keeping its state in memory costs.
 
-    python benchmarks/going_on.py [--ranks 4] [--stages 1 2 3] [--width 1024]
+    python benchmarks/going_on.py [--ranks 4] [--stages 1 2 3] [--width 1024] [--save 4_ranks]
 
 The victim is killed with SIGKILL in the middle of a step. Still: from then to the end of the first step that is made
 again, with the start of new processes in between. What a state costs is told by steps with and without it.
@@ -22,6 +22,10 @@ from typing import Any
 
 import psutil
 
+from jobs import progress
+from report import Report, common_arguments
+
+GOAL = 10.0  # seconds
 STEPS, VICTIM_AT = 12, 6
 RANK = """
 import json, os, sys, time
@@ -45,31 +49,32 @@ with open(f"{folder}/rank{engine.global_rank}", "a") as log:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common_arguments("From kill -9 of a rank to the next finished step.")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--width", type=int, default=512)
     args = parser.parse_args()
-    millions = 8 * args.width * (args.width + 1) / 1e6
-    print(
-        f"{args.ranks} ranks, {millions:.1f}M parameters, Adam, fp32; median step without and with replicate_state"
-    )
-    print(
-        f"{'stage':>5} {'still s':>8} {'steps lost':>10} {'same losses':>11} {'step ms':>8} {'with ms':>8} {'MB':>6}"
-    )
-    for stage in args.stages:
+    report = Report("going_on", args)
+    rows = []
+    for stage in args.stages[:1] if args.quick else args.stages:
+        progress(f"stage {stage}")
         calm, _, _ = run(args, stage, replicate=False, kill=False)
         kept, _, _ = run(args, stage, replicate=True, kill=False)
         disturbed, died, began = run(args, stage, replicate=True, kill=True)
         again = min(record["at"] for record in disturbed if record["at"] > died and record["step"] > began)
-        before = max(record["step"] for record in disturbed if record["at"] < died)
+        # rank 0 may write down a step later than the victim, which is dead by then
+        before = max(began, *(record["step"] for record in disturbed if record["at"] < died))
         same = losses(calm) == losses(disturbed)
-        print(
-            f"{stage:>5} {again - died:>8.2f} {before - began:>10} {'yes' if same else 'NO':>11} "
-            f"{step_ms(calm):>8.1f} {step_ms(kept):>8.1f} {millions * 12:>6.0f}"
-        )
+        row = [f"{stage}", f"{again - died:.2f}", f"{GOAL:.0f}", f"{before - began}", "yes" if same else "NO"]
+        rows.append([*row, f"{step_ms(calm):.1f}", f"{step_ms(kept):.1f}"])
+        report.data[f"stage {stage}"] = {"still_s": again - died, "lost": before - began, "same": same}
+    millions = 8 * args.width * (args.width + 1) / 1e6
+    report.table(
+        f"{args.ranks} ranks, {millions:.1f}M parameters, Adam, fp32: {12 * millions:.0f} MB of state",
+        ["stage", "seconds still", "goal <=", "steps lost", "same losses", "ms/step", "with replicate_state"],
+        rows,
+    )
+    report.save()
 
 
 def run(

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jobs import Spread, progress, ratios
+from jobs import progress, ratios
 from report import Report, common_arguments
 from tests.launcher.real_machines import Machines, why_not
 
