@@ -16,6 +16,8 @@ from deepspeed.comm.collectives import Communicator
 
 ALIGNMENT = 8
 """Elements: bytes of signs begin where parts do."""
+PIECE = 1 << 21
+"""Elements of a part that travel together: while a link carries one piece, the next is encoded or decoded."""
 
 
 def part_numel(numel: int, ranks: int) -> int:
@@ -40,12 +42,29 @@ def compressed_mean(
         server_error: [part] fp32, what encoding took from the average that this rank serves, in place.
     """
     rows = values.view(ranks.size, -1)
+    errors = None if worker_error is None else worker_error.view(ranks.size, -1)
     part = rows.shape[-1]
-    sent = codec.encode(rows, None if worker_error is None else worker_error.view(ranks.size, part))
-    received = torch.empty_like(sent)
-    ranks.all_to_all(received.view(-1), sent.view(-1)).wait()
-    average = codec.total(received, part).mul_(1.0 / ranks.size)
-    mine = codec.encode(average, server_error)
-    everyone = mine.new_empty(ranks.size * mine.numel())
-    ranks.all_gather(everyone, mine).wait()
-    codec.decode(everyone.view(ranks.size, -1), part, out=rows)
+    pieces = [slice(start, min(start + PIECE, part)) for start in range(0, part, PIECE)]
+    arriving, gathering = [], []
+    for piece in pieces:
+        sent = _encoded(rows, errors, piece, codec)
+        received = torch.empty_like(sent)
+        arriving.append((sent, received, ranks.all_to_all(received.view(-1), sent.view(-1))))
+    for piece, (_, received, pending) in zip(pieces, arriving, strict=True):
+        pending.wait()
+        average = codec.total(received, piece.stop - piece.start).mul_(1.0 / ranks.size)
+        mine = codec.encode(average, None if server_error is None else server_error[piece])
+        everyone = mine.new_empty(ranks.size, mine.numel())
+        gathering.append((everyone, ranks.all_gather(everyone.view(-1), mine)))
+    for piece, (everyone, pending) in zip(pieces, gathering, strict=True):
+        pending.wait()
+        for row, packet in zip(rows, everyone, strict=True):
+            codec.decode(packet, piece.stop - piece.start, out=row[piece])
+
+
+def _encoded(rows: Tensor, errors: Tensor | None, piece: slice, codec: Codec) -> Tensor:
+    """Packets [ranks, nbytes] of a piece of each row."""
+    if piece.stop - piece.start == rows.shape[-1]:
+        return codec.encode(rows, errors)
+    owed = [None] * len(rows) if errors is None else [row[piece] for row in errors]
+    return torch.stack([codec.encode(row[piece], own) for row, own in zip(rows, owed, strict=True)])

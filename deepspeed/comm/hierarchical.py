@@ -4,8 +4,9 @@ Rank r = h * L + l is the l-th rank of host h. Only ranks with the same l talk a
 1/L of what a direct exchange among all ranks sends. Sums are computed per host in rank order, in fp32, and then over
 hosts: the order that `sum_in_blocks` gives on gloo, so the bits are the same.
 
-All work is done while a caller waits, in order of issue (OrderedPending): the ranks of a host then use their shared
-memory in the same order, which does not depend on the speed of the network.
+All work in shared memory is done while a caller waits, in order of issue (OrderedPending): the ranks of a host then use
+it in the same order, which does not depend on the speed of the network. What a gather or an all-to-all sends to other
+hosts is known when it is issued, and travels from then on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from .gloo import SCRATCH_BYTES, GlooChannel
 from .pending import OrderedPending, Pending
@@ -29,6 +31,9 @@ from .shared_memory import (
     SharedMemoryReduceScatter,
     can_reduce,
 )
+
+Works = list[tuple[int, Work]]
+"""Messages under way, with the host at their other end."""
 
 
 class TwoLevels:
@@ -60,13 +65,16 @@ class TwoLevels:
         self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int, operation: str
     ) -> None:
         """Exchange with the counterparts on these hosts."""
+        self.finish_exchange(self.begin_exchange(sent, received, tag), operation)
+
+    def begin_exchange(self, sent: dict[int, Tensor], received: dict[int, Tensor], tag: int) -> Works:
+        gloo = self.gloo
         works = [
-            *(
-                (host, self.gloo.receive(tensor, self.counterpart(host), tag))
-                for host, tensor in received.items()
-            ),
-            *((host, self.gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()),
+            (host, gloo.receive(tensor, self.counterpart(host), tag)) for host, tensor in received.items()
         ]
+        return works + [(host, gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()]
+
+    def finish_exchange(self, works: Works, operation: str) -> None:
         for host, work in works:
             self.gloo.wait(work, operation, self.counterpart(host))
 
@@ -80,19 +88,25 @@ class HierarchicalAllGather:
         self.levels = levels
 
     def __call__(self, output: Tensor, input: Tensor) -> Pending:
-        tag = self.levels.gloo.next_tag()
-        return OrderedPending(lambda: self.run(output, input, tag))
+        """What crosses between hosts is under way before anybody waits."""
+        return OrderedPending(self.begin(output, input, self.levels.gloo.next_tag()))
 
-    def run(self, output: Tensor, input: Tensor, tag: int) -> None:
+    def begin(self, output: Tensor, input: Tensor, tag: int) -> Callable[[], None]:
+        """What finishes it."""
         levels = self.levels
         slices = output.view(levels.num_hosts, levels.local_size, -1)
         own = slices[levels.host, levels.local_rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
         received = {host: slices[host, levels.local_rank] for host in levels.other_hosts}
-        levels.exchange(dict.fromkeys(received, own), received, tag, "all_gather")
-        for host in range(levels.num_hosts):
-            levels.all_gather(slices[host].view(-1), slices[host, levels.local_rank]).wait()
+        works = levels.begin_exchange(dict.fromkeys(received, own), received, tag)
+
+        def finish() -> None:
+            levels.finish_exchange(works, "all_gather")
+            for host in range(levels.num_hosts):
+                levels.all_gather(slices[host].view(-1), slices[host, levels.local_rank]).wait()
+
+        return finish
 
 
 class HierarchicalReduceScatter:
@@ -154,7 +168,7 @@ class HierarchicalAllReduce:
             padded[: tensor.numel()].copy_(tensor)
         own = padded[rank * share : (rank + 1) * share]
         self.reduce_scatter.run(own, padded, scale, tag)
-        self.all_gather.run(padded, own, tag + 1)
+        self.all_gather.begin(padded, own, tag + 1)()
         if padded is not tensor:
             tensor.copy_(padded[: tensor.numel()])
 

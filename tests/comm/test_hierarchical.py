@@ -144,3 +144,17 @@ def test_less_crosses_the_network():
     finally:
         gloo.GlooChannel.send = original
     assert sent == {"gloo": 4 * 40_000, "hierarchical": 2 * 40_000}
+
+
+@distributed(world_size=4)
+def test_a_gather_crosses_between_hosts_before_it_is_waited_for():
+    with two_hosts(), using("hierarchical") as comm:
+        output, mine = torch.zeros(4, 1000), torch.full((1000,), comm.rank + 1.0)
+        counterpart = (comm.rank + 2) % 4
+        pending = comm.all_gather(output.view(-1), mine)
+        deadline = time.monotonic() + 20
+        while not bool((output[counterpart] == counterpart + 1).all()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        pending.wait()
+        assert torch.equal(output, torch.arange(1.0, 5.0).unsqueeze(1).expand(4, 1000))
