@@ -8,6 +8,9 @@ next.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from deepspeed.comm.collectives import Communicator
 
 ALIGNMENT = 8
 """Elements: bytes of signs begin where parts do."""
-PIECE = 1 << 21
+PIECE = 1 << 20
 """Elements of a part that travel together: while a link carries one piece, the next is encoded or decoded."""
 
 
@@ -25,10 +28,55 @@ def part_numel(numel: int, ranks: int) -> int:
     return -(-numel // (ranks * ALIGNMENT)) * ALIGNMENT
 
 
+class EndToEnd:
+    """Contiguous fp32 tensors that lie end to end, each from its start on, with zeros where there is none."""
+
+    def __init__(self, tensors: Sequence[Tensor], starts: Sequence[int] = (0,)) -> None:
+        order = sorted(range(len(starts)), key=lambda i: starts[i])
+        self.starts = [starts[i] for i in order]
+        self.flat = [tensors[i].view(-1) for i in order]
+
+    def room(self, start: int, stop: int) -> Tensor:
+        """A tensor for elements [start, stop), which ``write`` takes: their own memory where one tensor has them all."""
+        at = bisect_right(self.starts, start) - 1
+        if at >= 0 and stop <= self.starts[at] + self.flat[at].numel():
+            return self.flat[at][start - self.starts[at] : stop - self.starts[at]]
+        return self.flat[0].new_empty(stop - start)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        values = self.room(start, stop)
+        pieces = self._within(start, stop)
+        if sum(own.numel() for own, _ in pieces) < stop - start:
+            values.zero_()
+        for own, place in pieces:
+            if own.data_ptr() != values.data_ptr():
+                values[place].copy_(own)
+        return values
+
+    def write(self, start: int, stop: int, values: Tensor) -> None:
+        """``values``: what ``room`` or ``read`` gave, changed."""
+        for own, place in self._within(start, stop):
+            if own.data_ptr() != values.data_ptr():
+                own.copy_(values[place])
+
+    def _within(self, start: int, stop: int) -> list[tuple[Tensor, slice]]:
+        """The parts of tensors in [start, stop), and where there."""
+        found = []
+        at = max(0, bisect_right(self.starts, start) - 1)
+        while at < len(self.flat) and self.starts[at] < stop:
+            first, flat = self.starts[at], self.flat[at]
+            low, high = max(start, first), min(stop, first + flat.numel())
+            if low < high:
+                found.append((flat[low - first : high - first], slice(low - start, high - start)))
+            at += 1
+        return found
+
+
 def compressed_mean(
-    values: Tensor,
-    worker_error: Tensor | None,
+    values: EndToEnd,
+    worker_error: EndToEnd | None,
     server_error: Tensor | None,
+    part: int,
     ranks: Communicator,
     codec: Codec,
 ) -> None:
@@ -37,17 +85,19 @@ def compressed_mean(
     Without errors, what encoding takes away is lost.
 
     Args:
-        values: fp32, this rank's own, in place.
-        worker_error: [ranks * part] fp32, what encoding took from this rank's values, in place.
+        values: this rank's own, in place.
+        worker_error: [ranks * part] what encoding took from this rank's values, in place.
         server_error: [part] fp32, what encoding took from the average that this rank serves, in place.
+        part: elements that a rank serves.
     """
-    rows = values.view(ranks.size, -1)
-    errors = None if worker_error is None else worker_error.view(ranks.size, -1)
-    part = rows.shape[-1]
     pieces = [slice(start, min(start + PIECE, part)) for start in range(0, part, PIECE)]
+    firsts = range(0, ranks.size * part, part)  # of what each rank serves
     arriving, gathering = [], []
     for piece in pieces:
-        sent = _encoded(rows, errors, piece, codec)
+        packets = [
+            _encode(values, worker_error, first + piece.start, first + piece.stop, codec) for first in firsts
+        ]
+        sent = torch.stack(packets)
         received = torch.empty_like(sent)
         arriving.append((sent, received, ranks.all_to_all(received.view(-1), sent.view(-1))))
     for piece, (_, received, pending) in zip(pieces, arriving, strict=True):
@@ -58,13 +108,17 @@ def compressed_mean(
         gathering.append((everyone, ranks.all_gather(everyone.view(-1), mine)))
     for piece, (everyone, pending) in zip(pieces, gathering, strict=True):
         pending.wait()
-        for row, packet in zip(rows, everyone, strict=True):
-            codec.decode(packet, piece.stop - piece.start, out=row[piece])
+        for first, packet in zip(firsts, everyone, strict=True):
+            start, stop = first + piece.start, first + piece.stop
+            means = codec.decode(packet, stop - start, out=values.room(start, stop))
+            values.write(start, stop, means)
 
 
-def _encoded(rows: Tensor, errors: Tensor | None, piece: slice, codec: Codec) -> Tensor:
-    """Packets [ranks, nbytes] of a piece of each row."""
-    if piece.stop - piece.start == rows.shape[-1]:
-        return codec.encode(rows, errors)
-    owed = [None] * len(rows) if errors is None else [row[piece] for row in errors]
-    return torch.stack([codec.encode(row[piece], own) for row, own in zip(rows, owed, strict=True)])
+def _encode(values: EndToEnd, errors: EndToEnd | None, start: int, stop: int, codec: Codec) -> Tensor:
+    """The packet of a range, whose errors are renewed."""
+    if errors is None:
+        return codec.encode(values.read(start, stop))
+    owed = errors.read(start, stop)
+    packet = codec.encode(values.read(start, stop), owed)
+    errors.write(start, stop, owed)
+    return packet

@@ -72,7 +72,9 @@ class TwoLevels:
         works = [
             (host, gloo.receive(tensor, self.counterpart(host), tag)) for host, tensor in received.items()
         ]
-        return works + [(host, gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()]
+        return works + [
+            (host, gloo.send(tensor, self.counterpart(host), tag)) for host, tensor in sent.items()
+        ]
 
     def finish_exchange(self, works: Works, operation: str) -> None:
         for host, work in works:

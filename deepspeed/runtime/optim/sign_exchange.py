@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.comm.codecs import Codec, SignCodec
 from deepspeed.comm.collectives import Communicator
-from deepspeed.comm.compressed import compressed_mean, part_numel
+from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
 
 FEEDBACK = "worker_error"
 """Entry of the state of a tensor: what encoding took from this rank's values."""
@@ -77,19 +77,18 @@ class SignExchange:
         line = self.lines.setdefault(key, Line(ranks.ranks))
         self._admit(line, ranks, masters)
         line.place = ranks.rank
-        starts = line.starts()
-        places = [slice(starts[id(m)], starts[id(m)] + m.numel()) for m in masters]
-        device = values[0].device
+        known = line.starts()
+        starts = [known[id(master)] for master in masters]
         assert line.server_error is not None
-        line.server_error = line.server_error.to(device)
-        flat = torch.zeros(2, line.server_error.numel() * ranks.size, dtype=torch.float32, device=device)
-        for place, value, error in zip(places, values, errors, strict=True):
-            flat[0, place] = value.reshape(-1)
-            flat[1, place] = error.reshape(-1)
-        compressed_mean(flat[0], flat[1], line.server_error, ranks, self.codec)
-        for place, value, error in zip(places, values, errors, strict=True):
-            value.copy_(flat[0, place].view(value.shape))
-            error.copy_(flat[1, place].view(error.shape))
+        line.server_error = line.server_error.to(values[0].device)
+        part = line.server_error.numel()
+        flat = [[one.float().contiguous() for one in column] for column in (values, errors)]
+        lain, owed = (EndToEnd(column, starts) for column in flat)
+        compressed_mean(lain, owed, line.server_error, part, ranks, self.codec)
+        for column, used in zip((values, errors), flat, strict=True):
+            for tensor, copy in zip(column, used, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
 
     def _admit(self, line: Line, ranks: Communicator, masters: Sequence[Tensor]) -> None:
         """Append masters that are new to the line; the errors of its servers are cut anew."""

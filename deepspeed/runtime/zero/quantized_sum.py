@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed.comm.codecs import BLOCK, BlockCodec, Codec
 from deepspeed.comm.collectives import Communicator, Pending
-from deepspeed.comm.compressed import compressed_mean, part_numel
+from deepspeed.comm.compressed import EndToEnd, compressed_mean, part_numel
 from deepspeed.runtime.zero.gradient_sums import GradientSum, InFlight
 from deepspeed.runtime.zero.layout import BucketLayout
 from deepspeed.runtime.zero.scopes import Levels
@@ -166,7 +166,8 @@ class CompressedSum:
                 wanted.mul_(before)
             if self.keeps_errors and self.worker_error is None:
                 self.worker_error, self.server_error = torch.zeros_like(wanted), wanted.new_zeros(part)
-            compressed_mean(wanted, self.worker_error, self.server_error, self.ranks, self.codec)
+            owed = None if self.worker_error is None else EndToEnd([self.worker_error])
+            compressed_mean(EndToEnd([wanted]), owed, self.server_error, part, self.ranks, self.codec)
             for error in (self.worker_error, self.server_error):
                 if error is not None:  # of a step that is going to be skipped
                     error.nan_to_num_(0.0, 0.0, 0.0)
