@@ -37,7 +37,7 @@ class EndToEnd:
         self.flat = [tensors[i].view(-1) for i in order]
 
     def room(self, start: int, stop: int) -> Tensor:
-        """A tensor for elements [start, stop), which ``write`` takes: their own memory where one tensor has them all."""
+        """A tensor for elements [start, stop), for ``write``: their own memory where one tensor has them all."""
         at = bisect_right(self.starts, start) - 1
         if at >= 0 and stop <= self.starts[at] + self.flat[at].numel():
             return self.flat[at][start - self.starts[at] : stop - self.starts[at]]
