@@ -1,21 +1,27 @@
 """Tokens per second of answers between training steps: the hybrid engine and the serving engine against `generate` of
 the engine's module, whose weights are gathered for every token under ZeRO-3.
 
-Each rank answers prompts of its own. Rounds take all contenders in turn; an update lies between two rounds.
+Each rank answers prompts of its own. Rounds take all contenders in turn; an update lies between two rounds. With
+--mbits, the two ranks are hosts of their own (network namespaces, links.py) that a link of that rate joins.
 
     ../clients/bin/python benchmarks/rollouts.py --peer ../clients_peer/bin/python --save cpu
+    ../clients/bin/python benchmarks/rollouts.py --mbits 1000 --tokens 16 --rounds 2 --save 1000mbit
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from jobs import OURS, Contender, Spread, ratios, round_robin, started
+from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from links import Links, LinksError
 from report import Report, common_arguments
 
 GOAL = 5.0  # times as fast as the module
@@ -32,6 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mbits", type=float, help="rate of the link; default: one host, shared memory")
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.sizes, arguments.dtypes, arguments.rounds = ["tiny"], ["fp32"], 2
@@ -126,7 +133,19 @@ class RolloutRank:
             )
 
 
-def contenders(arguments: argparse.Namespace, size: str, dtype: str) -> list[Contender]:
+@dataclass(frozen=True)
+class Row(Contender):
+    links: Links | None = None
+
+    def start(self) -> Job:
+        hosts = self.links
+        if hosts is None:
+            return super().start()
+        place = lambda rank: hosts.place(rank, 1)  # noqa: E731
+        return Job(self.name, self.target, self.options, python=self.python, ranks=self.ranks, place=place)
+
+
+def contenders(arguments: argparse.Namespace, size: str, dtype: str, links: Links | None) -> list[Row]:
     shared = {"size": size, "dtype": dtype}
     shared |= {name: getattr(arguments, name) for name in ("rows", "prompt", "tokens")}
     found = [("module, stage 3", "module", 3, OURS)]
@@ -135,13 +154,14 @@ def contenders(arguments: argparse.Namespace, size: str, dtype: str) -> list[Con
     found += [("hybrid engine, stage 3", "hybrid", 3, OURS), ("serving, stage 3", "serving", 3, OURS)]
     found += [("module, stage 2", "module", 2, OURS), ("hybrid engine, stage 2", "hybrid", 2, OURS)]
     return [
-        Contender(
+        Row(
             name,
             "rollouts:RolloutRank",
             {**shared, "system": system, "stage": stage},
             python=python,
             ranks=arguments.ranks,
             goal=GOAL if system != "module" and stage == 3 else None,
+            links=links,
         )
         for name, system, stage, python in found
     ]
@@ -150,23 +170,34 @@ def contenders(arguments: argparse.Namespace, size: str, dtype: str) -> list[Con
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
     report = Report("rollouts", arguments)
+    try:
+        with contextlib.nullcontext() if arguments.mbits is None else Links(arguments.ranks) as links:
+            compare(arguments, links, report)
+    except LinksError as error:
+        sys.exit(f"No network namespaces here: {error}")
+    report.save()
+
+
+def compare(arguments: argparse.Namespace, links: Links | None, report: Report) -> None:
     for size in arguments.sizes:
         for dtype in arguments.dtypes:
-            rows = contenders(arguments, size, dtype)
+            rows = contenders(arguments, size, dtype, links)
             with started(rows) as jobs:
+                if links is not None:
+                    links.limit(arguments.mbits)
                 for job in jobs.values():
                     job.call("run")
                 seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run")))
                 parameters = jobs[rows[0].name].call("describe")[0]["parameters"]
             report.data[f"{size}_{dtype}"] = seconds
             tokens = arguments.rows * arguments.tokens * arguments.ranks
+            where = "" if links is None else f" on hosts joined by {arguments.mbits:g} Mbit/s"
             report.table(
-                f"Llama of {parameters / 1e6:.1f}M parameters, {dtype}, {arguments.ranks} ranks, {arguments.rows} "
-                f"prompts each, answers of {arguments.tokens} tokens, {arguments.rounds} rounds",
+                f"Llama of {parameters / 1e6:.1f}M parameters, {dtype}, {arguments.ranks} ranks{where}, "
+                f"{arguments.rows} prompts each, answers of {arguments.tokens} tokens, {arguments.rounds} rounds",
                 ["", "tokens/s", "x the module at stage 3, median [min .. max]", "goal"],
                 [cells(row, rows[0], seconds, tokens) for row in rows],
             )
-    report.save()
 
 
 def cells(row: Contender, base: Contender, seconds: dict[str, list[float]], tokens: int) -> list[str]:
