@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from deepspeed.launcher.processes import (
     grace_seconds,
     holding_signals,
     kill_descendants,
-    run_dir_prefix,
+    own_folder,
 )
 from deepspeed.launcher.shim import ERROR_FILE
 
@@ -198,8 +196,11 @@ def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Superv
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and not logger.isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    run_dir = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid())))
-    supervisor = make(job, run_dir)
+    with own_folder() as run_dir:
+        return _run(job, make(job, run_dir))
+
+
+def _run(job: NodeJob, supervisor: Supervisor) -> int:
     exit_code = 1
     try:
         result: Any = supervisor.run()
@@ -217,7 +218,6 @@ def supervise(job: NodeJob, make: Callable[[NodeJob, Path], Supervisor] = Superv
             kill_descendants()
         if supervisor.output is not None:
             supervisor.output.drain()
-        shutil.rmtree(run_dir, ignore_errors=True)
     return exit_code
 
 

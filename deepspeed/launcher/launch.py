@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import FrameType
 
 from deepspeed.constants import JOB_STARTED, TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.launcher import cores, ports, shim
 from deepspeed.launcher.devices import VISIBLE_DEVICES
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.failures import OF_A_PEER
-from deepspeed.launcher.processes import adopt_orphans
+from deepspeed.launcher.processes import adopt_orphans, handled_by
 from deepspeed.launcher.shim import USAGE_ERROR
 from deepspeed.launcher.supervision import NODE_REPORT, RUNNER_PID, START_ANEW
 
@@ -210,23 +211,24 @@ def run(args: argparse.Namespace) -> int:
     export_environment(slots, args, len(world), threads)
     where, per_rank = f"{args.master_addr}:{args.master_port}", os.environ["OMP_NUM_THREADS"]
     logger.info("ranks: %d, threads of each: %s, rendezvous: %s", len(slots), per_rank, where)
-    return supervise(
-        NodeJob(
-            command=shim_command(args, bound, len(world)),
-            ranks=len(slots),
-            node_rank=args.node_rank,
-            nodes=len(world),
-            master_addr=args.master_addr,
-            master_port=args.master_port,
-            log_dir=log_dir,
-            prefix_output=args.prefix_output,
-            adds_local_rank=not args.no_local_rank,
-            script=args.training_script,
-            report=Path(report) if report else None,
-            min_nodes=elastic_nodes[0],
-            max_nodes=elastic_nodes[1],
-        )
+    job = NodeJob(
+        command=shim_command(args, bound, len(world)),
+        ranks=len(slots),
+        node_rank=args.node_rank,
+        nodes=len(world),
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        log_dir=log_dir,
+        prefix_output=args.prefix_output,
+        adds_local_rank=not args.no_local_rank,
+        script=args.training_script,
+        report=Path(report) if report else None,
+        min_nodes=elastic_nodes[0],
+        max_nodes=elastic_nodes[1],
     )
+    # Until the ranks run: then the agent has handlers of its own. Not while torch is imported, which might swallow it.
+    with handled_by(_end):
+        return supervise(job)
 
 
 def elastic_limits(args: argparse.Namespace, nodes: int) -> tuple[int, int]:
@@ -277,6 +279,11 @@ def terminate_process_tree(pid: int) -> None:
             except psutil.NoSuchProcess:
                 pass
         _, family = psutil.wait_procs(family, timeout=3)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """So that folders are removed, which the signal alone would leave."""
+    sys.exit(128 + signum)
 
 
 def main(args: list[str] | None = None) -> None:

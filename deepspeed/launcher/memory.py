@@ -6,12 +6,11 @@ import contextlib
 import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed.constants import ELASTIC_PROGRESS, ELASTIC_STATE
-from deepspeed.launcher.processes import memory_folder, run_dir_prefix
+from deepspeed.launcher.processes import memory_folder, own_folder
 
 OWNER = "owner"
 NO_STEP = 0
@@ -39,16 +38,15 @@ def memory() -> Iterator[Memory]:
 
     place = memory_folder()
     _remove_orphans(place)
-    folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
-    # The lock says that the owner lives: process numbers do not, where containers share the memory.
-    owner = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(owner, fcntl.LOCK_EX)
-    os.environ[ELASTIC_STATE] = str(folder)
-    try:
-        yield Memory(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
+    with own_folder(place) as folder:
+        # The lock says that the owner lives: process numbers do not, where containers share the memory.
+        owner = os.open(folder / OWNER, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+            os.environ[ELASTIC_STATE] = str(folder)
+            yield Memory(folder)
+        finally:
+            os.close(owner)
 
 
 def _remove_orphans(place: Path) -> None:

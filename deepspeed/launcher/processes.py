@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import tempfile
 import threading
@@ -56,6 +57,28 @@ def folders_of(launcher_pid: int) -> list[Path]:
     """All folders that a launcher makes."""
     places = {Path(tempfile.gettempdir()), memory_folder()}
     return [path for place in places for path in place.glob(run_dir_prefix(launcher_pid) + "*")]
+
+
+@contextmanager
+def own_folder(place: Path | None = None) -> Iterator[Path]:
+    """A temporary folder of this launcher, removed at the end, whichever signal that is."""
+    folder = None
+    try:
+        with holding_signals():
+            folder = Path(tempfile.mkdtemp(prefix=run_dir_prefix(os.getpid()), dir=place))
+        yield folder
+    finally:
+        if folder is not None:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Again if something was written there meanwhile, by a process that is about to end."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.05)
 
 
 def adopt_orphans() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from deepspeed.launcher.processes import (
     handled_by,
     kill_descendants,
     own_children,
+    remove,
 )
 from deepspeed.launcher.shim import LINUX, die_with_parent
 
@@ -75,15 +75,13 @@ def supervise(
         asked_by(hand_on)
     with handled_by(hand_on):
         code = process.wait()
-        if code < 0:
-            if not asked or code == -signal.SIGKILL:
-                logger.error(
-                    "%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name
-                )
-            for left_behind in folders_of(process.pid):
-                shutil.rmtree(left_behind, ignore_errors=True)
+        if code < 0 and (not asked or code == -signal.SIGKILL):
+            logger.error("%s was terminated by %s; its ranks are stopped", what, signal.Signals(-code).name)
         if code != 0:
             kill_descendants(not_ours)
+        if code < 0:
+            for left_behind in folders_of(process.pid):
+                remove(left_behind)
         if reader is not None:
             reader.join(timeout=LAST_RESORT_S)
     if (
