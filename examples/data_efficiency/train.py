@@ -1,19 +1,20 @@
 """Less data, less time: the demo's GPT with a curriculum of sequence lengths and random-LTD, against without.
 
     python examples/data_efficiency/train.py
+    python examples/data_efficiency/train.py --runs plain both --seeds 1 2 3       # how much differs by chance
     python examples/data_efficiency/train.py --steps 60 --runs plain both          # the short form
-    python examples/data_efficiency/train.py --picture_only                        # of the measurements there are
 
-Model and text are those of examples/pretrain_gpt. Every run has the same optimizer and as many floating-point
-operations as --steps steps of the plain one, so that cheaper steps are more steps (--same_steps: as many steps).
+Model and text are those of examples/pretrain_gpt. The plain run has --steps steps; the others have the same optimizer
+and --budget of its floating-point operations, so that cheaper steps are more steps (--same_steps: as many steps).
 Operations are counted, once for every pair of lengths that occurs. Writes measurements of each run, and the loss by
-operations and by steps as a picture, to examples/data_efficiency/out.
+operations and by steps as a picture, to examples/data_efficiency/out. A run that is there already is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,11 +31,20 @@ from model import GPT, Block, GPTConfig  # noqa: E402
 
 import deepspeed  # noqa: E402
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler  # noqa: E402
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler  # noqa: E402
 from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd  # noqa: E402
+from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler  # noqa: E402
 
 RUNS = ("plain", "curriculum", "random-LTD", "both")
-COLUMNS: tuple[str, ...] = ("step", "tokens", "kept", "operations", "validation_loss", "seconds")
-VALIDATION_WINDOWS = 32
+COLOURS = ("#555555", "#4a7fb0", "#d9a441", "#c8553d")
+VALIDATION_WINDOWS = 64
+# Where each technique begins, as a share of the context, and when it has reached all of it, as a share of the steps.
+CURRICULUM = (0.25, 0.9)
+RANDOM_LTD = (0.125, 1.0)
+
+Row = dict[str, float]
+Measured = dict[str, dict[int, list[Row]]]
+"""Rows by run and seed."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,89 +52,112 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--same_steps", action="store_true", help="the same steps, not the same operations")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="of weights, batches and dropped tokens"
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of the plain run")
+    parser.add_argument("--budget", type=float, default=0.65, help="operations of the others, as a share")
+    parser.add_argument("--same_steps", action="store_true", help="the same steps instead of a budget")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--evaluate_every", type=int, default=20, metavar="STEPS")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--evaluate_every", type=int, default=50, metavar="STEPS")
     parser.add_argument(
         "--text", type=Path, default=HERE.parent / "pretrain_gpt/out/text", help="made if missing"
     )
     parser.add_argument("--out", type=Path, default=HERE / "out")
-    parser.add_argument("--picture_only", action="store_true", help="train nothing")
     return parser.parse_args(argv)
 
 
-def settings(options: argparse.Namespace, run: str, steps: int) -> dict[str, Any]:
-    """Both techniques begin with a quarter of the context, and have reached it after 60 and 90 % of the steps."""
+def settings(options: argparse.Namespace, run: str, steps: int, seed: int = 0) -> dict[str, Any]:
+    """The learning rate follows what has been computed, in units of a plain step: `train` tells the schedule."""
     config: dict[str, Any] = {
         "train_batch_size": options.batch,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {"total_num_steps": steps, "warmup_num_steps": max(2, steps // 20)},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": options.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
     }
     if run in ("curriculum", "both"):
+        begin, end = CURRICULUM
         config["curriculum_learning"] = {
             "enabled": True,
             "curriculum_type": "seqlen",
-            "min_difficulty": options.context // 4,
+            "min_difficulty": int(begin * options.context),
             "max_difficulty": options.context,
             "schedule_type": "fixed_linear",
-            "schedule_config": {"total_curriculum_step": steps * 6 // 10, "difficulty_step": 8},
+            "schedule_config": {"total_curriculum_step": int(end * steps), "difficulty_step": 8},
         }
     if run in ("random-LTD", "both"):
+        begin, end = RANDOM_LTD
+        middle = list(range(1, options.layers - 1))  # all layers but the first and the last
         config["data_efficiency"] = {
             "enabled": True,
+            "seed": seed,
             "data_routing": {
                 "enabled": True,
                 "random_ltd": {
                     "enabled": True,
                     "total_layer_num": options.layers,
-                    "random_ltd_layer_num": options.layers - 2,
-                    "random_ltd_layer_id": list(
-                        range(1, options.layers - 1)
-                    ),  # all but the first and the last
+                    "random_ltd_layer_num": len(middle),
+                    "random_ltd_layer_id": middle,
                     "model_mask_name": None,
                     "model_type": "decoder",
                     "hidden_state_order": "batch_seq_dim",
                     "random_ltd_schedule": {
-                        "min_value": options.context // 4,
+                        "min_value": int(begin * options.context),
                         "max_value": options.context,
                         "schedule_type": "fixed_linear",
-                        "schedule_config": {"require_steps": steps * 9 // 10, "seq_per_step": 8},
+                        "schedule_config": {"require_steps": int(end * steps), "seq_per_step": 8},
                     },
                 },
             },
         }
+    total = round(sum(cost(options, *each) for each in lengths(options, config, steps)))
+    config["scheduler"] = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": total, "warmup_num_steps": max(2, total // 20)},
+    }
     return config
 
 
-def steps_of(options: argparse.Namespace, run: str) -> int:
-    """As many as cost what ``options.steps`` plain ones cost, by the products of the model's matrices."""
-    if options.same_steps:
-        return options.steps
-    whole, width = options.context, options.width
+def lengths(options: argparse.Namespace, config: dict[str, Any], steps: int) -> list[tuple[int, int]]:
+    """Tokens of a sequence, and tokens that the layers with random-LTD keep of them, in every step."""
+    tokens, kept = [options.context] * steps, [options.context] * steps
+    if "curriculum_learning" in config:
+        growing = CurriculumScheduler(config["curriculum_learning"])
+        tokens = [growing.get_difficulty(step + 1) for step in range(steps)]
+    if "data_efficiency" in config:
+        section = config["data_efficiency"]["data_routing"]["random_ltd"]
+        keeping = RandomLTDScheduler({**section, "global_batch_size": options.batch})
+        kept = [keeping.get_value(step) for step in range(steps)]
+    return [(count, min(count, of_them)) for count, of_them in zip(tokens, kept, strict=True)]
 
-    def cost(tokens: float, kept: float) -> float:
-        dropping = options.layers - 2 if run in ("random-LTD", "both") else 0
-        layers = ((options.layers - dropping, tokens), (dropping, min(tokens, kept)))
+
+def cost(options: argparse.Namespace, tokens: int, kept: int) -> float:
+    """Of a step with these lengths, in units of a plain one: the products of the model's matrices."""
+    width, middle = options.width, options.layers - 2
+
+    def products(tokens: int, kept: int) -> int:
+        layers = ((options.layers - middle, tokens), (middle, kept))
         return GPTConfig.vocabulary * width * tokens + sum(
             count * (12 * width**2 * length + 2 * width * length**2) for count, length in layers
         )
 
-    def grown(share: float, end: float) -> float:
-        return whole * min(1.0, 0.25 + 0.75 * share / end)
+    return products(tokens, kept) / products(options.context, options.context)
 
-    shares = [(i + 0.5) / 100 for i in range(100)]
-    curriculum = run in ("curriculum", "both")
-    costs = [cost(grown(share, 0.6) if curriculum else whole, grown(share, 0.9)) for share in shares]
-    return round(options.steps * cost(whole, whole) * len(costs) / sum(costs))
+
+def steps_of(options: argparse.Namespace, run: str) -> int:
+    """As many as the budget allows."""
+    if run == "plain" or options.same_steps:
+        return options.steps
+    config = settings(options, run, options.steps)
+    costs = [cost(options, *each) for each in lengths(options, config, options.steps)]
+    return int(options.budget * options.steps * len(costs) / sum(costs))
 
 
 class Operations:
@@ -136,7 +169,10 @@ class Operations:
         self.total = 0
         self._by_lengths: dict[tuple[int, int], int] = {}
 
-    def step(self, ids: torch.Tensor, targets: torch.Tensor, lengths: tuple[int, int]) -> None:
+    def step(
+        self, ids: torch.Tensor, targets: torch.Tensor, lengths: tuple[int, int], position: float
+    ) -> None:
+        """``position`` is that of the learning rate's schedule after this step."""
         profiler = FlopsProfiler(self.engine.module) if lengths not in self._by_lengths else None
         if profiler is not None:
             profiler.start_profile()
@@ -147,95 +183,84 @@ class Operations:
             self._by_lengths[lengths] = counted
             profiler.end_profile()
         self.total += self._by_lengths[lengths]
-        self.engine.step()
+        self.engine.step(lr_kwargs={"last_batch_iteration": position})
 
 
-def lengths_of(engine: Any, context: int) -> tuple[int, int]:
-    """Tokens of a sequence, and tokens that the layers with random-LTD keep of them, in the next step."""
-    tokens = kept = context
-    if engine.curriculum_enabled_legacy():
-        tokens = engine.curriculum_scheduler_legacy.get_difficulty(engine.global_steps + 1)
-    if engine.random_ltd_enabled():
-        kept = engine.random_ltd_scheduler.get_value(engine.global_steps)
-    return tokens, min(tokens, kept)
-
-
-def evaluate(engine: Any, windows: Batches, count: int) -> float:
-    """Mean loss on whole sequences, in nats per token."""
+def evaluate(engine: Any, windows: Batches) -> float:
+    """Mean loss on whole sequences from all over the text, in nats per token."""
+    count = min(VALIDATION_WINDOWS, windows.windows)
+    chosen = torch.arange(count) * windows.windows // count
     engine.eval()
     with torch.no_grad():
-        pairs = [windows.read(part.numpy()) for part in torch.arange(count).split(8)]
+        pairs = [windows.read(part.numpy()) for part in chosen.split(8)]
         losses = [engine(*(each.to(engine.device) for each in pair)) for pair in pairs]
     engine.train()
     return float(torch.stack(losses).mean())
 
 
-def train(options: argparse.Namespace, run: str, text: Text) -> list[dict[str, float]]:
+def train(options: argparse.Namespace, run: str, text: Text, seed: int = 0) -> list[Row]:
     """A row at every evaluation."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = GPTConfig(
         context=options.context, layers=options.layers, heads=options.heads, width=options.width
     )
     steps = steps_of(options, run)
-    engine, *_ = deepspeed.initialize(model=GPT(sizes), config=settings(options, run, steps))
+    config = settings(options, run, steps, seed)
+    engine, *_ = deepspeed.initialize(model=GPT(sizes), config=config)
     if engine.random_ltd_enabled():
         convert_to_random_ltd(engine, Block)
     ranks = {"global_batch": options.batch, "micro_batch": options.batch, "rank": 0, "ranks": 1}
-    batches = Batches(text.train, options.context, **ranks).from_step(0)
+    batches = Batches(text.train, options.context, **ranks)
+    ordered = batches.from_step(
+        seed * (batches.windows // options.batch)
+    )  # every epoch has an order of its own
     held_out = Batches(text.validation, options.context, **ranks)
-    count = min(VALIDATION_WINDOWS, held_out.windows)
-    operations, rows, seconds = Operations(engine), [], 0.0
-    for step in range(1, steps + 1):
-        tokens, kept = lengths_of(engine, options.context)
-        ids, targets = (each.to(engine.device) for each in next(batches))
+    operations, rows, done, seconds = Operations(engine), [], 0.0, 0.0
+    for step, (tokens, kept) in enumerate(lengths(options, config, steps), 1):
+        ids, targets = (each.to(engine.device) for each in next(ordered))
         began = time.perf_counter()
-        operations.step(ids, targets, (tokens, kept))
+        done += cost(options, tokens, kept)
+        operations.step(ids, targets, (tokens, kept), done)
         seconds += time.perf_counter() - began
         if step % options.evaluate_every == 0 or step == steps:
-            values = (step, tokens, kept, operations.total, evaluate(engine, held_out, count), seconds)
-            rows.append(dict(zip(COLUMNS, map(float, values), strict=True)))
+            loss = evaluate(engine, held_out)
+            rows.append(
+                {
+                    "step": step,
+                    "tokens": tokens,
+                    "kept": kept,
+                    "operations": operations.total,
+                    "validation_loss": loss,
+                    "seconds": seconds,
+                }
+            )
             print(
-                f"{run}: step {step}, {tokens} tokens, {kept} in the middle layers, "
-                f"{operations.total / 1e12:.2f} Tflop, validation loss {rows[-1]['validation_loss']:.3f}",
+                f"seed {seed}, {run}: step {step}, {tokens} tokens, {kept} in the middle layers, "
+                f"{operations.total / 1e12:.2f} Tflop, {seconds:.0f} s, validation loss {loss:.4f}",
                 flush=True,
             )
     engine.destroy()
     return rows
 
 
-def write(rows: list[dict[str, float]], path: Path) -> None:
+def measure(options: argparse.Namespace, run: str, text: Text, seed: int) -> list[Row]:
+    """The rows of a run: from its file if what was asked for then is asked for now."""
+    steps = steps_of(options, run)
+    sizes = [options.layers, options.heads, options.width, options.context, options.evaluate_every]
+    asked = {"steps": steps, "sizes": sizes, "config": settings(options, run, steps, seed)}
+    path = options.out / f"{run}_{seed}.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+        if found["asked"] == asked:
+            return found["rows"]
+    rows = train(options, run, text, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    path.write_text(json.dumps({"asked": asked, "rows": rows}, indent=1))
+    return rows
 
 
-def read(folder: Path) -> dict[str, list[dict[str, float]]]:
-    """The measurements of every run that has been made."""
-    found = {}
-    for run in RUNS:
-        path = folder / f"{run}.csv"
-        if path.exists():
-            with open(path, newline="") as file:
-                found[run] = [
-                    {key: float(value) for key, value in row.items()} for row in csv.DictReader(file)
-                ]
-    return found
-
-
-def at_loss(rows: list[dict[str, float]], loss: float) -> float | None:
-    """Operations after which the validation loss was as low as ``loss`` for the first time; on a line between two
-    evaluations."""
-    for before, after in zip(rows, rows[1:], strict=False):
-        high, low = before["validation_loss"], after["validation_loss"]
-        if low <= loss < high:
-            share = (high - loss) / (high - low)
-            return before["operations"] + share * (after["operations"] - before["operations"])
-    return None
-
-
-def plot(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
+def plot(measured: Measured, path: Path) -> None:
+    """A line of each run; with several seeds their mean, and from the lowest to the highest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -244,11 +269,19 @@ def plot(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), dpi=110, layout="constrained", sharey=True)
     scales = (("operations", "floating-point operations (10$^{12}$)", 1e-12), ("step", "optimizer step", 1.0))
     for axes, (column, label, scale) in zip(panels, scales, strict=True):
-        for run, rows in runs.items():
-            x = [row[column] * scale for row in rows]
-            axes.plot(
-                x, [row["validation_loss"] for row in rows], "o-", markersize=3, linewidth=1.3, label=run
+        for run, seeds in measured.items():
+            colour = COLOURS[RUNS.index(run)]
+            points = list(zip(*seeds.values(), strict=True))  # at every evaluation, a row of each seed
+            x = [rows[0][column] * scale for rows in points]
+            losses = [[row["validation_loss"] for row in rows] for rows in points]
+            axes.fill_between(
+                x, [min(each) for each in losses], [max(each) for each in losses], color=colour, alpha=0.2
             )
+            mean = [statistics.fmean(each) for each in losses]
+            axes.plot(x, mean, "o-", color=colour, markersize=3, linewidth=1.3, label=run)
+        if "plain" in measured:
+            goal = statistics.fmean(rows[-1]["validation_loss"] for rows in measured["plain"].values())
+            axes.axhline(goal, color=COLOURS[0], linewidth=0.8, linestyle=":")
         axes.set(xlabel=label)
         axes.grid(alpha=0.25)
     panels[0].set(ylabel="validation loss (nats per token)")
@@ -258,30 +291,36 @@ def plot(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, list[dict[str, float]]]:
+def report(measured: Measured) -> None:
+    """The end of every run, and against the plain one of its seed."""
+    for run, seeds in measured.items():
+        for seed, rows in seeds.items():
+            last, line = rows[-1], ""
+            if run != "plain" and seed in measured.get("plain", {}):
+                whole = measured["plain"][seed][-1]
+                line = (
+                    f", {last['validation_loss'] - whole['validation_loss']:+.4f} against plain with "
+                    f"{last['operations'] / whole['operations']:.3f} of its operations"
+                )
+            print(
+                f"seed {seed}, {run}: {last['step']} steps, {last['operations'] / 1e12:.3f} Tflop, "
+                f"{last['seconds']:.0f} s, validation loss {last['validation_loss']:.4f}{line}"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> Measured:
     options = parse_arguments(argv)
-    if not options.picture_only:
-        if not (options.text / "tokens.npz").exists():
-            make(options.text)
-        text = load(options.text)
+    if not (options.text / "tokens.npz").exists():
+        make(options.text)
+    text = load(options.text)
+    measured: Measured = {run: {} for run in options.runs}
+    for seed in options.seeds:
         for run in options.runs:
-            write(train(options, run, text), options.out / f"{run}.csv")
-    runs = read(options.out)
-    for run, rows in runs.items():
-        last, line = rows[-1], ""
-        if run != "plain" and "plain" in runs:
-            whole = runs["plain"][-1]
-            line = f", {last['operations'] / whole['operations']:.2f} of the operations"
-            needed = at_loss(runs["plain"], last["validation_loss"])
-            if needed is not None:
-                line += f"; without it that loss takes {needed / last['operations']:.2f} x as many"
-        print(
-            f"{run}: {last['operations'] / 1e12:.2f} Tflop, {last['seconds']:.0f} s, validation loss "
-            f"{last['validation_loss']:.3f}{line}"
-        )
-    plot(runs, options.out / "loss.png")
+            measured[run][seed] = measure(options, run, text, seed)
+    report(measured)
+    plot(measured, options.out / "loss.png")
     print(f"picture: {options.out / 'loss.png'}")
-    return runs
+    return measured
 
 
 if __name__ == "__main__":

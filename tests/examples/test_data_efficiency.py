@@ -38,26 +38,46 @@ def test_the_short_form(tmp_path: Path) -> None:
     data = sys.modules["data"]
     data.TEXT_LIMIT_BYTES = 1_000_000
     options = [*SMALL, "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out")]
-    runs = train.main([*options, "--same_steps", "--runs", "plain", "random-LTD", "both"])
-    plain, dropping, both = (runs[name] for name in ("plain", "random-LTD", "both"))
+    options += ["--same_steps", "--runs", "plain", "random-LTD", "both"]
+    runs = train.main(options)
+    plain, dropping, both = (runs[name][0] for name in ("plain", "random-LTD", "both"))
     assert plain[-1]["validation_loss"] < plain[0]["validation_loss"]
     assert [row["tokens"] for row in plain] == [32] * 3
-    assert [row["kept"] for row in both] == [8, 24, 32]
+    grown = [(row["kept"], row["tokens"]) for row in both]
+    assert grown == [(8, 16), (16, 24), (24, 32)]
     assert both[-1]["operations"] < dropping[-1]["operations"] < plain[-1]["operations"]
     # one of three layers drops; embedding and head do not
     assert dropping[-1]["operations"] / plain[-1]["operations"] > 0.5
     assert (tmp_path / "out/loss.png").stat().st_size > 5000
-    again = train.main([*options, "--picture_only"])
-    assert again == runs
+
+
+@distributed(world_size=1)
+def test_finished_runs_are_kept(tmp_path: Path) -> None:
+    train = example()
+    text = train.Text(np.arange(20_000, dtype=np.uint16) % 4096, np.arange(200, dtype=np.uint16), None)
+    options = train.parse_arguments([*SMALL, "--out", str(tmp_path), "--runs", "plain"])
+    first = train.measure(options, "plain", text, 0)
+    other = train.measure(options, "plain", text, 1)
+    assert first[-1]["validation_loss"] != other[-1]["validation_loss"]
+    trained: list[int] = []
+    train.train = lambda *_: trained.append(1) or [{"step": 1}]
+    assert train.measure(options, "plain", text, 0) == first
+    assert train.measure(options, "plain", text, 1) == other
+    assert not trained
+    options.steps = 13
+    assert train.measure(options, "plain", text, 0) == [{"step": 1}]
 
 
 @pytest.mark.parametrize("run", ["curriculum", "random-LTD", "both"])
 @distributed(world_size=1)
-def test_every_run_has_the_same_operations(tmp_path: Path, run: str) -> None:
+def test_every_run_keeps_to_the_budget(tmp_path: Path, run: str) -> None:
     train = example()
-    text = train.Text(np.arange(20_000, dtype=np.uint16) % 4096, np.arange(40, dtype=np.uint16), None)
+    text = train.Text(np.arange(20_000, dtype=np.uint16) % 4096, np.arange(200, dtype=np.uint16), None)
     sizes = "--steps 30 --batch 1 --layers 4 --heads 2 --width 64 --context 64 --evaluate_every 100".split()
-    options = train.parse_arguments(sizes)
-    rows = {kind: train.train(options, kind, text)[-1] for kind in ("plain", run)}
-    assert rows[run]["step"] > rows["plain"]["step"] == 30
-    assert rows[run]["operations"] / rows["plain"]["operations"] == pytest.approx(1, abs=0.06)
+    for budget in (0.65, 1.0):
+        options = train.parse_arguments([*sizes, "--budget", str(budget)])
+        rows = {kind: train.train(options, kind, text)[-1] for kind in ("plain", run)}
+        assert rows[run]["step"] > budget * rows["plain"]["step"]
+        assert rows["plain"]["step"] == 30
+        share = rows[run]["operations"] / rows["plain"]["operations"]
+        assert budget - 0.06 < share < budget + 0.02
