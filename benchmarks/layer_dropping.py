@@ -1,6 +1,7 @@
 """Progressive layer dropping against all layers: held-out loss and counted work of the demo's GPT, on bytes of text.
 
     python benchmarks/layer_dropping.py --save many_passes
+    python benchmarks/layer_dropping.py --save some_passes --text 20000
     python benchmarks/layer_dropping.py --save fewer_passes --text 30000 --seeds 1
 
 Three runs from the same seed, with the same settings: all layers in every step; the same for as many steps as cost the
