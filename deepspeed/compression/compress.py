@@ -21,8 +21,10 @@ from deepspeed.compression.helper import (
     recursive_getattr,
 )
 from deepspeed.compression.packed import pack_weights
+from deepspeed.compression.stages import Parted, methods_here, refuse_parted
 from deepspeed.compression.techniques import Compressible
 from deepspeed.runtime.config import load_source
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import logger
@@ -212,7 +214,9 @@ def init_compression(model: M, deepspeed_config: Config, teacher_model: Any = No
         if teacher_model is None:
             raise ValueError("layer_reduction starts the student from a teacher: pass teacher_model=")
         student_initialization(inner, teacher_model, deepspeed_config)
-    methods = get_compress_methods(inner, section, mpu=mpu)
+    methods, parted = _methods(inner, section, mpu)
+    channels = [each for each in parted if each[0] == keys.CHANNEL_PRUNING]
+    refuse_parted(channels, _TOGETHER)  # a norm needs the mask of its convolution
     compression_preparation(inner, methods, mpu)
     shared = section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS]
     if shared[keys.TECHNIQUE_ENABLED] and shared["method"] == keys.SNIP_MOMENTUM:
@@ -243,6 +247,19 @@ def _refuse_split(module: nn.Module) -> None:
         )
 
 
+_WHOLE = "save a checkpoint, load it into the whole model, prepared by init_compression"
+_TOGETHER = "choose a partition_method that keeps them together"
+
+
+def _methods(model: nn.Module, section: Mapping[str, Any], mpu: Any) -> tuple[Methods, Parted]:
+    """``get_compress_methods`` of the model, or of the stage of one that is here."""
+    return methods_here(
+        model,
+        lambda whole: get_compress_methods(whole, section, mpu=mpu),
+        lambda module: is_module_compressible(module, mpu),
+    )
+
+
 def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, packed: bool = False) -> M:
     """Make what the schedule did permanent: weights are rounded, pruned weights are zero, pruned rows, heads and
     channels that have related modules are removed from both, and all modules are ordinary ones again.
@@ -257,12 +274,13 @@ def redundancy_clean(model: M, deepspeed_config: Config, mpu: Any = None, *, pac
     section = _section(deepspeed_config)
     inner: Any = getattr(model, "module", model)
     _refuse_split(inner)
+    methods, parted = _methods(inner, section, mpu)
+    refuse_parted(parted, f"{_WHOLE}, and clean that; or {_TOGETHER}")
     if inner is not model and any(
         "_ds_state_access" in vars(p) or hasattr(p, "ds_home") for p in inner.parameters()
     ):
         destroy: Any = model.destroy
         destroy()
-    methods = get_compress_methods(inner, section, mpu=mpu)
     done: set[tuple[str, int]] = set()
     for names, related, techniques in methods:
         [technique] = techniques
@@ -318,6 +336,11 @@ def student_initialization(student_model: M, teacher_model: nn.Module, deepspeed
     section = _section(deepspeed_config)[keys.LAYER_REDUCTION]
     student: Any = getattr(student_model, "module", student_model)
     teacher: Any = getattr(teacher_model, "module", teacher_model)
+    if isinstance(student, Staged):
+        raise ValueError(
+            "layer_reduction copies layers between whole models: start the student before it is cut into stages of a "
+            "pipeline"
+        )
     chosen = section[keys.TEACHER_LAYER] or []
     prefix = section[keys.MODULE_NAME_PREFIX]
     if prefix:

@@ -21,6 +21,7 @@ from deepspeed.compression.basic_layer import (
 )
 from deepspeed.compression.snip import SnipMomentum
 from deepspeed.compression.techniques import SNIP, Compressible
+from deepspeed.compression.utils import seed_of
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.utils.logging import logger
 
@@ -142,6 +143,7 @@ def module_replacement(
         if compressed is None:
             raise ValueError(f"{module_name} ({type(module).__name__}) cannot be compressed")
         module = compressed.take(module)
+        module.name_seed = seed_of(module_name)
         if isinstance(module, (ColumnParallelLinear_Compress, RowParallelLinear_Compress)):
             module.mpu = mpu
     for technique, params in (compression_technique or {}).items():
@@ -247,6 +249,13 @@ def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
     """
     shared = config.get(keys.COMPRESSION_TRAINING, config)
     shared = shared.get(keys.SPARSE_PRUNING, {}).get(keys.SHARED_PARAMETERS, shared)
+    pruner = make_pruner(shared, model)
+    vars(model)["pruners"] = [pruner] if pruner.modules else []
+    return vars(model)["pruners"]
+
+
+def make_pruner(shared: Params, model: nn.Module) -> SnipMomentum:
+    """The pruner of a model, also of one in which it has nothing to do."""
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -268,8 +277,7 @@ def generate_pruners(config: Params, model: nn.Module) -> list[SnipMomentum]:
                     f"blocks {shared.get('block_pattern', '4x1')}"
                 )
                 del pruner.modules[name]
-    vars(model)["pruners"] = [pruner] if pruner.modules else []
-    return vars(model)["pruners"]
+    return pruner
 
 
 def register_on_step_begin(model: nn.Module) -> Any:

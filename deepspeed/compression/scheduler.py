@@ -9,6 +9,7 @@ from torch import nn
 
 from deepspeed.compression import constants as keys
 from deepspeed.compression.techniques import Compressible
+from deepspeed.compression.utils import seed_of
 from deepspeed.utils.logging import log_dist
 
 
@@ -41,7 +42,9 @@ class compression_scheduler:
 
     def make_init(self) -> None:
         """Find the modules that are prepared."""
-        self.modules = [module for module in self.model.modules() if isinstance(module, Compressible)]
+        found = {name: each for name, each in self.model.named_modules() if isinstance(each, Compressible)}
+        self.modules = list(found.values())
+        self._seeds = [seed_of(name) for name in found]
         self._told: set[str] = set()
         self._bits: tuple[int, ...] = ()
 
@@ -66,10 +69,10 @@ class compression_scheduler:
         mixed = shared["fp16_mixed_quantize"] or {"enabled": False}
         share = quantized_share(step, mixed["quantize_change_ratio"]) if mixed["enabled"] else 1.0
         now = set()
-        for index, module in enumerate(self.modules):
+        for seed, module in zip(self._seeds, self.modules, strict=True):
             if module.weight_bits is None:
                 continue
-            module.weight_quantize_seed = (index << 32) + step
+            module.weight_quantize_seed = (seed << 32) + step
             module.weight_quantization_enabled = True
             module.weight_quantize_bits = bits_at(step, *module.weight_bits)
             module.weight_quantize_share = share

@@ -8,7 +8,7 @@ pruned.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,13 @@ from deepspeed.compression.utils import top_mask
 MOMENTUM = 0.9
 MASK = "sparse_pruning_mask"
 Reader = Callable[[nn.Parameter], Tensor | None]
+Choice = Callable[[Mapping[str, Tensor], float], Sequence[Tensor]]
+"""(flat scores by module, share that stays) -> a mask for each."""
+
+
+def largest(parts: Mapping[str, Tensor], share: float) -> Sequence[Tensor]:
+    """Of all scores together."""
+    return top_mask(torch.cat(list(parts.values())), share).split([part.numel() for part in parts.values()])
 
 
 def parse_pattern(text: str) -> tuple[int, int, bool]:
@@ -60,6 +67,8 @@ class SnipMomentum:
         self.begin, self.end, self.stride = begin, max(begin, end), stride
         self.dense_ratio = dense_ratio
         self.step = 0
+        self.choose: Choice = largest
+        """Which of all scores stay; another one where the modules are not all on this rank."""
 
     def fits(self, weight: Tensor) -> bool:
         """Whether a weight consists of whole blocks."""
@@ -102,10 +111,10 @@ class SnipMomentum:
             return
         scores = {name: scores_of(module) * mask_of(module) for name, module in self.modules.items()}
         parts = {name: self._importance(score) for name, score in scores.items()}
-        everything = torch.cat([part.reshape(-1) for part in parts.values()])
         if self.keeps_n_of_m:
             sparsity = min(sparsity / (1 - self.n / self.m), 1.0)
-        kept = top_mask(everything, 1.0 - sparsity).split([part.numel() for part in parts.values()])
+        flat = {name: part.reshape(-1) for name, part in parts.items()}
+        kept = self.choose(flat, 1.0 - sparsity)
         for (name, part), dense in zip(parts.items(), kept, strict=True):
             mask = self._mask(dense.view(part.shape), scores[name])
             buffer = mask_of(self.modules[name])

@@ -99,6 +99,8 @@ class Compressible(nn.Module):
         self.sparse_pruning_enabled = False
         self.sparse_pruning_method: str | None = None
         self.sparse_pruning_ratio = 1.0
+        self.name_seed: int | None = None
+        """Of the scores that masks start with, besides torch's initial seed; None: torch's default generator."""
         self.grid: Grid | None = None
         """The integers of the weight, once it is rounded for good."""
 
@@ -241,9 +243,13 @@ class Compressible(nn.Module):
             raise ValueError(f"sparse_pruning.method is {L1!r}, {TOPK!r} or {SNIP!r}, not {method!r}")
 
     def _scores(self, *shape: int) -> nn.Parameter:
-        scores = torch.empty(*shape, dtype=self.weight.dtype, device=self.weight.device)
-        nn.init.kaiming_uniform_(scores, a=math.sqrt(5))
-        return nn.Parameter(scores)
+        generator = None
+        if self.name_seed is not None:  # another one for each kind of mask
+            seed = torch.initial_seed() ^ self.name_seed ^ (math.prod(shape) << 32)
+            generator = torch.Generator().manual_seed(seed)
+        scores = torch.empty(*shape, device="cpu")
+        nn.init.kaiming_uniform_(scores, a=math.sqrt(5), generator=generator)
+        return nn.Parameter(scores.to(self.weight.device, self.weight.dtype))
 
     def _enable_rows(self, kind: str, ratio: float, method: str) -> None:
         """Masks of whole rows (output features or channels): buffer or parameter named after ``kind``."""
@@ -341,6 +347,6 @@ _ATTRIBUTES = frozenset(
         "weight_bits",
     ]
     + ["plain_class", "num_heads", "activation_quantizer", "mask_from", "applied_mask"]
-    + ["mpu", "grid"]
+    + ["mpu", "grid", "name_seed"]
 )
 """Of compressed layers, besides tensors and modules."""

@@ -14,6 +14,7 @@ A group without a spread (all zeros; all equal, if asymmetric) is kept as it is.
 from __future__ import annotations
 
 import math
+import zlib
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ __all__ = [
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 SYMMETRIC, ASYMMETRIC = "symmetric", "asymmetric"
+
+
+def seed_of(name: str) -> int:
+    """A number of 32 bits that belongs to a name: what is drawn for a module does not depend on what others there are,
+    so that each stage of a pipeline draws what one process does."""
+    return zlib.crc32(name.encode())
 
 
 def top_mask(scores: Tensor, ratio: float) -> Tensor:

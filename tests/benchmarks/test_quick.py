@@ -21,6 +21,7 @@ SCRIPTS = {
     "compression.py": ["half of the layers, binary", "8-bit weights and activations", "matrix products"],
     "engine_cost.py": ["plain loop", "ours, stage 2"],
     "expert_products.py": ["dense, one product", "stacked weights, one call"],
+    "layer_dropping.py": ["layers dropped", "on the way"],
     "live.py": ["with monitor.live", "answers; the record has"],
     "long_sequence.py": ["x plain", "and attention in chunks"],
     "moe.py": ["ours, top-2", "dispatch and combine"],

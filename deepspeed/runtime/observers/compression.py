@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed.comm.collectives import Communicator
 from deepspeed.compression import constants as keys
 from deepspeed.compression.config import get_compression_config
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.snip import SnipMomentum
-from deepspeed.compression.techniques import Compressible
+from deepspeed.compression.techniques import SNIP, Compressible
 from deepspeed.config.problems import DeepSpeedConfigError
+from deepspeed.runtime.pipe.staged import Staged
 from deepspeed.utils.logging import log_dist
 
 if TYPE_CHECKING:
@@ -26,6 +29,11 @@ def attach_compression(engine: EngineBase) -> None:
         each for each in keys.TECHNIQUES if section[each][keys.SHARED_PARAMETERS][keys.TECHNIQUE_ENABLED]
     ]
     prepared = any(isinstance(module, Compressible) for module in engine.module.modules())
+    stages = engine.scopes.across.get("pp")
+    if asked and stages is not None:  # a stage may have nothing to compress, and takes part
+        votes = torch.tensor([float(prepared)], device=engine.device)
+        stages.all_reduce_max(votes).wait()
+        prepared = bool(votes)
     if not asked and not prepared:
         return
     if not prepared:
@@ -40,17 +48,43 @@ def attach_compression(engine: EngineBase) -> None:
             "the module was prepared by init_compression, but the config of deepspeed.initialize has no technique of "
             "compression_training enabled: give both the same config"
         )
-    CompressionSchedule(engine, compression_scheduler(engine.module, section))
+    pruners = _find_pruners(engine, section[keys.SPARSE_PRUNING][keys.SHARED_PARAMETERS], stages)
+    CompressionSchedule(engine, compression_scheduler(engine.module, section), pruners)
+
+
+def _find_pruners(
+    engine: EngineBase, shared: Mapping[str, Any], stages: Communicator | None
+) -> list[SnipMomentum]:
+    """Those that `init_compression` has made; new ones where the prepared modules have been put into another model,
+    such as a pipeline. All stages have them, as they choose together."""
+    module: Any = engine.module
+    pruners: list[SnipMomentum] = vars(module).get("pruners", [])
+    if not shared[keys.TECHNIQUE_ENABLED] or shared["method"] != SNIP:
+        return pruners
+    # all compressed layers, for those who prune
+    from deepspeed.compression.helper import make_pruner
+    from deepspeed.compression.stages import ChoiceOfStages
+
+    pruners = pruners or [make_pruner(shared, module)]
+    if stages is None:
+        return [pruner for pruner in pruners if pruner.modules]
+    whole = module.whole_on_paper() if isinstance(module, Staged) else module
+    order = [name for name, _ in whole.named_modules()]
+    for pruner in pruners:
+        pruner.choose = ChoiceOfStages(stages, order, engine.device)
+    return pruners
 
 
 class CompressionSchedule:
     """Keeps ``scheduler`` at the engine's step, the pruners of its module, and the weights that are to be quantized
     after an update instead of in forward (``quantize_weight_in_forward: false``)."""
 
-    def __init__(self, engine: EngineBase, scheduler: compression_scheduler) -> None:
+    def __init__(
+        self, engine: EngineBase, scheduler: compression_scheduler, pruners: list[SnipMomentum]
+    ) -> None:
         self.engine = engine
         self.scheduler = engine.compression_scheduler = scheduler
-        self.pruners: list[SnipMomentum] = vars(engine.module).get("pruners", [])
+        self.pruners = pruners
         for pruner in self.pruners:  # layers that are split have others in their places
             pruner.modules = {name: engine.module.get_submodule(name) for name in pruner.modules}  # type: ignore[misc]
         self.written = self._find_written()

@@ -274,8 +274,11 @@ class CutModel(PipelineModule):
         self.forward_funcs = [own[number] for number in self._numbers]
         self.tied_stages = self._find_ties()
 
-    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
-        return self._whole, None
+    def whole_on_paper(self) -> nn.Module:
+        return self._whole
+
+    def inputs_on_paper(self) -> dict[str, Any] | None:
+        return None
 
     def shard_sequences(self, mesh: ProcessMesh) -> str | None:
         if mesh.size("sp") == 1:

@@ -313,9 +313,11 @@ class PipelineModule(Staged, nn.Module):
     def share_sequences(self, ranks: int) -> None:
         self._grid.share_sequences(ranks)
 
-    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
-        whole = WholeModel(self._layer_specs)
-        return whole, {"forward_input": whole.example(self._example)}
+    def whole_on_paper(self) -> nn.Module:
+        return WholeModel(self._layer_specs)
+
+    def inputs_on_paper(self) -> dict[str, Any] | None:
+        return {"forward_input": WholeModel(self._layer_specs).example(self._example)}
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages

@@ -31,7 +31,11 @@ class Staged:
         """Train on shards of the sequences that it is given; says how. None: it is given shards."""
         return None
 
-    def whole_on_paper(self) -> tuple[nn.Module, dict[str, Any] | None]:
-        """The model of all stages, with its parameters' names, and what its forward takes, on the meta device; None:
-        what a model of Transformers takes. Only to be looked at: it has no values."""
+    def whole_on_paper(self) -> nn.Module:
+        """The model of all stages, with its parameters' names, on the meta device. Only to be looked at: it has no
+        values."""
         raise NotImplementedError
+
+    def inputs_on_paper(self) -> dict[str, Any] | None:
+        """What the forward of the whole model takes, on the meta device. None: what a model of Transformers takes."""
+        return None

@@ -39,7 +39,8 @@ class TensorParallelism:
             context.say("one rank: nothing to split")
             return
         # Of a stage: what all stages have in common (a vocabulary, a tied weight) is seen in the whole model only.
-        whole, inputs = module.whole_on_paper() if isinstance(module, Staged) else (module, None)
+        staged = isinstance(module, Staged)
+        whole, inputs = (module.whole_on_paper(), module.inputs_on_paper()) if staged else (module, None)
         rules = rules_of(whole, self.config)
         grain = self.config.tensor_parallel.tp_grain_size
         plan = plan_module(whole, mesh.size("tp"), inputs=inputs, rules=rules, grain=grain)
