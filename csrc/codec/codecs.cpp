@@ -1,9 +1,12 @@
 // Packets of a few bits per element: signs, integers of 8 or 4 bits, and 8-bit floats, each block of elements with a scale.
 //
-// A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/comm/codecs.py says what they mean. A block
-// is read from memory once: the pass that finds its scale leaves it in the first-level cache for the pass that encodes it,
-// which writes what encoding took away as well. Sums of magnitudes are taken in fp64 in lanes, see [Note: lanes].
+// A packet holds the scales (fp32) of all its blocks, then the codes; deepspeed/comm/codecs.py says what they mean. Blocks
+// are read from memory once: the pass that finds the scales of a few leaves them in the first-level cache, errors added,
+// for the pass that encodes them, which writes what encoding took away as well. Sums of magnitudes are taken in fp64 in
+// lanes, see [Note: lanes].
+#include "divisor.h"
 #include "lanes.h"
+#include "small_floats.h"
 
 namespace {
 
@@ -13,6 +16,7 @@ constexpr int64_t kScale = 4;             // bytes
 constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: adding it rounds a small number to an integer, to nearest even
 constexpr int64_t kSumLanes = 32;
 constexpr int64_t kFetch = 128;           // elements that are encoded between two requests to memory
+constexpr int64_t kAhead = 1024;          // elements whose scales are found before they are encoded
 
 struct Work {
     const ds_packets *packets;
@@ -27,12 +31,14 @@ DS_INLINE int32_t bits_of(const ds_packets &p) { return p.codes & 255; }
 
 struct Block {
     int64_t row, index, begin, numel;  // `begin`: of its elements in the row
+    int64_t first;                     // of its elements in all rows
 };
 
 DS_INLINE Block block_of(const Work &work, int64_t unit) {
     const ds_packets &p = *work.packets;
     const int64_t row = unit / work.blocks, index = unit % work.blocks, begin = index * p.block;
-    return {row, index, begin, p.numel - begin < p.block ? p.numel - begin : p.block};
+    const int64_t numel = p.numel - begin < p.block ? p.numel - begin : p.block;
+    return {row, index, begin, numel, row * p.numel + begin};
 }
 
 DS_INLINE uint8_t *codes_of(const Work &work, int64_t row, int64_t element) {
@@ -44,44 +50,51 @@ DS_INLINE uint8_t *scale_of(const Work &work, const Block &block) {
     return work.packets->data + block.row * work.packets->stride + block.index * kScale;
 }
 
-// Elements [index, index + n) of all rows as fp32, with the errors that are owed: in the buffer, or where they are.
-DS_INLINE const float *wanted(const Work &work, int64_t index, int64_t n, float *buffer) {
-    const float *values = ds::widen(ds::at(static_cast<const void *>(work.values), index, work.dtype), work.dtype,
-                                    buffer, n);
-    if (work.errors == nullptr) return values;
-    const float *errors = work.errors + index;
-    DS_IVDEP for (int64_t i = 0; i < n; ++i) buffer[i] = values[i] + errors[i];
-    return buffer;
+// Elements [index, index + n) of all rows as fp32, at most kBlock: in the buffer, or where they are.
+DS_INLINE const float *given(const Work &work, int64_t index, int64_t n, float *buffer) {
+    return ds::widen(ds::at(static_cast<const void *>(work.values), index, work.dtype), work.dtype, buffer, n);
 }
 
-// The block that comes next travels to the cache while this one, which is there, is encoded.
+// The same with the errors that are owed, which a pass before has kept where the errors are.
+DS_INLINE const float *wanted(const Work &work, int64_t index, int64_t n, float *buffer) {
+    return work.errors == nullptr ? given(work, index, n, buffer) : work.errors + index;
+}
+
+// Blocks that come next travel to the cache while others, which are there, are encoded.
 DS_INLINE void fetch_next(const Work &work, int64_t index, int64_t n) {
-#if defined(__GNUC__)
-    const int64_t ahead = index + work.packets->block, step = 64 / ds::item_size(work.dtype);
-    for (int64_t i = 0; i < n; i += step)
-        __builtin_prefetch(ds::at(static_cast<const void *>(work.values), ahead + i, work.dtype));
-    if (work.errors == nullptr) return;
-    for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(work.errors + ahead + i, 1);
-#endif
+    const int64_t block = work.packets->block, ahead = index + (block < kAhead ? kAhead : block);
+    ds::fetch<false>(ds::at(static_cast<const void *>(work.values), ahead, work.dtype), n * ds::item_size(work.dtype));
+    if (work.errors != nullptr) ds::fetch<true>(work.errors + ahead, n * 4);
 }
 
 // ---- signs ----------------------------------------------------------------------------------------------------------
 
 DS_INLINE double magnitude(float x) { return double(std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0x7fffffffu)); }
 
+#if defined(__GNUC__)
+using FourFloats = float __attribute__((vector_size(16)));
+using FourBits = uint32_t __attribute__((vector_size(16)));
+using FourDoubles = double __attribute__((vector_size(32)));
+using EightFloats = float __attribute__((vector_size(32)));
+using EightBits = uint32_t __attribute__((vector_size(32)));
+using EightDoubles = double __attribute__((vector_size(64)));
+#endif
+
+template <int N>
 DS_INLINE void add_magnitudes(double (&lane)[kSumLanes], const float *x, int64_t n) {
     int64_t i = 0;
 #if defined(__GNUC__)  // vectors that every set has or has halves of, so that sums stay in registers
-    using Floats = float __attribute__((vector_size(16)));
-    using Bits = uint32_t __attribute__((vector_size(16)));
-    using Doubles = double __attribute__((vector_size(32)));
-    Doubles sums[kSumLanes / 4];
+    using Floats = std::conditional_t<N == 16, EightFloats, FourFloats>;
+    using Bits = std::conditional_t<N == 16, EightBits, FourBits>;
+    using Doubles = std::conditional_t<N == 16, EightDoubles, FourDoubles>;
+    constexpr int64_t width = sizeof(Floats) / sizeof(float);
+    Doubles sums[kSumLanes / width];
     std::memcpy(sums, lane, sizeof sums);
     for (; i + kSumLanes <= n; i += kSumLanes) {
 #pragma GCC unroll 8
-        for (int64_t j = 0; j < kSumLanes / 4; ++j) {
+        for (int64_t j = 0; j < kSumLanes / width; ++j) {
             Bits bits;
-            std::memcpy(&bits, x + i + 4 * j, sizeof bits);
+            std::memcpy(&bits, x + i + width * j, sizeof bits);
             sums[j] += __builtin_convertvector(Floats(bits & 0x7fffffffu), Doubles);
         }
     }
@@ -129,25 +142,28 @@ DS_INLINE void pack_signs(uint8_t *codes, const float *x, int64_t n) {
     }
 }
 
-DS_INLINE void encode_signs(const Work &work, const Block &block) {
+// The mean of the magnitudes of a block.
+template <int N>
+DS_INLINE float mean_of(const Work &work, const Block &block) {
     alignas(64) float buffer[kBlock];
     alignas(64) double lane[kSumLanes] = {};
-    const int64_t first = block.row * work.packets->numel + block.begin;
     for (int64_t i = 0; i < block.numel; i += kBlock) {
-        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
-        add_magnitudes(lane, wanted(work, first + i, n, buffer), n);
+        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock, index = block.first + i;
+        const float *x = given(work, index, n, buffer);
+        if (work.errors != nullptr) {
+            float *errors = work.errors + index;
+            DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = x[j] + errors[j];
+            x = errors;
+        }
+        add_magnitudes<N>(lane, x, n);
     }
-    const float mean = float(fold(lane) / double(block.numel));
-    std::memcpy(scale_of(work, block), &mean, kScale);
-    for (int64_t i = 0; i < block.numel; i += kFetch) {
-        const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
-        fetch_next(work, first + i, n);
-        const float *x = wanted(work, first + i, n, buffer);
-        pack_signs(codes_of(work, block.row, block.begin + i), x, n);
-        if (work.errors == nullptr) continue;
-        float *errors = work.errors + first + i;
-        DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = buffer[j] - (buffer[j] >= 0 ? mean : -mean);
-    }
+    return float(fold(lane) / double(block.numel));
+}
+
+DS_INLINE void encode_signs(uint8_t *codes, const float *x, float *errors, int64_t n, float mean) {
+    pack_signs(codes, x, n);
+    if (errors == nullptr) return;
+    DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = x[j] - (x[j] >= 0 ? mean : -mean);
 }
 
 // 16 numbers of magnitude `scale`.
@@ -172,22 +188,33 @@ DS_INLINE void unpack_signs(float *values, const uint8_t *codes, float scale, in
     for (; i < n; ++i) values[i] = (codes[i / 8] >> (i % 8)) & 1 ? scale : -scale;
 }
 
-// ---- integers -------------------------------------------------------------------------------------------------------
+// ---- what a block's largest magnitude scales -------------------------------------------------------------------------
 
-// Writes a block's scale, with which its largest magnitude becomes `most`.
-DS_INLINE float write_scale(const Work &work, const Block &block, float most, float *buffer) {
-    const int64_t first = block.row * work.packets->numel + block.begin;
+DS_INLINE int32_t largest_of(const Work &work, const Block &block) {
+    alignas(64) float buffer[kBlock];
     int32_t largest = 0;
     for (int64_t i = 0; i < block.numel; i += kBlock) {
-        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
-        largest = ds::largest_bits(largest, wanted(work, first + i, n, buffer), n);
+        const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock, index = block.first + i;
+        if (work.errors == nullptr) {
+            const void *memory = ds::at(static_cast<const void *>(work.values), index, work.dtype);
+            largest = ds::largest_bits(largest, memory, work.dtype, n);
+            continue;
+        }
+        const float *x = given(work, index, n, buffer);
+        float *errors = work.errors + index;
+        int32_t found = largest;
+        DS_IVDEP for (int64_t j = 0; j < n; ++j) {
+            const float sum = x[j] + errors[j];
+            const int32_t bits = std::bit_cast<int32_t>(sum) & 0x7fffffff;
+            errors[j] = sum;
+            found = bits > found ? bits : found;
+        }
+        largest = found;
     }
-    const float scale = std::bit_cast<float>(largest) / most;
-    std::memcpy(scale_of(work, block), &scale, kScale);
-    return scale;
+    return largest;
 }
 
-DS_INLINE void pack_halves(uint8_t *codes, const int8_t *integers, int64_t n) {
+DS_INLINE void pack_halves(uint8_t *codes, const uint8_t *integers, int64_t n) {
     for (int64_t i = 0; i < n / 2; ++i) {
         uint16_t pair;  // the first in its lower byte
         std::memcpy(&pair, integers + 2 * i, sizeof pair);
@@ -197,32 +224,56 @@ DS_INLINE void pack_halves(uint8_t *codes, const int8_t *integers, int64_t n) {
     if (n % 2) codes[n / 2] = uint8_t(integers[n - 1] & 15);
 }
 
-template <int32_t bits>
-DS_INLINE void encode_integers(const Work &work, const Block &block) {
-    constexpr float most = float((1 << (bits - 1)) - 1);
-    alignas(64) float buffer[kBlock];
-    alignas(64) int8_t whole[kFetch];
-    const int64_t first = block.row * work.packets->numel + block.begin;
-    const float scale = write_scale(work, block, most, buffer), divisor = scale > 0 ? scale : 1.0f;
-    for (int64_t i = 0; i < block.numel; i += kFetch) {
-        const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
-        fetch_next(work, first + i, n);
-        const float *x = wanted(work, first + i, n, buffer);
-        uint8_t *codes = codes_of(work, block.row, block.begin + i);
-        int8_t *integers = bits == 8 ? reinterpret_cast<int8_t *>(codes) : whole;
+template <class Form, bool kFused>
+DS_INLINE void encode_all(uint8_t *codes, const float *x, float *errors, int64_t n, const ds::Divisor &divisor,
+                             float scale) {
+    alignas(64) uint8_t whole[kFetch];
+    uint8_t *target = Form::bits == 8 ? codes : whole;
+    float rounded;
+    if (errors == nullptr) {
+        DS_IVDEP for (int64_t j = 0; j < n; ++j) target[j] = Form::template encode<kFused>(x[j], divisor, rounded);
+    } else {
         DS_IVDEP for (int64_t j = 0; j < n; ++j) {
-            float q = x[j] / divisor;
+            const float wanted = x[j];
+            float number;
+            target[j] = Form::template encode<kFused>(wanted, divisor, number);
+            errors[j] = wanted - number * scale;
+        }
+    }
+    if constexpr (Form::bits == 4) pack_halves(codes, whole, n);
+}
+
+// Codes of at most kFetch numbers, and in `errors` what they take away.
+template <class Form, int N>
+DS_INLINE void encode_scaled(uint8_t *codes, const float *x, float *errors, int64_t n, const ds::Divisor &divisor,
+                             float scale) {
+    if (divisor.usual)
+        encode_all<Form, ds::kHasFused<N>>(codes, x, errors, n, divisor, scale);
+    else
+        encode_all<Form, false>(codes, x, errors, n, divisor, scale);
+}
+
+// ---- integers -------------------------------------------------------------------------------------------------------
+
+template <int32_t kBits>
+struct Integers {
+    static constexpr int32_t bits = kBits;
+    static constexpr float most = float((1 << (bits - 1)) - 1);
+
+    // `number`: what the code, the lowest bits of a whole number, stands for.
+    template <bool kFused>
+    static DS_INLINE_MEMBER uint8_t encode(float x, const ds::Divisor &divisor, float &number) {
+        float q = ds::quotient<kFused>(x, divisor);
+        if constexpr (!kFused) {
             q = q > most ? most : q;
             q = q < -most ? -most : q;
             q = q == q ? q : 0.0f;  // of a block that is not finite
-            integers[j] = int8_t(std::bit_cast<int32_t>(q + kRounder) - std::bit_cast<int32_t>(kRounder));
         }
-        if constexpr (bits == 4) pack_halves(codes, integers, n);
-        if (work.errors == nullptr) continue;
-        float *errors = work.errors + first + i;
-        DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = buffer[j] - float(integers[j]) * scale;
+        const float sum = q + kRounder;
+        number = sum - kRounder;
+        return uint8_t(std::bit_cast<uint32_t>(sum));
     }
-}
+};
 
 template <int32_t bits>
 DS_INLINE void unpack_integers(float *values, const uint8_t *codes, float scale, int64_t n) {
@@ -240,51 +291,25 @@ DS_INLINE void unpack_integers(float *values, const uint8_t *codes, float scale,
 
 // ---- floats ---------------------------------------------------------------------------------------------------------
 
-constexpr float kMostFloat = 448.0f;
+// e4m3 without infinities.
+struct Floats {
+    static constexpr int32_t bits = 8;
+    static constexpr float most = ds::E4M3::largest;
 
-// e4m3 without infinities: magnitudes up to 448 in four bits of exponent and three of mantissa. Those below 2^-6 are
-// multiples of 2^-9, the unit in the last place of 2^14.
-DS_INLINE uint8_t round_float8(float x) {
-    const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffffu, magic = 141u << 23;
-    const uint32_t small = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + std::bit_cast<float>(magic)) - magic;
-    const uint32_t normal = (magnitude - (120u << 23) + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
-    uint32_t code = magnitude < (121u << 23) ? small : normal;
-    code = magnitude > 0x7f800000u ? 0x7fu : code;
-    return uint8_t(code | (bits >> 24 & 0x80u));
-}
-
-DS_INLINE float widen_float8(uint8_t x) {
-    const uint32_t magnitude = x & 0x7fu, magic = 141u << 23;
-    const float small = std::bit_cast<float>(magnitude + magic) - std::bit_cast<float>(magic);
-    uint32_t bits = (magnitude << 20) + (120u << 23);
-    bits = magnitude < 8 ? std::bit_cast<uint32_t>(small) : bits;
-    bits = magnitude == 0x7fu ? 0x7fc00000u : bits;
-    return std::bit_cast<float>(bits | uint32_t(x & 0x80u) << 24);
-}
-
-DS_INLINE void encode_floats(const Work &work, const Block &block) {
-    alignas(64) float buffer[kBlock];
-    const int64_t first = block.row * work.packets->numel + block.begin;
-    const float scale = write_scale(work, block, kMostFloat, buffer), divisor = scale > 0 ? scale : 1.0f;
-    for (int64_t i = 0; i < block.numel; i += kFetch) {
-        const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch;
-        fetch_next(work, first + i, n);
-        const float *x = wanted(work, first + i, n, buffer);
-        uint8_t *codes = codes_of(work, block.row, block.begin + i);
-        DS_IVDEP for (int64_t j = 0; j < n; ++j) {
-            float q = x[j] / divisor;
-            q = q > kMostFloat ? kMostFloat : q;
-            q = q < -kMostFloat ? -kMostFloat : q;
-            codes[j] = round_float8(q);
-        }
-        if (work.errors == nullptr) continue;
-        float *errors = work.errors + first + i;
-        DS_IVDEP for (int64_t j = 0; j < n; ++j) errors[j] = buffer[j] - widen_float8(codes[j]) * scale;
+    template <bool kFused>
+    static DS_INLINE_MEMBER uint8_t encode(float x, const ds::Divisor &divisor, float &number) {
+        float q = ds::quotient<kFused>(x, divisor);
+        if constexpr (kFused) return uint8_t(ds::round_small<ds::E4M3>(q, x, number));
+        q = q > most ? most : q;
+        q = q < -most ? -most : q;
+        const uint32_t code = ds::round_small<ds::E4M3>(q, q, number);
+        number = q == q ? number : q;
+        return uint8_t(q == q ? code : 0x7fu | (code & 0x80u));
     }
-}
+};
 
 DS_INLINE void unpack_floats(float *values, const uint8_t *codes, float scale, int64_t n) {
-    DS_IVDEP for (int64_t i = 0; i < n; ++i) values[i] = widen_float8(codes[i]) * scale;
+    DS_IVDEP for (int64_t i = 0; i < n; ++i) values[i] = ds::widen_small<ds::E4M3>(codes[i]) * scale;
 }
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
@@ -301,15 +326,48 @@ DS_INLINE void unpack(const Work &work, const Block &block, int64_t i, int64_t n
     }
 }
 
-DS_INLINE void encode_run_body(const Work &work, int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-        const Block block = block_of(work, unit);
+template <int N>
+DS_INLINE float find_scale(const Work &work, const Block &block) {
+    switch (work.packets->codes) {
+        case DS_SIGNS: return mean_of<N>(work, block);
+        case DS_INTEGERS4: return std::bit_cast<float>(largest_of(work, block)) / Integers<4>::most;
+        case DS_FLOATS8: return std::bit_cast<float>(largest_of(work, block)) / Floats::most;
+        default: return std::bit_cast<float>(largest_of(work, block)) / Integers<8>::most;
+    }
+}
+
+template <int N>
+DS_INLINE void encode_block(const Work &work, const Block &block) {
+    alignas(64) float buffer[kFetch];
+    float scale;
+    std::memcpy(&scale, scale_of(work, block), kScale);
+    const ds::Divisor divisor = ds::divisor_of(scale > 0 ? scale : 1.0f);
+    for (int64_t i = 0; i < block.numel; i += kFetch) {
+        const int64_t n = block.numel - i < kFetch ? block.numel - i : kFetch, index = block.first + i;
+        fetch_next(work, index, n);
+        const float *x = wanted(work, index, n, buffer);
+        float *errors = work.errors == nullptr ? nullptr : work.errors + index;
+        uint8_t *codes = codes_of(work, block.row, block.begin + i);
         switch (work.packets->codes) {
-            case DS_SIGNS: encode_signs(work, block); break;
-            case DS_INTEGERS4: encode_integers<4>(work, block); break;
-            case DS_FLOATS8: encode_floats(work, block); break;
-            default: encode_integers<8>(work, block); break;
+            case DS_SIGNS: encode_signs(codes, x, errors, n, scale); break;
+            case DS_INTEGERS4: encode_scaled<Integers<4>, N>(codes, x, errors, n, divisor, scale); break;
+            case DS_FLOATS8: encode_scaled<Floats, N>(codes, x, errors, n, divisor, scale); break;
+            default: encode_scaled<Integers<8>, N>(codes, x, errors, n, divisor, scale); break;
         }
+    }
+}
+
+template <int N>
+DS_INLINE void encode_run_body(const Work &work, int64_t begin, int64_t end) {
+    const int64_t several = work.packets->block < kAhead ? kAhead / work.packets->block : 1;
+    for (int64_t first = begin; first < end; first += several) {
+        const int64_t last = first + several < end ? first + several : end;
+        for (int64_t unit = first; unit < last; ++unit) {
+            const Block block = block_of(work, unit);
+            const float scale = find_scale<N>(work, block);
+            std::memcpy(scale_of(work, block), &scale, kScale);
+        }
+        for (int64_t unit = first; unit < last; ++unit) encode_block<N>(work, block_of(work, unit));
     }
 }
 
@@ -317,10 +375,9 @@ DS_INLINE void decode_run_body(const Work &work, int64_t begin, int64_t end) {
     alignas(64) float total[kBlock], buffer[kBlock];
     for (int64_t unit = begin; unit < end; ++unit) {
         Block block = block_of(work, unit);
-        const int64_t first = block.row * work.packets->numel + block.begin;
         for (int64_t i = 0; i < block.numel; i += kBlock) {
             const int64_t n = block.numel - i < kBlock ? block.numel - i : kBlock;
-            void *target = ds::at(work.values, first + i, work.dtype);
+            void *target = ds::at(work.values, block.first + i, work.dtype);
             float *result = work.dtype == DS_FLOAT32 ? static_cast<float *>(target) : total;
             if (work.sum) {
                 std::memset(result, 0, size_t(n) * sizeof(float));
@@ -336,7 +393,7 @@ DS_INLINE void decode_run_body(const Work &work, int64_t begin, int64_t end) {
     }
 }
 
-DS_KERNEL(encode_run, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
+DS_LANES_KERNEL(encode_run, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
 DS_KERNEL(decode_run, (const Work &work, int64_t begin, int64_t end), (work, begin, end))
 
 int64_t blocks_of(const ds_packets &p) { return (p.numel + p.block - 1) / p.block; }

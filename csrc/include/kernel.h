@@ -158,6 +158,27 @@ DS_INLINE void narrow(void *target, int32_t dtype, const float *__restrict sourc
     }
 }
 
+// The bits of the largest magnitude, as fp32, of n elements of any type.
+DS_INLINE int32_t largest_bits(int32_t largest, const void *x, int32_t dtype, int64_t n) {
+    if (dtype == DS_FLOAT32) return largest_bits(largest, static_cast<const float *>(x), n);
+    const uint16_t *halves = static_cast<const uint16_t *>(x);
+    uint16_t most = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        const uint16_t bits = halves[i] & 0x7fff;
+        most = bits > most ? bits : most;
+    }
+    const int32_t bits = std::bit_cast<int32_t>(dtype == DS_BFLOAT16 ? widen_bfloat16(most) : widen_float16(most));
+    return bits > largest ? bits : largest;
+}
+
+// Memory that is read, or written, soon travels to the cache.
+template <bool kWrite>
+DS_INLINE void fetch(const void *memory, int64_t bytes) {
+#if defined(__GNUC__)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char *>(memory) + i, kWrite);
+#endif
+}
+
 // ---- the low-precision copy -----------------------------------------------------------------------------------------
 
 constexpr int64_t kCopyBlock = 128;                 // elements; see [Note: copies past the cache]
