@@ -2,7 +2,7 @@
 
 Two parts: the ops with the path each takes here, and the environment (versions, devices, cores, memory,
 communication backends). ``[WARNING]`` lines say what to install or change for a faster or a working path.
-``--bench`` times every op on the path it takes.
+``--bench`` times every op, and every kernel of inference, on the path it takes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None =
     for builder in (make() for make in ALL_OPS.values()):
         path = builder.path()
         status = _paint("[OKAY]", GREEN) + "  " if path else _paint("[NO]", RED) + "    "
-        missing = "not in this release" if builder.OP.module is None else f"needs {builder.OP.needs}"
+        missing = "no op of its own" if builder.OP.module is None else f"needs {builder.OP.needs}"
         print(f"{builder.name + ' ':.<{NAME_WIDTH}} {status}  {path or f'{missing}; {builder.OP.instead}'}")
         if builder.hint():
             hints[builder.hint()] = None
@@ -95,12 +95,24 @@ def op_report(verbose: bool = True, bench: bool = False, bench_dir: str | None =
         print(f"kernels that belong to no op, {native.path_of_ops()}")
         for name, result in speed.of_other_kernels().items():
             print(_speed_row(name, result))
+        _inference_report()
     if verbose:
-        for hint in [*hints, *_path_hints()]:
+        for hint in [*hints, *_path_hints(), *(_load_hints() if bench else ())]:
             print(_warn(hint))
 
 
-def _speed_row(name: str, result: speed.Speed) -> str:
+def _inference_report() -> None:
+    """Prints the speeds of the kernels with which models generate."""
+    from deepspeed.inference.kernel_speed import Machine, kernel_speeds  # imports the engine of inference
+
+    machine = Machine()
+    stream = machine.stream()
+    print(f"kernels of inference on {machine.device.type}, memory stream {stream / 1e9:.1f} GB/s")
+    for result in kernel_speeds(machine, stream):
+        print(_speed_row(result.name, result))
+
+
+def _speed_row(name: str, result: object) -> str:
     return f"{f'  {name}':{NAME_WIDTH}} {result}"
 
 
@@ -113,6 +125,12 @@ def _path_hints() -> Iterator[str]:
     isa, wanted = native.isa(), os.environ.get("DS_NATIVE_ISA")
     if isa is not None and wanted:
         yield f"DS_NATIVE_ISA={wanted}: native kernels use {isa}; unset it for the best that this CPU has."
+
+
+def _load_hints() -> Iterator[str]:
+    load, cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), len(available_cores())
+    if load > cores + 1:
+        yield f"The load is {load:.1f} on {cores} cores: other programs work, and all times are too long."
 
 
 # --- Environment ----------------------------------------------------------------------------------
@@ -246,7 +264,10 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
         help="leave out the lines that start with [WARNING]",
     )
     parser.add_argument(
-        "--bench", action="store_true", help="time each op on the path it takes (some seconds)"
+        "--bench",
+        action="store_true",
+        help="time each op, and each kernel of inference, on the path it takes here: by the memory stream, and by what "
+        "PyTorch's operations take for the same (half a minute at most)",
     )
     parser.add_argument(
         "--bench_dir", help="folder for the file that async_io is timed with (default: temporary)"

@@ -233,4 +233,4 @@ def test_what_this_installation_is() -> None:
     assert torch_info["bf16_support"] is deepspeed.get_accelerator().is_bf16_supported()
     assert accelerator_name == deepspeed.get_accelerator().device_name()
     assert compatible_ops["cpu_adam"] is installed_ops["cpu_adam"] is True
-    assert installed_ops["transformer"] is True and installed_ops["spatial_inference"] is False
+    assert installed_ops["spatial_inference"] is True and installed_ops["transformer_inference"] is False

@@ -108,16 +108,17 @@ def not_implemented() -> Iterator[str]:
     yield ""
     yield "These keys are known, checked, and then refused by name when they turn their feature on:"
     yield ""
-    yield from (
-        f"- `{row.key}`{row.value and f' ({row.value})'}: {row.instead}"
-        for row in MISSING
-        if row.changes_numbers
-    )
+    yield from listed(changing=True)
     yield ""
     yield "These cannot change the numbers of a run; turning them on is one warning:"
     yield ""
-    yield from (f"- `{row.key}`: {row.instead}" for row in MISSING if not row.changes_numbers)
+    yield from listed(changing=False)
     yield ""
+
+
+def listed(*, changing: bool) -> Iterator[str]:
+    rows = (row for row in MISSING if row.changes_numbers == changing)
+    return (f"- `{row.key}`{row.value and f' ({row.value})'}: {row.instead}" for row in rows)
 
 
 def sections(model: type[BaseModel], path: tuple[str, ...], heading: str) -> Iterator[str]:

@@ -148,6 +148,12 @@ NAMES: dict[str, dict[str, str]] = {
         "UlyssesSPFwdLossBwdWithLogits": "deepspeed.runtime.sequence_parallel.tiled.logits_training",
         "sequence_tiled_compute": "deepspeed.runtime.sequence_parallel.tiled.functions",
     },
+    "deepspeed.accelerator.mps_accelerator": {
+        "MPS_Accelerator": "deepspeed.accelerator.torch_device",
+    },
+    "deepspeed.runtime.zero.gathering.init_context": {
+        "CUDAQuantizer": "deepspeed.ops.quantizer.integers",
+    },
     "deepspeed.runtime.zero.optimizer": {
         "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",

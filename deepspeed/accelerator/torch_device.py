@@ -96,6 +96,10 @@ class MPS_Accelerator(TorchDevice_Accelerator):
     def manual_seed_all(self, seed: int) -> None:
         self._runtime.manual_seed(seed)
 
+    def seed(self) -> None:
+        """A seed that nobody knows."""
+        self._runtime.seed()
+
     def initial_seed(self) -> int:
         return self.default_generator(0).initial_seed()
 
@@ -121,6 +125,10 @@ class MPS_Accelerator(TorchDevice_Accelerator):
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         return self._runtime.current_allocated_memory()
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        """What share of the memory that is recommended for this device torch may allocate."""
+        self._runtime.set_per_process_memory_fraction(fraction)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         return self._runtime.driver_allocated_memory()

@@ -58,7 +58,7 @@ class WeightQuantizationGroup(_Group):
 
 class WeightQuantizationShared(LenientConfigModel):
     enabled: bool = Field(default=False, description="Turn it on.")
-    quantizer_kernel: bool = Field(default=False, description="Use the quantizer kernel.")
+    quantizer_kernel: bool = Field(default=False, description="Accepted; the arithmetic is the same.")
     schedule_offset: Int = Field(default=0, ge=0, description="First step that quantizes.")
     quantize_groups: Int = Field(default=1, ge=1, description="Groups of values with a scale of their own.")
     quantize_verbose: bool = Field(default=False, description="Log what is quantized.")

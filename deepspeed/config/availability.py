@@ -55,14 +55,34 @@ def _compile(key: str) -> Predicate:
     return lambda c: c.compile.deepcompile and getattr(c.compile, key)
 
 
+def _unsplit(config: TrainingConfig) -> bool:
+    """Whether a pass is to share work that nothing else in the config shares."""
+    wanted = (config.compile.passes or ()) if config.compile.deepcompile else ()
+    sequence, layers = config.sequence_parallel_size or 1, config.tensor_parallel.autotp_size
+    return ("autosp" in wanted and sequence == 1) or ("autotp" in wanted and layers <= 1)
+
+
 ROUTING = (
     "score_func", "score_apply", "route_norm", "route_scale", "top_k", "routed_scaling_factor", "num_expert_groups",
     "num_limited_groups",
 )  # fmt: skip
 NAMING = (
-    "preset_model", "moe_layer_pattern", "router_pattern", "expert_pattern", "expert_w1", "expert_w2", "expert_w3",
-    "num_experts_attr", "top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern",
-)  # fmt: skip
+    "preset_model",
+    "moe_layer_pattern",
+    "router_pattern",
+    "expert_pattern",
+    "expert_w1",
+    "expert_w2",
+    "expert_w3",
+    "num_experts_attr",
+    "top_k_attr",
+    "has_shared_experts",
+    "shared_experts_pattern",
+    "shared_experts_gate_pattern",
+)
+COMPUTING = ("use_grouped_mm", "combine_impl", "validate_folding_routing")  # fmt: skip
+
+_AUTOGRAD = "autograd keeps of a compiled graph what its backward needs, and frees it then"
 
 MISSING: tuple[Missing, ...] = (
     # Parallelism
@@ -90,6 +110,15 @@ MISSING: tuple[Missing, ...] = (
     ),
     *(
         Missing(
+            f"expert_parallel.{key}",
+            _expert_parallel(key),
+            "a layer's products are always one call, and its outputs are summed by their weights",
+            False,
+        )
+        for key in COMPUTING
+    ),
+    *(
+        Missing(
             f"tensor_parallel.partition_config.{key}",
             _partition_config(key),
             "embeddings and heads are found by the model's graph and split by their vocabulary",
@@ -111,9 +140,16 @@ MISSING: tuple[Missing, ...] = (
             "sync_after_reduce",
             "sync_before_allgather",
             "sync_after_allgather",
-            "keep_all_input_tensors",
-            "free_activation",
         )
+    ),
+    Missing("compile.keep_all_input_tensors", _compile("keep_all_input_tensors"), _AUTOGRAD, False),
+    Missing("compile.free_activation", _compile("free_activation"), _AUTOGRAD, False),
+    Missing(
+        "compile.passes",
+        _unsplit,
+        "graphs are not split: set sequence_parallel_size or tensor_parallel.autotp_size, which split the model",
+        False,
+        value="'autosp' without sequence_parallel_size, 'autotp' without autotp_size",
     ),
     Missing("nebula.enabled", lambda c: c.nebula.enabled, "checkpoints are written the ordinary way", False),
     Missing("graph_harvesting", lambda c: c.graph_harvesting, "the step runs without a CUDA graph", False),

@@ -64,7 +64,7 @@ class ParallelWriteConfig(LenientConfigModel):
     """Sharing the writing of a checkpoint."""
 
     pipeline_stage: bool = Field(
-        default=False, description="Spread the layer files of a pipeline stage over its data-parallel ranks."
+        default=False, description="No effect: each rank writes the part that it holds."
     )
 
 
@@ -102,7 +102,7 @@ class CheckpointConfig(LenientConfigModel):
     )
     parallel_write: ParallelWriteConfig = Field(default=ParallelWriteConfig(), description="Who writes what.")
     checkpoint_serialization: bool = Field(
-        default=True, description="Write `torch.save` archives in the zip format."
+        default=True, description="No effect: archives of `torch.save` are in the zip format."
     )
     writer: CheckpointWriterConfig | None = Field(default=None, description="The fast checkpoint writer.")
     keep_last: Int | None = Field(

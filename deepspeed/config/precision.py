@@ -86,7 +86,7 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
 
     enabled: bool = Field(default=False, description="Train in bf16.")
     immediate_grad_update: bool = Field(
-        default=False, description="Add each gradient to the fp32 sum as soon as it is ready."
+        default=False, description="No effect: each gradient is added to the sum as soon as it is ready."
     )
     check_grad_overflow: bool = Field(default=True, description="Skip steps whose gradients are not finite.")
     bf16_master_weights_and_grads: bool = Field(

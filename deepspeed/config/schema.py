@@ -140,7 +140,7 @@ class TrainingConfig(LenientConfigModel):
         default=None, description="Dtype of gradients on the wire; null: that of training."
     )
     seq_parallel_communication_data_type: Dtype = Field(
-        default=torch.float32, description="Dtype of gradients on the wire between sequence-parallel ranks."
+        default=torch.float32, description="No effect: `communication_data_type` holds between all ranks."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_lower)] = Field(
         default="mean",

@@ -1,4 +1,4 @@
-"""The documented name of taking training layers out again; that for inference comes later."""
+"""The documented name of taking training layers out again; layers of inference are `init_inference`'s."""
 
 from __future__ import annotations
 

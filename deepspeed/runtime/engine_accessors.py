@@ -83,7 +83,6 @@ _ACCESSORS: dict[str, str] = {
     "autotp_size": "tensor_parallel_config.autotp_size",
     "activation_checkpointing_config": "activation_checkpointing_config",
     "graph_harvesting": "graph_harvesting",
-    # sections whose features come later: the values can already be read
     "pld_enabled": "pld_enabled",
     "pld_params": "pld_params",
     "pld_theta": "pld_config.theta",

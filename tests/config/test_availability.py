@@ -58,6 +58,9 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             "has_shared_experts": True,
             "shared_experts_pattern": "x",
             "shared_experts_gate_pattern": "x",
+            "use_grouped_mm": False,
+            "combine_impl": "legacy_bmm",
+            "validate_folding_routing": True,
         }.items()
     ),
     (
@@ -90,6 +93,7 @@ ASKING: list[tuple[str, dict[str, Any]]] = [
             "free_activation",
         )
     ),
+    ("compile.passes", {"compile": {"deepcompile": True, "passes": ["autosp"]}}),
     ("autotuning.enabled", {"autotuning": {"enabled": True}}),
     ("tensorboard.enabled", {"tensorboard": {"enabled": True}}),
     ("wandb.enabled", {"wandb": {"enabled": True}}),

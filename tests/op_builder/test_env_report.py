@@ -12,8 +12,12 @@ import torch
 import deepspeed
 from deepspeed import env_report
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.inference import kernel_speed
 from deepspeed.ops import native
 from deepspeed.ops.op_builder import ALL_OPS, speed
+
+SMALL = {"COLUMNS": 128, "OUTPUTS": 256, "CONTEXT": 64, "VOCABULARY": 500, "BEYOND_CACHES": 1 << 20}
+INTEGERS = {"int8": 8, "int4": 4, "bf16": 8}  # kind of weights -> bits
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -41,9 +45,12 @@ def test_bench_times_every_op_on_its_path(
 ) -> None:
     for name, value in (("NUMEL", 1 << 16), ("FILE_BYTES", 1 << 20), ("SECONDS", 0.0)):
         monkeypatch.setattr(speed, name, value)
+    for name, value in {**SMALL, "SECONDS": 0.0}.items():
+        monkeypatch.setattr(kernel_speed, name, value)
     if not with_library:
         monkeypatch.setattr(native, "library", lambda: None)
         monkeypatch.setattr(native, "isa", lambda: None)
+        monkeypatch.setattr("deepspeed.ops.paged_attention.library", lambda: None)
     lines = report(capsys, "--bench", "--bench_dir", str(tmp_path), "--hide_operator_status").splitlines()
     names = [builder().name for builder in ALL_OPS.values()]
     for name in (*speed.OPTIMIZERS, "async_io", "utils", "deepspeed_shm_comm"):
@@ -54,10 +61,54 @@ def test_bench_times_every_op_on_its_path(
     assert [line.split()[0] for line in lines[start + 1 : start + 5]] == [
         *("sgd", "sum_of_squares", "scale_copy", "reduce_chunks")
     ]
+    check_kernels_of_inference(lines, with_library and native.library() is not None)
     # an op that cannot be used has no speed
     after_gds = lines[[i for i, line in enumerate(lines) if line.startswith("gds ")][0] + 1]
     assert after_gds.split()[0] in names
     assert not list(tmp_path.iterdir())
+
+
+def check_kernels_of_inference(lines: list[str], native_kernels: bool) -> None:
+    start = next(i for i, line in enumerate(lines) if line.startswith("kernels of inference on "))
+    assert re.search(r"memory stream [0-9.]+ GB/s$", lines[start])
+    rows = {line.split()[0]: line for line in lines[start + 1 :] if line.startswith("  ")}
+    products = [f"product_{kind}_{rows}" for rows in (1, 16) for kind in ("fp32", "bf16", "int8", "int4")]
+    pointwise = ["norm_residual", "rotary_cache_write", "gated_silu"]
+    by_kernel = [*products, *pointwise, "paged_attention_decode", "sampling_greedy"]
+    by_torch = ["paged_attention_prompt", "moe_grouped_product", "sampling_top_k_top_p"]
+    assert sorted(rows) == sorted([*by_kernel, *by_torch])
+    for name in by_kernel if native_kernels else []:
+        assert re.search(r"  native \S+ +[0-9.]+ ms.*, [0-9.]+ x PyTorch$", rows[name])
+    for name in by_torch if native_kernels else rows:
+        assert "  pytorch " in rows[name] and "x PyTorch" not in rows[name]
+    for name in ("product_bf16_1", "paged_attention_decode", "moe_grouped_product"):
+        assert "% of the memory stream" in rows[name]
+
+
+def test_a_busy_machine_is_told_beside_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(env_report.available_cores())
+    for load, hints in ((float(cores), 0), (cores + 2.5, 1)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert len(list(env_report._load_hints())) == hints
+
+
+def test_kernels_that_are_timed_compute_what_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(kernel_speed, name, value)
+    torch.manual_seed(0)
+    compared = []
+    for case in kernel_speed.cases(kernel_speed.Machine()):
+        if case.kernel is None:
+            continue
+        bits = next((bits for kind, bits in INTEGERS.items() if kind in case.name), None)
+        with torch.inference_mode():
+            ours, plain = (torch.as_tensor(call()).double() for call in (case.kernel, case.plain))
+        ours = ours.reshape(plain.shape)
+        wrong = ((ours - plain).norm() / plain.norm()).item()
+        # integers are compared with the weights that they are rounded from: half a step of a uniform distribution
+        assert wrong < (1e-5 if bits is None else 2.0 ** (1 - bits)), case.name
+        compared.append(case.name)
+    assert bool(compared) == (kernel_speed.Machine().path != "pytorch")
 
 
 def test_speeds_count_what_has_to_move() -> None:

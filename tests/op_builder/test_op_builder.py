@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import native, op_builder
 from deepspeed.ops.op_builder import ALL_OPS, OpBuilder
+from deepspeed.ops.op_builder.builder import ISA_TITLES
 from deepspeed.ops.op_builder.flat_tensors import flatten, unflatten
+from tests.test_architecture import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY_OP = pytest.mark.parametrize("builder", ALL_OPS.values(), ids=ALL_OPS)
@@ -83,7 +86,9 @@ def test_an_op_loads_exactly_if_it_is_compatible(
         assert module.__name__ == made.OP.module and made.path() and not made.why_not()
     else:
         assert made.NAME in capsys.readouterr().out and made.path() == ""
-        with pytest.raises(NotImplementedError, match=f"{made.NAME}.*(until then|without it)"):
+        with pytest.raises(
+            NotImplementedError, match=rf"op {made.NAME} (to load|needs).*{re.escape(made.OP.instead)}"
+        ):
             made.load()
 
 
@@ -123,6 +128,11 @@ def test_paths_follow_the_library_and_the_device(monkeypatch: pytest.MonkeyPatch
     assert adam.path() == "native AVX-512" and fused.path() == "pytorch"
     monkeypatch.setattr(type(get_accelerator()), "is_triton_supported", lambda self: True)
     assert fused.path() == "triton" and op_builder.FusedLionBuilder().path() == "pytorch"
+    sparse, dropout = op_builder.SparseAttnBuilder(), op_builder.TransformerBuilder()
+    assert sparse.path() == dropout.path() == "pytorch"  # Triton, but no GPU that our kernels are for
+    monkeypatch.setattr("deepspeed.ops.gpu.offered", lambda: True)
+    assert sparse.path() == op_builder.EvoformerAttnBuilder().path() == "triton"
+    assert dropout.path() == "triton (dropout)" and adam.path() == "native AVX-512"
     monkeypatch.setattr(native, "isa", lambda: None)
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr("deepspeed.comm.shared_memory.is_available", lambda: False)
@@ -136,6 +146,25 @@ def test_accelerator_finds_builders() -> None:
     assert accelerator.get_op_builder("CPUAdamBuilder") is op_builder.CPUAdamBuilder
     assert isinstance(accelerator.create_op_builder("AsyncIOBuilder"), OpBuilder)
     assert accelerator.create_op_builder("NopeBuilder") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about the host")
+@pytest.mark.skipif(native.library() is None, reason="is about the native library")
+def test_kernels_of_the_host_are_named() -> None:
+    title = f"native {ISA_TITLES[native.isa() or '']}"
+    paths = {name: builder().path() for name, builder in ALL_OPS.items()}
+    for name in ("cpu_adam", "fused_lamb", "async_io", "fp_quantizer", "sparse_attn"):
+        assert paths[name] == title
+    assert paths["stochastic_transformer"] == f"{title} (dropout)"
+    assert paths["quantizer"] == f"{title} (symmetric groups)"
+    assert paths["evoformer_attn"] == paths["random_ltd"] == paths["spatial_inference"] == "pytorch"
+
+
+@EVERY_OP
+def test_what_is_said_instead_exists(builder: type[OpBuilder]) -> None:
+    """Every dotted name of ours in the sentence is there."""
+    for name in re.findall(r"deepspeed(?:\.\w+)+", builder.OP.instead):
+        assert resolve(name) is not None, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

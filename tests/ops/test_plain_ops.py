@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
+from deepspeed.ops.op_builder import PinMemoryBuilder, RandomLTDBuilder, SpatialInferenceBuilder
 from deepspeed.ops.quantizer import ds_quantizer
 from deepspeed.ops.transformer.inference.bias_add import nhwc_bias_add
 from deepspeed.ops.triton_ops.group_gemm_triton import group_gemm_triton
@@ -55,6 +56,61 @@ def test_biases_of_convolutions_are_added_and_the_format_stays():
     assert torch.equal(result, expected) and result.is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="other_bias"):
         nhwc_bias_add(given, bias, other_bias=other_bias)
+
+
+def test_the_op_of_spatial_inference_adds_biases():
+    op = SpatialInferenceBuilder().load()
+    given, other = (torch.randn(2, 8, 3, 5).half() for _ in range(2))
+    bias, other_bias = torch.randn(8).half(), torch.randn(8).half()
+    wide = given + bias[:, None, None]
+    assert torch.equal(op.nhwc_bias_add(given, bias), wide)
+    assert torch.equal(op.nhwc_bias_add_add(given, bias, other), wide + other)
+    expected = wide + (other + other_bias[:, None, None])
+    assert torch.equal(op.nhwc_bias_add_bias_add(given, bias, other, other_bias), expected)
+    rows = [each.flatten(2).transpose(1, 2) for each in (given, other)]  # [batch, positions, channels]
+    found = op.nhwc_bias_add_bias_add(rows[0], bias, rows[1], other_bias)
+    assert torch.equal(found, expected.flatten(2).transpose(1, 2))
+
+
+def test_the_op_of_random_ltd_moves_tokens():
+    op, batch, tokens, kept, hidden = RandomLTDBuilder().load(), 2, 7, 3, 4
+    mixed = torch.stack([torch.randperm(tokens)[:kept] for _ in range(batch)]).int()
+    indices = mixed.clone()
+    assert op.token_sort_(indices, tokens) is indices and torch.equal(indices, mixed.sort(-1).values)
+    every, part = torch.randn(batch, tokens, hidden), torch.randn(batch, kept, hidden)
+    taken = torch.stack([row[at] for row, at in zip(every, indices.long(), strict=True)])
+    assert torch.equal(op.token_gather(every, indices, True), taken)
+    swapped = every.transpose(0, 1).contiguous()
+    assert torch.equal(op.token_gather(swapped, indices, False), taken.transpose(0, 1))
+    expected = every.clone()
+    for row, at, values in zip(expected, indices.long(), part, strict=True):
+        row[at] = values
+    assert op.token_scatter_(every, part, indices, True) is every and torch.equal(every, expected)
+    op.token_scatter_(swapped, part.transpose(0, 1), indices, False)
+    assert torch.equal(swapped.transpose(0, 1), expected)
+
+
+def test_the_op_of_random_ltd_takes_parts_of_masks():
+    op, tokens = RandomLTDBuilder().load(), 6
+    mask = torch.randn(2, 1, tokens, tokens)
+    layers = torch.tensor([[[0, 2], [1, 5]], [[3, 4], [0, 1]]], dtype=torch.int32)
+    found = op.mask_gather_bert(mask, layers)
+    assert found.shape == (2, 2, 1, 2, 2)
+    for layer in range(2):
+        for row in range(2):
+            at = layers[layer, row].long()
+            assert torch.equal(found[layer, row, 0], mask[row, 0][at][:, at])
+    assert torch.equal(op.mask_gather_gpt(mask, 4), mask[:, :, :4, :4])
+
+
+def test_the_op_of_pinned_memory_gives_out_locked_tensors():
+    handle = PinMemoryBuilder().load().pin_handle()
+    made = handle.new_cpu_locked_tensor(1000, torch.empty(0, dtype=torch.bfloat16))
+    assert made.shape == (1000,) and made.dtype == torch.bfloat16
+    assert handle.is_pinned(made) and handle.is_pinned(made[10:]) and not handle.is_pinned(torch.ones(1000))
+    assert handle.free_cpu_locked_tensor(made) and not handle.free_cpu_locked_tensor(made)
+    with pytest.raises(ValueError, match="num_elem = -1"):
+        handle.new_cpu_locked_tensor(-1, made)
 
 
 @pytest.mark.parametrize("trans_b", [False, True])

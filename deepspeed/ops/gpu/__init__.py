@@ -45,6 +45,13 @@ def _runs_on(device: torch.device) -> bool:
     return _RUNS[device]
 
 
+def offered() -> bool:
+    """Whether these kernels are for the GPU of this process, as far as that is known before one of them has run."""
+    if not _has_triton() or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] >= OLDEST
+
+
 def usable(*tensors: Tensor | None) -> bool:
     """Whether the kernels of this package take these tensors: all on one GPU on which a first small kernel has given
     what it should. ``None`` stands for a tensor that is left out. False inside a graph that torch compiles: its own

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops import native
+from deepspeed.ops import gpu, native
 from deepspeed.ops.op_builder.table import Op
 from deepspeed.utils.extras import install_hint
 from deepspeed.utils.logging import logger
@@ -48,28 +48,31 @@ class OpBuilder:
     def why_not(self) -> str:
         """Why the op cannot be used, and what to use instead; empty if it can."""
         if self.OP.module is None:
-            return f"The op {self.NAME} is not implemented in this release; until then {self.OP.instead}."
+            return f"There is no op {self.NAME} to load in this package: {self.OP.instead}."
         if not self.OP.fallback and not importlib.import_module(self.OP.module).is_available():
             return f"The op {self.NAME} needs {self.OP.needs}; without it {self.OP.instead}. {self.hint()}".rstrip()
         return ""
 
     def path(self) -> str:
-        """What runs the op here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if nothing does."""
+        """What runs the op here: ``native AVX-512``, ``triton``, ``pytorch``, ...; empty if nothing does. If
+        PyTorch computes a part of it, what the kernels compute follows in parentheses.
+        """
         if self.why_not():
             return ""
-        if "triton" in self.OP.runs_on and get_accelerator().is_triton_supported():
-            return "triton"
-        if (
-            "native" in self.OP.runs_on
-            and not self._device_takes_over()
-            and (isa := native.isa()) is not None
-        ):
-            return f"native {ISA_TITLES.get(isa, isa)}"
-        return PYTORCH
+        found = self._kernels()
+        return f"{found} ({self.OP.part})" if found and self.OP.part else found or PYTORCH
 
-    def _device_takes_over(self) -> bool:
-        """Whether the op's tensors are on a device that native code cannot access."""
-        return self.NAME.startswith("fused_") and get_accelerator().device_name() != "cpu"
+    def _kernels(self) -> str:
+        """What kernels of the op run here; empty if none do."""
+        kinds, accelerator = self.OP.runs_on, get_accelerator()
+        if "cuFile" in kinds:
+            return "cuFile"
+        if "triton" in kinds and accelerator.is_triton_supported():
+            return "triton" if self.NAME == "fused_adam" or gpu.offered() else ""
+        if "native" in kinds and (self.OP.on_host or accelerator.device_name() == "cpu"):
+            isa = native.isa()
+            return "" if isa is None else f"native {ISA_TITLES.get(isa, isa)}"
+        return ""
 
     def hint(self) -> str:
         """How to get a faster path than the current one; empty if there is none."""
@@ -90,7 +93,7 @@ class OpBuilder:
 
         if not self.sources():
             raise NotImplementedError(
-                self.why_not() or f"The op {self.NAME} has no native sources: it runs in PyTorch."
+                self.why_not() or f"The op {self.NAME} has no native sources: it runs on {self.path()}."
             )
         # Contraction of a * b + c would make the bits depend on the instruction set.
         flags = ["-std=c++20", "-O3", "-ffp-contract=off"]

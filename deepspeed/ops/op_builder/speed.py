@@ -22,14 +22,12 @@ from deepspeed.ops import native
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.aio.async_io import aio_handle
-from deepspeed.ops.host_program import Activation, Matrix, Program, Step, Weights
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.flat_tensors import flatten
 from deepspeed.ops.sgd import SGD
-from deepspeed.ops.small_product import QuantizedMatrix
 from deepspeed.utils.numa import available_cores
 
 SECONDS = 0.25  # per measurement, at least three calls
@@ -83,56 +81,32 @@ def of_other_kernels() -> dict[str, Speed]:
     values = torch.randn(NUMEL)
     others = [torch.randn(NUMEL) for _ in range(2)]
     low = torch.empty(NUMEL, dtype=torch.bfloat16)
-    sums = _seconds(lambda: native.sum_of_squares([values]))
-    copies = _seconds(lambda: native.scale_copy([low], [values], 0.5))
-    reduced = _seconds(lambda: native.reduce_chunks(values, others))
+    sums = seconds_of(lambda: native.sum_of_squares([values]))
+    copies = seconds_of(lambda: native.scale_copy([low], [values], 0.5))
+    reduced = seconds_of(lambda: native.reduce_chunks(values, others))
     return {
         "sgd": _optimizer(partial(SGD, momentum=0.9), torch.device("cpu")),
         "sum_of_squares": Speed("fp32, summed in fp64", 4 * NUMEL, sums, NUMEL),
         "scale_copy": Speed("fp32 to bf16", 6 * NUMEL, copies, NUMEL),
         "reduce_chunks": Speed("sum of 2 in fp32", 12 * NUMEL, reduced, NUMEL),
-        **_decoding(),
     }
 
 
-def _decoding() -> dict[str, Speed]:
-    """Kernels of programs that decode: products by the weights that they read, others by what they read and write."""
-    if native.library() is None:
-        return {}
-    found = {}
-    columns, weight = 2048, torch.randn(2 * NUMEL // 2048, 2048)
-    integers = {bits: QuantizedMatrix.of(weight, bits).described() for bits in (8, 4)}
-    kinds = {
-        "fp32": Matrix(Weights.FLOAT32, weight, columns),
-        "bf16": Matrix(Weights.BFLOAT16, weight.bfloat16(), columns),
-        **{f"int{bits}": matrix for bits, matrix in integers.items()},
-    }
-    for rows in (1, 16):
-        input, output = torch.randn(rows, columns), torch.empty(rows, weight.shape[0])
-        for name, matrix in kinds.items():
-            program, step = Program(), Step(rows)
-            program.product(input, output, [matrix])
-            seconds = _seconds(partial(program.run, step))
-            found[f"product_{name}_{rows}"] = Speed(f"rows: {rows}", matrix.values.nbytes, seconds)
-    stream, delta, output = (torch.randn(64, columns) for _ in range(3))
-    programs = {"norm_residual": Program(), "gated_silu": Program(), "rotary": Program()}
-    programs["norm_residual"].norm(stream, output, stream[0], delta=delta)
-    programs["gated_silu"].gate(stream, delta, output, Activation.SILU)
-    table = torch.ones(64, 32)
-    programs["rotary"].rotary(output, table, table, heads=16, kv_heads=8, key_size=64, value_size=64)
-    moved = {"norm_residual": 4, "gated_silu": 3, "rotary": 2}
-    for name, program in programs.items():
-        seconds = _seconds(partial(program.run, Step(64, positions=range(64))))
-        found[name] = Speed("fp32, 64 rows", moved[name] * stream.nbytes, seconds, stream.numel())
-    return found
-
-
-def _seconds(run: Callable[[], Any], synchronize: Callable[[], Any] = lambda: None) -> float:
-    """Time of the fastest call; the first one, which creates state and touches memory, does not count."""
+def seconds_of(
+    run: Callable[[], Any],
+    synchronize: Callable[[], Any] = lambda: None,
+    *,
+    before: Callable[[], Any] = lambda: None,
+    span: float | None = None,
+) -> float:
+    """Time of the fastest call in ``span`` seconds (None: ``SECONDS``); the first one, which creates state and touches
+    memory, does not count, nor does what is done ``before`` each."""
     run()
     synchronize()
     best, calls, begin = float("inf"), 0, time.perf_counter()
-    while calls < 3 or time.perf_counter() - begin < SECONDS:
+    while calls < 3 or time.perf_counter() - begin < (SECONDS if span is None else span):
+        before()
+        synchronize()
         start = time.perf_counter()
         run()
         synchronize()
@@ -146,7 +120,7 @@ def _optimizer(make: Callable[..., MultiTensorOptimizer], device: torch.device) 
     low = torch.empty(NUMEL, dtype=torch.bfloat16, device=device)
     optimizer = make([param], lr=1e-4)
     group = optimizer.param_groups[0]
-    seconds = _seconds(
+    seconds = seconds_of(
         lambda: optimizer.multi_tensor_step(group, [param], [grad], low_precision=[low]),
         get_accelerator().synchronize if device.type != "cpu" else lambda: None,
     )
@@ -157,7 +131,7 @@ def _optimizer(make: Callable[..., MultiTensorOptimizer], device: torch.device) 
 
 def _flatten() -> Speed:
     tensors = list(torch.randn(NUMEL).split(NUMEL // 16))
-    return Speed("flatten 16 tensors", 8 * NUMEL, _seconds(lambda: flatten(tensors)), NUMEL)
+    return Speed("flatten 16 tensors", 8 * NUMEL, seconds_of(lambda: flatten(tensors)), NUMEL)
 
 
 def _files(folder: str) -> list[Speed]:
@@ -166,8 +140,8 @@ def _files(folder: str) -> list[Speed]:
     descriptor, path = tempfile.mkstemp(prefix="ds_report_", dir=folder)
     os.close(descriptor)
     try:
-        written = _seconds(lambda: handle.sync_pwrite(tensor, path))
-        read = _seconds(lambda: handle.sync_pread(tensor, path))
+        written = seconds_of(lambda: handle.sync_pwrite(tensor, path))
+        read = seconds_of(lambda: handle.sync_pread(tensor, path))
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(path).unlink()
@@ -191,7 +165,7 @@ def _shared_memory() -> list[Speed]:
             channel.start(timedelta(seconds=30), cores=len(available_cores()))
         tensors = [torch.ones(NUMEL) for _ in channels]
         sums = [shared_memory.SharedMemoryAllReduce(channel, _no_fallback) for channel in channels]
-        seconds = _seconds(lambda: _all_reduce(sums, tensors))
+        seconds = seconds_of(lambda: _all_reduce(sums, tensors))
     finally:
         for channel in channels:
             channel.close()

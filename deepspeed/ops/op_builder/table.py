@@ -11,10 +11,11 @@ KERNELS = "deepspeed.inference.v2.kernels"
 class Op:
     """One op.
 
-    ``module`` is what ``load()`` returns, None if this release does not have the op; then ``instead`` says
-    what to use. ``sources`` are files in ``csrc/``. ``runs_on`` are the kinds of kernel that the op has;
-    if none of them is available it runs in PyTorch, unless ``fallback`` is False (then the module has
-    ``is_available``, and ``needs`` says what that depends on).
+    ``module`` is what ``load()`` returns. None: what the op does is part of something larger here, and ``instead``
+    says of what. ``sources`` are files in ``csrc/``. ``runs_on`` are the kinds of kernel that the op has: native ones
+    for the host, Triton's for a GPU. Where it has none it runs in PyTorch, unless ``fallback`` is False (then the
+    module has ``is_available``, and ``needs`` says what that depends on). ``on_host``: its tensors are in host memory,
+    whatever the accelerator is. ``part``: what its kernels compute, if PyTorch computes the rest.
     """
 
     name: str
@@ -24,6 +25,8 @@ class Op:
     module: str | None = None
     sources: tuple[str, ...] = ()
     runs_on: tuple[str, ...] = ()
+    on_host: bool = False
+    part: str = ""
     fallback: bool = True
     needs: str = "the native library"
     instead: str = ""
@@ -38,14 +41,18 @@ def _optimizer(name: str, builder: str, family: str, source: str, *, gpu: tuple[
         module=f"deepspeed.ops.{family}.{name}",
         sources=(source,),
         runs_on=("native", *gpu),
+        on_host=name.startswith("cpu_"),
     )
 
 
-def _later(name: str, builder: str, absolute_name: str, instead: str, build_var: str = "") -> Op:
+def _elsewhere(name: str, builder: str, absolute_name: str, instead: str, build_var: str = "") -> Op:
     return Op(name, builder, build_var or f"DS_BUILD_{name.upper()}", absolute_name, instead=instead)
 
 
-_GENERATE = "generate with the plain module, or with transformers"
+_INIT_INFERENCE = "use deepspeed.init_inference, whose engine chooses its kernels itself"
+_FASTGEN = (
+    "use deepspeed.inference.v2.engine_factory.build_hf_engine, whose engine chooses its kernels itself"
+)
 
 OPS: tuple[Op, ...] = (
     _optimizer("cpu_adam", "CPUAdamBuilder", "adam", "csrc/adam/adam.cpp"),
@@ -69,6 +76,7 @@ OPS: tuple[Op, ...] = (
         module="deepspeed.comm.shared_memory",
         sources=("csrc/comm/shared_memory.cpp", "csrc/comm/channel.cpp", "csrc/comm/combine.cpp"),
         runs_on=("native",),
+        on_host=True,
         fallback=False,
         instead="collectives inside a machine go through gloo",
     ),
@@ -82,6 +90,7 @@ OPS: tuple[Op, ...] = (
             f"csrc/aio/{name}.cpp" for name in ("engine", "buffers", "file", "transport", "io_uring")
         ),
         runs_on=("native",),
+        on_host=True,
     ),
     Op(
         name="gds",
@@ -89,22 +98,32 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_GDS",
         absolute_name="deepspeed.ops.gds.gds_op",
         module="deepspeed.ops.gds.gds",
+        runs_on=("cuFile",),
         fallback=False,
         needs="an NVIDIA GPU and cuFile (GPUDirect Storage)",
         instead="use aio_handle, which takes GPU tensors too",
     ),
-    _later(
-        "pin_memory", "PinMemoryBuilder", "deepspeed.ops.pin_memory.pin_memory_op", "use Tensor.pin_memory()"
+    Op(
+        name="pin_memory",
+        builder="PinMemoryBuilder",
+        build_var="DS_BUILD_PIN_MEMORY",
+        absolute_name="deepspeed.ops.pin_memory.pin_memory_op",
+        module="deepspeed.ops.aio.pin_memory",
+        on_host=True,
     ),
-    _later(
+    _elsewhere(
         "deepspeed_ccl_comm",
         "CCLCommBuilder",
         "deepspeed.ops.comm.deepspeed_ccl_comm_op",
-        "use the gloo backend, which goes through shared memory inside a machine",
+        "use the gloo backend, beside which ranks of one machine communicate through shared memory",
         "DS_BUILD_CCL_COMM",
     ),
-    _later(
-        "dc", "DeepCompileBuilder", "deepspeed.ops.dc_op", "use engine.compile()", "DS_BUILD_DEEP_COMPILE"
+    _elsewhere(
+        "dc",
+        "DeepCompileBuilder",
+        "deepspeed.ops.dc_op",
+        "use engine.compile(), whose passes over graphs need no kernels of their own",
+        "DS_BUILD_DEEP_COMPILE",
     ),
     Op(
         name="evoformer_attn",
@@ -112,6 +131,7 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_EVOFORMER_ATTN",
         absolute_name="deepspeed.ops.evoformer_attn_op",
         module="deepspeed.ops.deepspeed4science.evoformer_attn",
+        runs_on=("triton",),
     ),
     Op(
         name="sparse_attn",
@@ -119,6 +139,8 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_SPARSE_ATTN",
         absolute_name="deepspeed.ops.sparse_attention.sparse_attn_op",
         module="deepspeed.ops.sparse_attention",
+        sources=("csrc/attention/sparse_attention.cpp",),
+        runs_on=("native", "triton"),
     ),
     Op(
         name="fp_quantizer",
@@ -126,23 +148,32 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_FP_QUANTIZER",
         absolute_name="deepspeed.ops.fp_quantizer.fp_quantizer_op",
         module="deepspeed.ops.fp_quantizer",
-        runs_on=("triton",),
+        sources=("csrc/codec/small_floats.cpp",),
+        runs_on=("native", "triton"),
     ),
-    _later(
-        "quantizer", "QuantizerBuilder", "deepspeed.ops.quantizer.quantizer_op", "use torch.ao.quantization"
+    Op(
+        name="quantizer",
+        builder="QuantizerBuilder",
+        build_var="DS_BUILD_QUANTIZER",
+        absolute_name="deepspeed.ops.quantizer.quantizer_op",
+        module="deepspeed.ops.quantizer.integers",
+        sources=("csrc/codec/codecs.cpp",),
+        runs_on=("native", "triton"),
+        part="symmetric groups",
     ),
     Op(
         name="random_ltd",
         builder="RandomLTDBuilder",
         build_var="DS_BUILD_RANDOM_LTD",
         absolute_name="deepspeed.ops.random_ltd_op",
-        module="deepspeed.ops.random_ltd.dropping_utils",
+        module="deepspeed.ops.random_ltd.operations",
     ),
-    _later(
-        "spatial_inference",
-        "SpatialInferenceBuilder",
-        "deepspeed.ops.spatial.spatial_inference_op",
-        _GENERATE,
+    Op(
+        name="spatial_inference",
+        builder="SpatialInferenceBuilder",
+        build_var="DS_BUILD_SPATIAL_INFERENCE",
+        absolute_name="deepspeed.ops.spatial.spatial_inference_op",
+        module="deepspeed.ops.transformer.inference.bias_add",
     ),
     Op(
         name="transformer",
@@ -150,7 +181,9 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_TRANSFORMER",
         absolute_name="deepspeed.ops.transformer.transformer_op",
         module="deepspeed.ops.transformer.transformer",
-        runs_on=("triton",),
+        sources=("csrc/transformer/dropout.cpp",),
+        runs_on=("native", "triton"),
+        part="dropout",
     ),
     Op(
         name="stochastic_transformer",
@@ -158,16 +191,23 @@ OPS: tuple[Op, ...] = (
         build_var="DS_BUILD_STOCHASTIC_TRANSFORMER",
         absolute_name="deepspeed.ops.transformer.stochastic_transformer_op",
         module="deepspeed.ops.transformer.transformer",
-        runs_on=("triton",),
+        sources=("csrc/transformer/dropout.cpp",),
+        runs_on=("native", "triton"),
+        part="dropout",
     ),
-    _later(
+    _elsewhere(
         "transformer_inference",
         "InferenceBuilder",
         "deepspeed.ops.transformer.inference.transformer_inference_op",
-        _GENERATE,
+        _INIT_INFERENCE,
     ),
-    _later("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", _GENERATE),
-    _later("cutlass_ops", "InferenceCutlassBuilder", f"{KERNELS}.cutlass_ops", _GENERATE),
-    _later("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", _GENERATE),
-    _later("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", _GENERATE),
+    _elsewhere("inference_core_ops", "InferenceCoreBuilder", f"{KERNELS}.inference_core_ops", _FASTGEN),
+    _elsewhere(
+        "cutlass_ops",
+        "InferenceCutlassBuilder",
+        f"{KERNELS}.cutlass_ops",
+        "use deepspeed.ops.triton_ops.group_gemm_triton for products of experts, and FP_Quantize for small floats",
+    ),
+    _elsewhere("ragged_device_ops", "RaggedOpsBuilder", f"{KERNELS}.ragged_ops.ragged_device_ops", _FASTGEN),
+    _elsewhere("ragged_ops", "RaggedUtilsBuilder", "deepspeed.inference.v2.ragged_ops", _FASTGEN),
 )

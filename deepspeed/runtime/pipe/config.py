@@ -38,9 +38,9 @@ class PipelineConfig(LenientConfigModel):
         default=0, ge=0, description="Layers per checkpointed region; 0: none."
     )
     pipe_partitioned: bool = Field(
-        default=True, description="Partition activations across the model-parallel ranks while they are sent."
+        default=True, description="No effect: each rank sends to its like in the next stage."
     )
-    grad_partitioned: bool = Field(default=True, description="Partition their gradients in the same way.")
+    grad_partitioned: bool = Field(default=True, description="No effect, likewise.")
     use_reentrant: bool = Field(
         default=True, description="Which variant of activation checkpointing is used."
     )

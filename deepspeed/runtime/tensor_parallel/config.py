@@ -61,12 +61,12 @@ class TPPartitionConfig(LenientConfigModel):
 class TPConfig(DeepSpeedConfigModel):
     """Tensor-parallel groups at run time."""
 
-    tp_size: Int = Field(default=1, ge=1, description="Ranks that share each layer.")
+    tp_size: Int = Field(default=1, ge=1, description="No effect in training: `autotp_size` says it.")
     tp_grain_size: Int = Field(
         default=1, ge=1, description="Shard boundaries fall on multiples of this many columns."
     )
-    mpu: Any = Field(default=None, description="Model-parallel unit that provides the groups.")
-    tp_group: Any = Field(default=None, description="The process group.")
+    mpu: Any = Field(default=None, description="No effect in training: `initialize` takes it.")
+    tp_group: Any = Field(default=None, description="No effect in training, likewise.")
 
 
 class TPTrainingConfig(DeepSpeedConfigModel):
@@ -85,11 +85,11 @@ class TPTrainingConfig(DeepSpeedConfigModel):
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="Layers whose output is summed over the ranks."
     )
-    keep_module_on_host: bool = Field(
-        default=False, description="Leave the unpartitioned module in host memory."
-    )
+    keep_module_on_host: bool = Field(default=False, description="No effect: weights are cut where they are.")
     replace_with_kernel_inject: bool = Field(
-        default=False, alias="kernel_inject", description="Use the kernels of inference."
+        default=False,
+        alias="kernel_inject",
+        description="No effect in training; an argument of `init_inference`.",
     )
 
 

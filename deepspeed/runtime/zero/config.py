@@ -54,7 +54,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         description="0: nothing is partitioned; 1: optimizer state; 2: gradients too; 3: parameters too.",
     )
     contiguous_gradients: bool = Field(
-        default=True, description="Collect gradients in one buffer while backward makes them."
+        default=True, description="No effect: gradients are collected in buffers in any case."
     )
     reduce_scatter: bool = Field(
         default=True, description="Reduce gradients with reduce-scatter; false: all-reduce."
@@ -63,10 +63,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         default=pp_int(5e8), ge=0, description="Largest number of elements reduced in one call."
     )
     use_multi_rank_bucket_allreduce: bool = Field(
-        default=True, description="Join the buckets of several ranks in one all-reduce."
+        default=True, description="No effect: a bucket is one call for all ranks."
     )
     allgather_partitions: bool = Field(
-        default=True, description="Collect updated parameters with all-gather; false: broadcasts."
+        default=True, description="No effect: updated parameters are always gathered."
     )
     allgather_bucket_size: Int = Field(
         default=pp_int(5e8), ge=0, description="Largest number of elements gathered in one call."
@@ -144,12 +144,12 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     use_all_reduce_for_fetch_params: bool = Field(
         default=False,
         alias="stage3_use_all_reduce_for_fetch_params",
-        description="Gather parameters by an all-reduce.",
+        description="No effect: parameters are gathered.",
     )
     allgather_sequential: bool = Field(
         default=False,
         alias="stage3_allgather_sequential",
-        description="Gather parameters one by one, without look-ahead.",
+        description="No effect; `stage3_prefetch_bucket_size: 0` gathers without looking ahead.",
     )
     cpu_offload: bool | None = deprecated(
         None,
@@ -191,24 +191,23 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     mics_shard_size: Int = Field(
         default=-1, description="Ranks that share one copy of the states (MiCS); -1: off."
     )
-    mics_hierarchical_params_gather: bool = Field(
-        default=False, description="Gather MiCS parameters in two levels."
-    )
+    mics_hierarchical_params_gather: bool = Field(default=False, description="No effect.")
     memory_efficient_linear: bool = Field(
-        default=True, description="Linear layers do not keep their weight for backward (stage 3)."
+        default=True, description="No effect: at stage 3 no layer keeps its weight for backward."
     )
     pipeline_loading_checkpoint: bool = Field(
-        default=False, description="Ranks load a stage-3 checkpoint one after the other."
+        default=False, description="No effect: a rank reads only what it holds, so that all can load at once."
     )
     override_module_apply: bool = Field(
-        default=True, description="`Module.apply` gathers parameters under `zero.Init`."
+        default=True,
+        description="No effect: `Module.apply` gathers parameters under `zero.Init` in any case.",
     )
     log_trace_cache_warnings: bool = Field(
-        default=False, description="Log when modules run in a different order than recorded."
+        default=False, description="No effect: modules may run in another order than recorded."
     )
     enable_sanity_checks: bool = Field(default=False, description="Extra checks at run time.")
     save_muon_momentum_buffer_in_memory: bool = Field(
-        default=False, description="Keep Muon's momentum out of the NVMe swap."
+        default=False, description="No effect: momentum is where the other states are."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
         default=DeepSpeedZeroLeafModuleConfig(), description="Modules that stage 3 gathers as a whole."

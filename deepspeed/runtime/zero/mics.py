@@ -4,8 +4,8 @@ A gradient is reduce-scattered inside the group and its slice all-reduced over t
 inside the group only. With N ranks in groups of s, a gather moves (s-1)/s of a bucket from nearby ranks instead of
 (N-1)/N from all ranks, at the price of N/s times the memory for model states.
 
-``mics_hierarchical_params_gather`` is accepted: it selects how groups that span several nodes gather, and changes no
-result; gathers here always go directly between the ranks of a group.
+``mics_hierarchical_params_gather`` is accepted and changes nothing: gathers here always go directly between the ranks
+of a group.
 """
 
 from __future__ import annotations

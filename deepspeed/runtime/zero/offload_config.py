@@ -74,7 +74,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     pipeline_write: bool = Field(
         default=False, description="Write the previous sub-group to storage while one is updated."
     )
-    fast_init: bool = Field(default=False, description="Faster creation of the swap files.")
+    fast_init: bool = Field(default=False, description="No effect; chose how swap files are created.")
     ratio: Float = Field(
         default=1.0,
         ge=0.0,

@@ -1,8 +1,10 @@
-"""Biases of convolutions whose channels lie next to each other in memory."""
+"""Biases of convolutions whose channels lie next to each other in memory: also the op ``spatial_inference``."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+__all__ = ["nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"]
 
 
 def nhwc_bias_add(
@@ -10,11 +12,23 @@ def nhwc_bias_add(
 ) -> Tensor:
     """``activation + bias``, plus ``other``, plus ``other_bias``; all but the first two may be left out.
 
-    Shapes: activations [batch, channels, height, width], biases [channels]. Memory formats are kept.
+    Shapes: activations [batch, channels, height, width], or [batch, positions, channels]; biases [channels]. Memory
+    formats are kept.
     """
     if other_bias is not None and other is None:
         raise ValueError("other_bias was given without other, to which it belongs")
-    result = activation + bias.view(1, -1, 1, 1)
+    shape = (1, -1, 1, 1) if activation.dim() == 4 else (-1,)
+    result = activation + bias.view(shape)
     if other is None:
         return result
-    return result + (other if other_bias is None else other + other_bias.view(1, -1, 1, 1))
+    return result + (other if other_bias is None else other + other_bias.view(shape))
+
+
+def nhwc_bias_add_add(activation: Tensor, bias: Tensor, other: Tensor) -> Tensor:
+    """``activation + bias + other``."""
+    return nhwc_bias_add(activation, bias, other)
+
+
+def nhwc_bias_add_bias_add(activation: Tensor, bias: Tensor, other: Tensor, other_bias: Tensor) -> Tensor:
+    """``activation + bias + (other + other_bias)``."""
+    return nhwc_bias_add(activation, bias, other, other_bias)
