@@ -15,7 +15,7 @@ using ds::kBlock;
 constexpr int64_t kScale = 4;             // bytes
 constexpr float kRounder = 12582912.0f;   // 1.5 * 2^23: adding it rounds a small number to an integer, to nearest even
 constexpr int64_t kSumLanes = 32;
-constexpr int64_t kFetch = 128;           // elements that are encoded between two requests to memory
+constexpr int64_t kFetch = 64;            // elements that are encoded between two requests to memory
 constexpr int64_t kAhead = 1024;          // elements whose scales are found before they are encoded
 
 struct Work {
@@ -60,9 +60,11 @@ DS_INLINE const float *wanted(const Work &work, int64_t index, int64_t n, float 
     return work.errors == nullptr ? given(work, index, n, buffer) : work.errors + index;
 }
 
-// Blocks that come next travel to the cache while others, which are there, are encoded.
+// Blocks that come next travel to the cache while others, which are there, are encoded: as far ahead as the cache has
+// room for what is read.
 DS_INLINE void fetch_next(const Work &work, int64_t index, int64_t n) {
-    const int64_t block = work.packets->block, ahead = index + (block < kAhead ? kAhead : block);
+    const int64_t least = work.errors == nullptr ? 2 * kAhead : kAhead, block = work.packets->block;
+    const int64_t ahead = index + (block < least ? least : block);
     ds::fetch<false>(ds::at(static_cast<const void *>(work.values), ahead, work.dtype), n * ds::item_size(work.dtype));
     if (work.errors != nullptr) ds::fetch<true>(work.errors + ahead, n * 4);
 }

@@ -14,7 +14,7 @@ using ds::E3M2;
 using ds::E4M3;
 using ds::E7M4;
 
-constexpr int64_t kPiece = 256;   // elements, of a group, at once
+constexpr int64_t kPiece = 512;   // elements, of a group, at once
 constexpr int64_t kAhead = 2048;  // elements whose memory is asked for before they are looked at
 
 // ---- packing: the first code in the lowest bits ---------------------------------------------------------------------
