@@ -24,7 +24,7 @@ class Words(nn.Module):
         self.table = nn.Embedding(WORDS, WIDTH)
 
     @property
-    def shared_weight(self) -> nn.Parameter:
+    def shared_weight(self) -> Tensor:
         return self.table.weight
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Scores(nn.Module):
         self.projection = nn.Linear(WIDTH, WORDS, bias=False)
 
     @property
-    def shared_weight(self) -> nn.Parameter:
+    def shared_weight(self) -> Tensor:
         return self.projection.weight
 
     def forward(self, x: Tensor) -> Tensor:
