@@ -72,7 +72,7 @@ LAYER_OF = {
     "deepspeed.runtime.rollout*": "assemblies",
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.initialize": "assemblies",
-    "deepspeed.runtime.pipe.engine": "assemblies",
+    "deepspeed.runtime.pipe.engine*": "assemblies",
     "deepspeed.runtime.zenflow.engine": "assemblies",
     "deepspeed.runtime.observers*": "assemblies",
     "deepspeed.inference.quantization*": "mechanisms",

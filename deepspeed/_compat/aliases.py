@@ -163,10 +163,26 @@ NAMES: dict[str, dict[str, str]] = {
         "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",
         "unwrap_model_for_generation": "deepspeed.runtime.zero.gathering.gathered",
     },
+    "deepspeed.runtime.checkpoint_engine": {
+        "DataStatesCheckpointEngine": "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine",
+        "DecoupledCheckpointEngine": "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine",
+        "FastCheckpointEngine": "deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine",
+        "create_checkpoint_engine": "deepspeed.runtime.checkpoint_engine.utils",
+    },
+    "deepspeed.runtime.tensor_parallel": {
+        "AUTOTP_MODE": "deepspeed.runtime.tensor_parallel.config",
+        "TpTrainingManager": "deepspeed.runtime.tensor_parallel.tp_manager",
+        "get_tensor_parallel_config": "deepspeed.runtime.tensor_parallel.config",
+    },
     "deepspeed.runtime.swap_tensor.aio_config": {
         "get_aio_config": "deepspeed.config.aio",
     },
     "deepspeed.sequence": {
+        "InternVLFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "LlavaFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "ModalityFusionSPAdapter": "deepspeed.sequence.autosp_fusion",
+        "Qwen2VLFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "SPModelInfo": "deepspeed.sequence.autosp_detector",
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
         "detect_model_sp_info": "deepspeed.sequence.autosp_detector",

@@ -121,7 +121,7 @@ def topkgating(
     return _documented(topk_routes(logits, k, capacity, drop_policy=drop_policy), ep_group, sparse_routes)
 
 
-def _capacity(logits: Tensor, factor: float, minimum: int, drop_tokens: bool) -> int | None:
+def _capacity(logits: Tensor, factor: float, minimum: int, drop_tokens: bool = True) -> int | None:
     return capacity_of(len(logits), logits.shape[1], factor, minimum) if drop_tokens else None
 
 

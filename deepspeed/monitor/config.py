@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from deepspeed.config.sections import DeepSpeedConfigModel, Float, Int, Says
 
@@ -44,12 +44,6 @@ class CSVConfig(DeepSpeedConfigModel):
     job_name: str = Field(default="DeepSpeedJobName", description="Folder of this run inside `output_path`.")
 
 
-def _experiment_key(value: str | None) -> str | None:
-    if value is not None and not (32 <= len(value) <= 50 and value.isalnum()):
-        raise ValueError("must be 32 to 50 letters and digits")
-    return value
-
-
 class CometConfig(DeepSpeedConfigModel):
     """Comet."""
 
@@ -61,9 +55,10 @@ class CometConfig(DeepSpeedConfigModel):
         default=None, description="API key of the account; better kept in the environment."
     )
     experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
-    experiment_key: Annotated[
-        str | None, AfterValidator(_experiment_key), Says("32 to 50 letters and digits, or null")
-    ] = Field(default=None, description="Identifier of an experiment to continue or to create.")
+    experiment_key: str | None = Field(
+        default=None,
+        description="Identifier of an experiment to continue or to create: 32 to 50 letters and digits.",
+    )
     online: bool | None = Field(
         default=None, description="Send at once (true) or keep files (false); null: Comet decides."
     )

@@ -66,6 +66,8 @@ class UpdateTraits:
     gradients are those of a group: were there one copy, no rank could say what another one's slice lacks."""
     rank_state: tuple[str, ...] = ()
     """Entries of its state that differ between ranks with the same weights (error feedback); per element."""
+    script_keys: tuple[str, ...] = ()
+    """Entries of its groups that are the script's alone: never saved, nor loaded."""
 
     @property
     def joins_ranks(self) -> bool:

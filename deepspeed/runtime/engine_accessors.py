@@ -37,6 +37,8 @@ _ACCESSORS: dict[str, str] = {
     "bfloat16_enabled": "bfloat16_config.enabled",
     "bfloat16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
     "bfloat16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
+    "bf16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
     "amp_enabled": "amp.enabled",
     "amp_params": "amp.params",
     "torch_autocast_enabled": "torch_autocast.enabled",
@@ -69,6 +71,13 @@ _ACCESSORS: dict[str, str] = {
     "zero_quantized_weights": "zero_config.zero_quantized_weights",
     "zero_quantized_nontrainable_weights": "zero_config.zero_quantized_nontrainable_weights",
     "zero_quantized_gradients": "zero_config.zero_quantized_gradients",
+    "zero_legacy_stage1": "zero_config.legacy_stage1",
+    "zero_log_trace_cache_warnings": "zero_config.log_trace_cache_warnings",
+    "zero_module_granularity_threshold": "zero_config.module_granularity_threshold",
+    "zero_allgather_sequential": "zero_config.allgather_sequential",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_config.save_muon_momentum_buffer_in_memory",
+    "zeropp_loco_param": "zero_config.zeropp_loco_param",
+    "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
     "zenflow_config": "zero_config.zenflow",
     "mics_shard_size": "zero_config.mics_shard_size",
     # the rest
@@ -144,6 +153,23 @@ class EngineAccessors:
     def zero_use_cpu_optimizer(self) -> bool:
         offload = self._config.zero_config.offload_optimizer
         return offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+
+    def zero_partial_offload(self) -> float:
+        """The share of the optimizer's states that is offloaded, where any is."""
+        offload = self._config.zero_config.offload_optimizer
+        return 1.0 if offload is None else offload.ratio
+
+    def cpuadam_cores_perc(self) -> float:
+        """The share of the host's cores for SuperOffload's updates."""
+        offload = self._config.zero_config.offload_optimizer
+        return 0.9 if offload is None else offload.cpuadam_cores_perc
+
+    def is_first_weights_partition_group(self) -> bool:
+        return self.zero_optimization_partition_weights()
 
     def eigenvalue_enabled(self) -> bool:
         section = self._config.eigenvalue_config

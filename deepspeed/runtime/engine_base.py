@@ -252,6 +252,29 @@ class EngineBase(EngineAccessors, nn.Module):
     def data_parallel_group(self) -> Any:
         return self.mesh.group("dp")
 
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The ranks that share gradients and state."""
+        return self.mesh.group("dp", "sp")
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """Name of a group of experts -> the ranks that share one set of them; empty without experts."""
+        return self._expert_groups(same=False)
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """Name of a group of experts -> the ranks that hold the same ones; empty without experts."""
+        return self._expert_groups(same=True)
+
+    def _expert_groups(self, *, same: bool) -> dict[str, Any]:
+        experts = [p for p in self.module.parameters() if not getattr(p, "allreduce", True)]
+        sizes = {name: int(name.rpartition("_")[2]) for name in sorted({str(p.group_name) for p in experts})}  # type: ignore[attr-defined]
+        return {
+            name: self.mesh.among(self.mesh.sharing_experts(size, same=same)).group
+            for name, size in sizes.items()
+        }
+
     def get_data_parallel_rank(self) -> int:
         return self.mesh.rank("dp")
 

@@ -186,7 +186,7 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"scheduler.params.warmup_num_steps": -5}, "scheduler.params.warmup_num_steps"),
     ({"scheduler.params.warmup_num_steps": None}, "scheduler.params.warmup_num_steps"),
     ({"autotuning": {"start_profile_step": 5, "end_profile_step": 3}}, "autotuning.end_profile_step"),
-    ({"comet": {"experiment_key": "short"}}, "comet.experiment_key"),
+    ({"comet": {"samples_log_interval": 0}}, "comet.samples_log_interval"),
     # -- not among the choices
     ({"optimizer.type": "AdmW"}, "optimizer.type"),
     ({"optimizer.type": "WarmupLR"}, "optimizer.type"),

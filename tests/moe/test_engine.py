@@ -92,6 +92,17 @@ def test_bytes_of_the_exchange() -> None:
 
 
 @distributed(world_size=4)
+def test_groups_of_the_engine() -> None:
+    engine, rank = start(config(2), 2), dist.get_rank()
+    sharing, same = engine.expert_parallel_group, engine.expert_data_parallel_group
+    assert list(sharing) == list(same) == ["ep_size_2"]
+    assert dist.get_all_ranks_from_group(sharing["ep_size_2"]) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_all_ranks_from_group(same["ep_size_2"]) == [rank % 2, rank % 2 + 2]
+    assert dist.get_world_size(engine.seq_data_parallel_group) == 4
+    engine.destroy()
+
+
+@distributed(world_size=4)
 def test_groups_of_ranks() -> None:
     rank, engine = dist.get_rank(), start(config(1), 2)
     assert groups._get_expert_parallel_world_size("ep_size_2") == 2

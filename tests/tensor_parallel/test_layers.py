@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.checkpoint.placement import placement_of
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.tensor_parallel.cuts import Cut, even_sizes
 from deepspeed.runtime.tensor_parallel.embedding import VocabParallelEmbedding
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
@@ -242,6 +243,9 @@ def test_parameters_become_whole_and_parts_again(stage: int) -> None:
             torch.testing.assert_close(param.detach(), whole[name], rtol=0, atol=0)
             param._tp_partition([param])
             torch.testing.assert_close(param.detach(), part, rtol=0, atol=0)
+        with GatherReplacedLayerParams(model.parameters(), model, enabled=look):
+            for name, param in model.named_parameters() if look else ():
+                torch.testing.assert_close(param.detach(), whole[name], rtol=0, atol=0)
         for _ in range(2):
             engine.backward(engine(inputs).square().mean())
             engine.step()

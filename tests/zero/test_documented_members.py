@@ -93,6 +93,22 @@ def test_gradients_of_this_rank_by_group(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_parameters_by_group(stage: int) -> None:
+    engine, optimizer = build(stage)
+    params = [list(group["params"]) for group in optimizer.param_groups]
+    for groups in (optimizer.bit16_groups, optimizer.fp16_groups, optimizer.bf16_groups):
+        assert [[id(param) for param in group] for group in groups] == [
+            list(map(id, group)) for group in params
+        ]
+    assert optimizer.partition_count == ([2, 2] if stage else [1, 1])
+    if stage == 3:
+        for parts, group in zip(optimizer.fp16_partitioned_groups, params, strict=True):
+            assert all(part is param.ds_tensor for part, param in zip(parts, group, strict=True))
+    engine.destroy()
+
+
 @distributed(world_size=2)
 def test_a_parameter_is_freed_only_if_asked_to() -> None:
     with deepspeed.zero.Init():

@@ -17,6 +17,9 @@ from deepspeed.runtime.optim.sign_exchange import SignExchange
 
 PIECE = 1 << 15
 """Elements: 128 KiB of each operand."""
+MASK = "exp_avg_mask"
+"""Entry of a group: a tensor of the size of its parameters, 0 where their gradients are always exactly zero. Signs
+cannot say zero, so that momenta would move there, and errors pile up."""
 BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
 
 
@@ -100,7 +103,11 @@ class OneBitOptimizer(MultiTensorOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        masks = [group.get(MASK) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, mask in zip(self.param_groups, masks, strict=True):
+            group.pop(MASK, None)
+            group.update({} if mask is None else {MASK: mask})
         self._checked.clear()
         for state in self.state.values():
             state.update({n: state[n].float() for n in self.own_state_names if n in state})
@@ -140,6 +147,11 @@ class OneBitOptimizer(MultiTensorOptimizer):
         for kind, (ranks, positions) in enumerate(by_holders(masters, holders)):
             chosen = [[column[i] for i in positions] for column in (masters, values, errors)]
             self.exchange.mean((number, kind), ranks, *chosen)
+        mask = self.param_groups[number].get(MASK)
+        for value, error in zip(values, errors, strict=True) if mask is not None else ():
+            own = _mask_of(mask, value)
+            value.mul_(own)
+            error.mul_(own)
 
     def fill_variances(
         self,
@@ -172,6 +184,16 @@ class OneBitOptimizer(MultiTensorOptimizer):
             fill = next((value / numel for value in (total, square) if value > 0), 1.0)
             variance.masked_fill_(variance == 0, fill)
         return True
+
+
+def _mask_of(mask: Any, value: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.numel() != value.numel():
+        size = mask.numel() if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"{MASK}: a tensor with {value.numel()} elements is needed, those of a parameter of its group or of this "
+            f"rank's slice of it, not {size}. Give parameters with masks groups of their own, and use ZeRO stage 0."
+        )
+    return mask.to(value.device, value.dtype).view(value.shape)
 
 
 def whole_sums(masters: Sequence[Tensor], sums: Sequence[Tensor], context: UpdateContext) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, EpochSampler, RepeatingLoader
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import orders
 from deepspeed.runtime.pipe.channel import Inlet, Outlet
 from deepspeed.runtime.pipe.choice import Layout, OrderChoice
 from deepspeed.runtime.pipe.connections import Connections
+from deepspeed.runtime.pipe.engine_facts import PipelineFacts
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.orders import Action, Kind, Order, stage_on_chain
@@ -35,7 +35,7 @@ def is_even(number: int) -> bool:
     return number % 2 == 0
 
 
-class PipelineEngine(DeepSpeedEngine):
+class PipelineEngine(PipelineFacts):
     """Trains a ``PipelineModule`` with ``train_batch`` and evaluates it with ``eval_batch``.
 
     A batch of ``gradient_accumulation_steps`` micro-batches goes through the stages one forward and one backward at a
@@ -399,19 +399,10 @@ class PipelineEngine(DeepSpeedEngine):
         """Pass every batch through ``fn``, which returns (inputs, labels)."""
         self.batch_fn = fn
 
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.num_stages - 1
-
     @property
     def has_loss(self) -> bool:
         """Whether the last layer is on this stage: that of the loss and of the outputs."""
         return self.stage_id == self.loss_stage
-
-    def get_pipeline_parallel_rank(self) -> int:
-        return self.stage_id
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Kept for old scripts: masks are sent as any other tensor."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.numbered import shared_lists
@@ -201,14 +202,12 @@ class PipelineModule(Staged, nn.Module):
         specs = [
             layer for layer in self._layer_specs if isinstance(layer, TiedLayerSpec) and layer.key == key
         ]
-        params = dict(self.tied_modules[key].named_parameters())
-        names = list(dict.fromkeys(name for spec in specs for name in spec.tied_weight_attr))
-        missing = [name for name in names if name not in params]
-        if missing:
-            raise ValueError(f"the tie {key!r} names {missing[0]!r}, which is no parameter of its layer")
+        module = self.tied_modules[key]
+        names = dict.fromkeys(name for spec in specs for name in spec.tied_weight_attr)
+        named = [(name, _weight_called(name, key, module)) for name in names]
         if len({spec.typename for spec in specs}) == 1:
-            names = list(params)
-        return [(name, params[name]) for name in names]
+            return list(module.named_parameters())
+        return named
 
     def _ranks_of(self, stages: Sequence[int], **rest: int) -> tuple[int, ...]:
         """The ranks of these stages that hold the same part of a layer as this one, at the places ``rest``."""
@@ -249,9 +248,14 @@ class PipelineModule(Staged, nn.Module):
                 self._seed(self.base_seed * offset + self._numbers[number])
             try:
                 inputs = self.forward_funcs[number](inputs)
-            except Exception:
+            except Exception as error:
                 layer = self._numbers[number]
-                logger.error(f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed")
+                if (
+                    type(error).__module__ != torch.utils.checkpoint.__name__
+                ):  # by which recomputation ends early
+                    logger.error(
+                        f"layer {layer} ({type_name(self._layer_specs[layer])}) of the pipeline failed"
+                    )
                 raise
         return inputs
 
@@ -437,6 +441,16 @@ class PipelineModule(Staged, nn.Module):
             for index, layer in enumerate(self._layer_specs)
             if isinstance(layer, TiedLayerSpec) and layer.key == key
         )
+
+
+def _weight_called(name: str, key: str, module: nn.Module) -> nn.Parameter:
+    """The weight of a tie by the name that a spec gives it: of a parameter, or of a property that returns one."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, nn.Parameter):
+        raise ValueError(f"the tie {key!r} names {name!r}, which is no parameter of its layer")
+    return found
 
 
 def _refuse_shared_experts(key: str, name: str, param: nn.Parameter, stages: Sequence[int]) -> None:

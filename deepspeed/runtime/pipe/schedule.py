@@ -146,6 +146,13 @@ class PipeSchedule(ABC):
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         return self.steps()
 
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        """For schedules of one's own."""
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
     def _buffer(self, micro_batch: int) -> int:
         return micro_batch % self.num_pipe_buffers()
 

@@ -225,6 +225,10 @@ class PipelineParallelGrid:
     def get_pipe_parallel_group(self) -> ProcessGroup:
         return self.pp_proc_group
 
+    def _is_grid_valid(self) -> bool:
+        """Whether the topology has a place for every rank, and no more."""
+        return self._topo.world_size() == self.world_size
+
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group

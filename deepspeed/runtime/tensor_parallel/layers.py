@@ -156,11 +156,11 @@ class OfLayer:
         self.layer = weakref.ref(layer)
         self.name = name
 
-    def __call__(self, param_list: Sequence[nn.Parameter]) -> None:
+    def __call__(self, params_list: Sequence[nn.Parameter]) -> None:
         layer = self.layer()
         if layer is None:
             raise ValueError(f"{self.name}: the layer that this parameter belonged to is gone")
-        getattr(layer, self.name)(param_list)
+        getattr(layer, self.name)(params_list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_of_no_layer, (self.name,))
@@ -209,30 +209,30 @@ class _ParallelLinear(TensorParallelLayer):
         for param in self.parameters(recurse=False):  # as clients call them: on the parameter
             vars(param).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
 
-    def gather_params(self, param_list: Sequence[nn.Parameter]) -> None:
+    def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
         """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
-        for param, cut in self._split_of(param_list):
+        for param, cut in self._split_of(params_list):
             part = param.data
             whole = gather_from(param.detach(), self.group, cut)
             param.data = whole.clone(memory_format=torch.contiguous_format)
             vars(param)[_PART] = part
 
-    def _tp_partition(self, param_list: Sequence[nn.Parameter]) -> None:
+    def _tp_partition(self, params_list: Sequence[nn.Parameter]) -> None:
         """The opposite: leave this rank's part of whole parameters, in the memory where it was: an engine's, if one
         trains the layer."""
-        for param, cut in self._split_of(param_list):
+        for param, cut in self._split_of(params_list):
             taken = cut.take(param.data, self.group.rank).clone(memory_format=torch.contiguous_format)
             part = vars(param).pop(_PART, None)
             param.data = taken if part is None else part.copy_(taken)
 
-    def _split_of(self, param_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
+    def _split_of(self, params_list: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, Cut]]:
         """Those of which each rank has a part, with their cuts."""
         if self.group.size == 1:
             return []
         cuts = {id(self.weight): self.cut}
         if self.bias is not None and self._splits_bias:
             cuts[id(self.bias)] = self.cut.along(0)
-        return [(param, cuts[id(param)]) for param in param_list if id(param) in cuts]
+        return [(param, cuts[id(param)]) for param in params_list if id(param) in cuts]
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias that forward computes with."""

@@ -260,7 +260,8 @@ class StateAccess:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The client's groups without their parameters."""
-        return [{k: v for k, v in g.items() if k != PARAMS} for g in self.store.optimizer.param_groups]
+        left_out = (PARAMS, *self.store.traits.script_keys)
+        return [{k: v for k, v in g.items() if k not in left_out} for g in self.store.optimizer.param_groups]
 
     @param_groups.setter
     def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -268,7 +269,7 @@ class StateAccess:
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} parameter groups were saved, but the optimizer has {len(own)}")
         for group, saved in zip(own, groups, strict=True):
-            group.update(saved)
+            group.update({k: v for k, v in saved.items() if k not in self.store.traits.script_keys})
 
     def scalars(self) -> dict[str, Any]:
         return {"loss_scaler": self.scaler.state_dict(), "dynamic": self.scaler.dynamic}

@@ -239,7 +239,7 @@ class ZeroOptimizer(ZeROOptimizer):
         """The model's parameters by optimizer group."""
         return [list(group["params"]) for group in self.param_groups]
 
-    fp16_groups = bit16_groups
+    fp16_groups = bf16_groups = bit16_groups
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
@@ -259,7 +259,13 @@ class ZeroOptimizer(ZeROOptimizer):
 
     @property
     def partition_count(self) -> list[int]:
-        return [bucket.layout.num_shards for bucket in self.executor.store.param_buckets]
+        """Among how many ranks the state of each optimizer group is divided (with experts: the largest number)."""
+        buckets = self.executor.store.param_buckets
+        shards = {id(param): bucket.layout.num_shards for bucket in buckets for param in bucket.params}
+        return [
+            max((shards[id(param)] for param in group["params"] if id(param) in shards), default=1)
+            for group in self.param_groups
+        ]
 
     @property
     def dp_process_group(self) -> Any:
@@ -291,6 +297,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's master weights, one flat tensor per optimizer group (a copy)."""
         return ZeroOptimizer.single_partition_of_fp32_groups.fget(self)  # type: ignore[attr-defined]
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[Tensor]]:
+        """This rank's parts of the model's parameters (``ds_tensor``) by optimizer group."""
+        return [[param.ds_tensor for param in group["params"]] for group in self.param_groups]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:

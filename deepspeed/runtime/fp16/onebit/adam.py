@@ -12,7 +12,7 @@ from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
 from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, UpdateContext, UpdateTraits
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces, round_into
+from deepspeed.runtime.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 AUTO = "auto"
@@ -37,7 +37,9 @@ class OnebitAdam(OneBitOptimizer, MultiTensorAdam):
     backend than the documented ones, and ``RuntimeError`` for what is not available.
     """
 
-    update_traits = UpdateTraits(elementwise=True, own_communication=True, rank_state=(FEEDBACK,))
+    update_traits = UpdateTraits(
+        elementwise=True, own_communication=True, rank_state=(FEEDBACK,), script_keys=(MASK,)
+    )
     own_state_names = (FEEDBACK,)
 
     def __init__(

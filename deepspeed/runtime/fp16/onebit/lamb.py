@@ -14,6 +14,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import ALONE, Fragments, UpdateContext, UpdateTraits
 from deepspeed.runtime.optim.one_bit import (
+    MASK,
     OneBitOptimizer,
     check_backend,
     follow,
@@ -59,6 +60,7 @@ class OnebitLamb(OneBitOptimizer, FusedLamb):
         gradient_norm=True,
         own_communication=True,
         rank_state=(FEEDBACK,),
+        script_keys=(MASK,),
     )
     own_state_names = (FEEDBACK, FRESH)
 

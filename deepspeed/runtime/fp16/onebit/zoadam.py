@@ -12,7 +12,7 @@ from deepspeed.ops.momentum import frozen_step
 from deepspeed.ops.multi_tensor import refuse
 from deepspeed.ops.update import Fragments, HoldersOf, UpdateContext, UpdateTraits
 from deepspeed.runtime.fp16.onebit.adam import adam_defaults, corrections, plain_step, root
-from deepspeed.runtime.optim.one_bit import OneBitOptimizer, check_backend, follow, pieces, round_into
+from deepspeed.runtime.optim.one_bit import MASK, OneBitOptimizer, check_backend, follow, pieces, round_into
 from deepspeed.runtime.optim.sign_exchange import FEEDBACK
 
 LOCAL, SYNCED = "local_update", "synced"
@@ -64,7 +64,10 @@ class ZeroOneAdam(OneBitOptimizer, MultiTensorAdam):
     """
 
     update_traits = UpdateTraits(
-        elementwise=True, own_communication=True, rank_state=(FEEDBACK, LOCAL, "exp_avg")
+        elementwise=True,
+        own_communication=True,
+        rank_state=(FEEDBACK, LOCAL, "exp_avg"),
+        script_keys=(MASK,),
     )
     own_state_names = (FEEDBACK, LOCAL, SYNCED)
 
