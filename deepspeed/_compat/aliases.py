@@ -25,6 +25,26 @@ MODULES = {
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
+# Modules of `deepspeed.module_inject.containers` -> the policies found there.
+_POLICIES = {
+    "bert": ("HFBertLayerPolicy",),
+    "bloom": ("BLOOMLayerPolicy",),
+    "clip": ("HFCLIPLayerPolicy",),
+    "distil_bert": ("HFDistilBertLayerPolicy",),
+    "gpt2": ("HFGPT2LayerPolicy",),
+    "gptj": ("HFGPTJLayerPolicy",),
+    "gptneo": ("HFGPTNEOLayerPolicy",),
+    "gptneox": ("GPTNEOXLayerPolicy",),
+    "internlm": ("InternLMLayerPolicy",),
+    "llama": ("LLAMALayerPolicy",),
+    "llama2": ("LLAMA2LayerPolicy",),
+    "megatron_gpt": ("MegatronLayerPolicy",),
+    "megatron_gpt_moe": ("MegatronMoELayerPolicy",),
+    "opt": ("HFOPTLayerPolicy",),
+    "unet": ("UNetPolicy",),
+    "vae": ("VAEPolicy",),
+}
+
 # Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
 # The documented module may be one of ours or exist only here.
 NAMES: dict[str, dict[str, str]] = {
@@ -92,14 +112,34 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.module_inject": {
         "DSPolicy": "deepspeed.module_inject.policy",
-        "replace_transformer_layer": "deepspeed.module_inject.replace_module",
+        "EmbeddingLayer": "deepspeed.module_inject.layers",
+        "GroupQuantizer": "deepspeed.module_inject.replace_module",
+        "HFBertLayerPolicy": "deepspeed.module_inject.replace_policy",
+        "Normalize": "deepspeed.module_inject.layers",
+        "ReplaceWithTensorSlicing": "deepspeed.module_inject.tensor_slicing",
+        "SubParamLinearAllreduce": "deepspeed.module_inject.layers",
+        "SubParamLinearLayer": "deepspeed.module_inject.layers",
+        "generic_injection": "deepspeed.module_inject.replace_module",
+        "quantize_transformer_layer": "deepspeed.module_inject.module_quantize",
+        "replace_transformer_layer": "deepspeed.inference.replacing",
+        "revert_transformer_layer": "deepspeed.module_inject.replace_module",
+        "set_autotp_mode": "deepspeed.module_inject.layers",
     },
     "deepspeed.module_inject.auto_tp": dict.fromkeys(
         ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
         "deepspeed.module_inject.autotp_config",
     ),
-    "deepspeed.module_inject.containers.gpt2": {
-        "HFGPT2LayerPolicy": "deepspeed.module_inject.replace_policy",
+    "deepspeed.module_inject.containers": dict.fromkeys(
+        (name for names in _POLICIES.values() for name in names), "deepspeed.module_inject.replace_policy"
+    ),
+    **{
+        f"deepspeed.module_inject.containers.{module}": dict.fromkeys(
+            names, "deepspeed.module_inject.replace_policy"
+        )
+        for module, names in _POLICIES.items()
+    },
+    "deepspeed.module_inject.replace_module": {
+        "replace_transformer_layer": "deepspeed.inference.replacing",
     },
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",

@@ -59,11 +59,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
-    "deepspeed.module_inject.replace_module": (
-        "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
-    ),
-    "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
     "deepspeed.runtime.domino.transformer": (
         "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"
