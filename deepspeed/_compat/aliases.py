@@ -45,6 +45,27 @@ _POLICIES = {
     "vae": ("VAEPolicy",),
 }
 
+# Modules below `deepspeed.inference.v2.modules` -> what is found there; ours is in the package above.
+_PARTS = {
+    "configs.attention_configs": "DSSelfAttentionConfig MaskingType PositionalEmbeddingType RotateHalfConfig",
+    "configs.embedding_config": "DSEmbeddingsConfig",
+    "configs.linear_config": "DSLinearConfig",
+    "configs.moe_config": "DSMoEConfig",
+    "configs.norm_config": "DSNormConfig NormTypeEnum",
+    "configs.unembed_config": "DSUnembedConfig",
+    "implementations.linear": "BlasFPLinear",
+    "implementations.moe": "DSMultiGemmMoE",
+    "implementations.post_norm": "DSPostLNCUDAModule",
+    "implementations.pre_norm": "DSPreLNCUDAModule DSPreRMSCUDAModule",
+    "interfaces.attention_base": "DSSelfAttentionBase DSSelfAttentionRegistry",
+    "interfaces.embedding_base": "DSEmbeddingBase DSEmbeddingRegistry",
+    "interfaces.linear_base": "DSLinearBase DSLinearRegistry",
+    "interfaces.moe_base": "DSMoEBase DSMoERegistry",
+    "interfaces.post_norm_base": "DSPostNormBase DSPostNormRegistry",
+    "interfaces.pre_norm_base": "DSPreNormBase DSPreNormRegistry",
+    "interfaces.unembed_base": "DSUnembedBase DSUnembedRegistry",
+}
+
 # Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
 # The documented module may be one of ours or exist only here.
 NAMES: dict[str, dict[str, str]] = {
@@ -106,6 +127,12 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.inference.v2.checkpoint": {
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    },
+    **{
+        f"deepspeed.inference.v2.modules.{module}": dict.fromkeys(
+            names.split(), f"deepspeed.inference.v2.modules.{module.partition('.')[0]}"
+        )
+        for module, names in _PARTS.items()
     },
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
