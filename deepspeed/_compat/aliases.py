@@ -66,6 +66,33 @@ _PARTS = {
     "interfaces.unembed_base": "DSUnembedBase DSUnembedRegistry",
 }
 
+# The same below `deepspeed.inference.v2.model_implementations`.
+_WEIGHTS = {
+    "common_parameters.attn_output_parameters": "AttentionOutputParameter",
+    "common_parameters.embedding_parameters": "EmbeddingParameter",
+    "common_parameters.invfreq_parameters": "InvFreqParameter",
+    "common_parameters.mlp_parameters": (
+        "FusedGatedMLPParameter GatedMLPParameter MLP1Parameter MLP2Parameter"
+    ),
+    "common_parameters.moe_parameters": (
+        "MoEGatingWeightParameter UnfusedMoEGatedMLPParameter UnfusedMoEMLP1Parameter UnfusedMoEMLP2Parameter"
+    ),
+    "common_parameters.norm_parameters": "NormParameter",
+    "common_parameters.qkv_parameters": (
+        "FusedQKVParameter GQAMegatronQKVParameter MegatronQKVParameter UnfusedQKVParameter "
+        "megatron_qkv_reshape transform_gqa_megatron"
+    ),
+    "common_parameters.unembed_parameters": "UnembedParameter",
+    "sharding.attn": "get_local_heads",
+    "sharding.attn_out": "attn_out_in_features shard_attn_out_param",
+    "sharding.embedding": "shard_embedding_param sharded_embedding_dim",
+    "sharding.mlp": "shard_mlp_1_param shard_mlp_2_param sharded_intermediate_dim",
+    "sharding.qkv": "qkv_out_features shard_qkv_param",
+    "sharding.types": "DEFAULT_SHARD_GRANULARITY ShardingType",
+    "sharding.unembed": "shard_unembed_param sharded_unembed_dim",
+    "sharding.utils": "get_shard_endpoints shard_param",
+}
+
 # Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
 # The documented module may be one of ours or exist only here.
 NAMES: dict[str, dict[str, str]] = {
@@ -127,6 +154,12 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.inference.v2.checkpoint": {
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    },
+    **{
+        f"deepspeed.inference.v2.model_implementations.{module}": dict.fromkeys(
+            names.split(), f"deepspeed.inference.v2.model_implementations.{module.partition('.')[0]}"
+        )
+        for module, names in _WEIGHTS.items()
     },
     **{
         f"deepspeed.inference.v2.modules.{module}": dict.fromkeys(
