@@ -40,7 +40,6 @@ INSTEAD = {
     "deepspeed.runtime.tensor_parallel": "Until then use torch.distributed.tensor.parallel on the module.",
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
     "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
-    "deepspeed.runtime.weight_quantizer": "Until then use torchao.",
     "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
     "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
