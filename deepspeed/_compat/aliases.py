@@ -54,8 +54,13 @@ _PARTS = {
     "configs.norm_config": "DSNormConfig NormTypeEnum",
     "configs.unembed_config": "DSUnembedConfig",
     "implementations.linear": "BlasFPLinear",
+    "implementations.linear.blas_fp_linear": "BlasFPLinear",
     "implementations.moe": "DSMultiGemmMoE",
+    "implementations.moe.cutlass_multi_gemm": "DSMultiGemmMoE",
     "implementations.post_norm": "DSPostLNCUDAModule",
+    "implementations.post_norm.cuda_post_ln": "DSPostLNCUDAModule",
+    "implementations.pre_norm.cuda_pre_ln": "DSPreLNCUDAModule",
+    "implementations.pre_norm.cuda_pre_rms": "DSPreRMSCUDAModule",
     "implementations.pre_norm": "DSPreLNCUDAModule DSPreRMSCUDAModule",
     "interfaces.attention_base": "DSSelfAttentionBase DSSelfAttentionRegistry",
     "interfaces.embedding_base": "DSEmbeddingBase DSEmbeddingRegistry",
@@ -151,7 +156,15 @@ NAMES: dict[str, dict[str, str]] = {
         "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
         "build_hf_engine": "deepspeed.inference.v2.engine_factory",
     },
+    "deepspeed.inference.v2": {
+        "DeepSpeedTPConfig": "deepspeed.inference.config",
+        "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
+        "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
+        "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
+        "build_hf_engine": "deepspeed.inference.v2.engine_factory",
+    },
     "deepspeed.inference.v2.checkpoint": {
+        "InMemoryModelEngine": "deepspeed.inference.v2.checkpoint.in_memory_engine",
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
     },
@@ -201,12 +214,23 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.module_inject.replace_module": {
         "replace_transformer_layer": "deepspeed.inference.replacing",
     },
+    "deepspeed.ops": {
+        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
+        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
+    },
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
         "ZenFlowSelectiveAdamW": "deepspeed.ops.adam.zenflow_torch_adam",
     },
     "deepspeed.ops.quantizer": {
         "ds_quantizer": "deepspeed.ops.quantizer.quantizer",
+    },
+    "deepspeed.ops.random_ltd": dict.fromkeys(
+        ("GatherTokens", "ScatterTokens", "bert_sample_tokens", "gpt_sample_tokens"),
+        "deepspeed.ops.random_ltd.dropping_utils",
+    ),
+    "deepspeed.ops.triton_ops": {
+        "swiglu": "deepspeed.ops.triton_ops.swiglu_triton",
     },
     "deepspeed.ops.transformer": {
         "DeepSpeedInferenceConfig": "deepspeed.ops.transformer.inference.config",
@@ -261,9 +285,17 @@ NAMES: dict[str, dict[str, str]] = {
         "get_aio_config": "deepspeed.config.aio",
     },
     "deepspeed.sequence": {
+        "InternVLFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "LlavaFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "ModalityFusionSPAdapter": "deepspeed.sequence.autosp_fusion",
+        "Qwen2VLFusionAdapter": "deepspeed.sequence.autosp_fusion",
+        "SPModelInfo": "deepspeed.sequence.autosp_detector",
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
         "detect_model_sp_info": "deepspeed.sequence.autosp_detector",
+    },
+    "deepspeed.utils.groups": {
+        "_init_tp_mesh_device": "deepspeed.runtime.tensor_parallel.ranks:init_tp_mesh_device",
     },
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.runtime.dataloader",

@@ -114,7 +114,9 @@ class AutoTP:
         found: list[nn.Module] = []
         for child in model.children():
             more = child.children() if isinstance(child, nn.ModuleList) else AutoTP.get_module_list(child)
-            found += [each for each in more if not AutoTP.in_module_list(each, found)]
+            for each in more:
+                if not AutoTP.in_module_list(each, found):
+                    found.append(each)
         return found
 
     @staticmethod
@@ -142,7 +144,7 @@ class AutoTP:
             if kind is type(new_module):
                 policy_list[position] = (kind, list(dict.fromkeys([*gems, *new_gems])))
                 return policy_list
-        policy_list.append((type(new_module), list(new_gems)))
+        policy_list.append((type(new_module), list(dict.fromkeys(new_gems))))
         return policy_list
 
     @staticmethod
@@ -154,7 +156,7 @@ class AutoTP:
     @staticmethod
     def tp_parser(model: nn.Module) -> Policies:
         """The classes of the model's blocks, each with the names of the layers whose outputs are sums over ranks: by
-        the model's graph, or, where that cannot be followed, by the layers' names.
+        the model's graph, or, where that cannot be followed, those before a norm and those with usual names.
 
         ValueError: no block has such a layer.
         """
@@ -162,7 +164,7 @@ class AutoTP:
         try:
             summed = {n for n, p in plan_module(model, 2).parameters.items() if p.kind == "row"}
         except PlanError:
-            summed = {f"{path}.weight" for path, _ in model.named_modules() if _SUMMED.search(path)}
+            summed = _summed_by_order(blocks, model)
         paths = {id(module): path for path, module in model.named_modules()}
         found: Policies = []
         for block in blocks:
@@ -268,6 +270,22 @@ def _by_spec(child: nn.Module, spec: TPLayerSpec, group: Any, name: str) -> nn.M
     if row:
         return LinearAllreduce(child, group, name=name)
     return LinearLayer(child, group, gather_output=spec.gather_output, name=name)
+
+
+def _summed_by_order(blocks: Sequence[nn.Module], model: nn.Module) -> set[str]:
+    """Weights of the layers of blocks behind which a norm stands, or that have a usual name."""
+    found: set[str] = set()
+    paths = {id(module): path for path, module in model.named_modules()}
+    for block in blocks:
+        before: str | None = None
+        for path, module in block.named_modules():
+            if _is_linear(module):
+                before = f"{paths[id(block)]}.{path}.weight"
+                found |= {before} if _SUMMED.search(path) else set()
+            elif before is not None and _is_norm(module, path.rpartition(".")[2]):
+                found.add(before)
+                before = None
+    return found
 
 
 def _is_linear(module: nn.Module) -> bool:

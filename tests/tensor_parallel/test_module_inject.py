@@ -180,8 +180,9 @@ def test_what_auto_tp_finds_in_a_model() -> None:
     assert AutoTP.get_layers("", model.layers[0])[3:5] == ["output.dense", "ln"]
     assert not AutoTP.kernel_supported(blocks) and AutoTP.supported(model)
     assert AutoTP.update_policy_list([(Block, ["a"])], blocks[0], ["b", "a"]) == [(Block, ["a", "b"])]
+    assert AutoTP.tp_parser(model) == [(Block, ["output.dense"])]  # of the attention and behind it
     with pytest.raises(ValueError, match="injection_policy"):
-        AutoTP.tp_parser(model)
+        AutoTP.tp_parser(nn.Sequential(nn.ModuleList([nn.ReLU()])))
     config = type("Config", (), {"num_attention_heads": 8, "num_key_value_heads": 2})
     assert AutoTP.get_model_num_kv_heads(config) == 2
     assert get_transformer_name(model) == "layers"
@@ -296,10 +297,10 @@ def test_plain_layers_of_given_weights() -> None:
     mask = torch.tensor([[0, 1, 1]])
     assert torch.equal(OPTEmbedding(weight=table)(mask), table[[1, 2, 3]][None])
     assert torch.equal(OPTEmbedding(weight=table)(mask, 2), table[[3]][None])
-    layer = LinearLayer.from_weights(weight=table.half(), bias=torch.ones(12).half())
-    torch.testing.assert_close(
-        layer(torch.ones(1, 4).half()), F.linear(torch.ones(1, 4).half(), table.half()) + 1
-    )
+    bias = torch.ones(12).half()
+    layer = LinearLayer.from_weights(weight=table.half(), bias=bias)
+    given = torch.ones(1, 4).half()
+    torch.testing.assert_close(layer(given), F.linear(given, table.half(), bias))
     assert LinearLayer.from_weights(weight_shape=(3, 4), dtype=torch.float).weight.shape == (3, 4)
     for made in (Normalize, RMSNormalize, EmbeddingLayer, LinearLayer.from_weights):
         with pytest.raises(ValueError, match="weight"):

@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.inference.v2.model_implementations.parameter_base import (
-    ParameterBase,
-    ParametrizedList,
-    ParamList,
-)
+from deepspeed.inference.v2.model_implementations.parameter_base import ParameterBase, ParametrizedList
 
 __all__ = [
     "AttentionOutputParameter",
     "EmbeddingParameter",
+    "Experts",
     "FusedGatedMLPParameter",
     "FusedQKVParameter",
     "GQAMegatronQKVParameter",
@@ -39,7 +36,11 @@ __all__ = [
     "transform_gqa_megatron",
 ]
 
-Experts: type[ParametrizedList] = ParamList("n_experts")
+
+class Experts(ParametrizedList):
+    """One tensor of each expert."""
+
+    count_attr = "n_experts"
 
 
 class EmbeddingParameter(ParameterBase):
@@ -199,22 +200,22 @@ class MoEGatingWeightParameter(ParameterBase):
 
 
 class UnfusedMoEMLP1Parameter(ParameterBase):
-    experts: Experts  # type: ignore[valid-type]
+    experts: Experts
 
     def finalize(self) -> Any:
         return self.inference_model.transform_moe_mlp_1_param(torch.stack(list(self.experts)))
 
 
 class UnfusedMoEMLP2Parameter(ParameterBase):
-    experts: Experts  # type: ignore[valid-type]
+    experts: Experts
 
     def finalize(self) -> Any:
         return self.inference_model.transform_moe_mlp_2_param(torch.stack(list(self.experts)))
 
 
 class UnfusedMoEGatedMLPParameter(ParameterBase):
-    gating_experts: Experts  # type: ignore[valid-type]
-    up_experts: Experts  # type: ignore[valid-type]
+    gating_experts: Experts
+    up_experts: Experts
 
     def finalize(self) -> Any:
         pairs = zip(self.gating_experts, self.up_experts, strict=True)
