@@ -254,7 +254,7 @@ class MegatronLayerPolicy(_LayerPolicy):
     version: ClassVar[int] = 0
     moe_type: ClassVar[str] = "standard"
     megatron_v2: ClassVar[bool] = True
-    use_mup: ClassVar[bool] = False
+    use_mup: bool = False
     _classes = (
         ("megatron.model.transformer", "ParallelTransformerLayer"),
         ("megatron.legacy.model.transformer", "ParallelTransformerLayer"),

@@ -34,7 +34,7 @@ class ParametrizedList:
         self.param = weakref.ref(param)
         self._params: list[Tensor | None] = [None] * n_params
 
-    def __getitem__(self, index: int) -> Tensor | None:
+    def __getitem__(self, index: int) -> Any:
         return self._params[index]
 
     def __setitem__(self, index: int, value: Tensor) -> None:
@@ -46,7 +46,7 @@ class ParametrizedList:
         if self.set_params == self.n_params and owner is not None:
             owner.complete_component()
 
-    def __iter__(self) -> Iterator[Tensor | None]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._params)
 
     def __len__(self) -> int:
