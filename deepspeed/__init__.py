@@ -75,7 +75,7 @@ _NAMES = {
     "is_compile_supported": "deepspeed.runtime.compiler",
     "log_dist": "deepspeed.utils",
     "logger": "deepspeed.utils",
-    "replace_transformer_layer": "deepspeed.module_inject.replace_module",
+    "replace_transformer_layer": "deepspeed.inference.replacing",
     "revert_transformer_layer": "deepspeed.module_inject.replace_module",
     "set_autotp_mode": "deepspeed.module_inject.layers",
     "set_optimizer_flags": "deepspeed.runtime.optim.flags",

@@ -61,19 +61,17 @@ def test_what_comes_later_imports_has_a_signature_and_is_refused_by_name(module:
 
 
 def test_a_refusal_says_what_to_use_instead() -> None:
-    from deepspeed.module_inject.replace_policy import HFGPT2LayerPolicy
+    from deepspeed.module_inject.layers import Yuan_LinearLayer
 
-    assert str(inspect.signature(HFGPT2LayerPolicy)).startswith("(client_module, inference=True")
+    assert str(inspect.signature(Yuan_LinearLayer)).startswith("(module, mp_group=None")
     with pytest.raises(NotImplementedError, match="autotp_size find a model.s layers"):
-        HFGPT2LayerPolicy(None)
-    assert not isinstance(object(), HFGPT2LayerPolicy)
+        Yuan_LinearLayer(None)
+    assert not isinstance(object(), Yuan_LinearLayer)
 
-    class Derived(HFGPT2LayerPolicy):
+    class Derived(Yuan_LinearLayer):
         pass
 
-    with pytest.raises(
-        NotImplementedError, match="deepspeed.module_inject.replace_policy.HFGPT2LayerPolicy is"
-    ):
+    with pytest.raises(NotImplementedError, match="deepspeed.module_inject.layers.Yuan_LinearLayer is"):
         Derived(None)
 
 

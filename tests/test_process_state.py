@@ -46,6 +46,7 @@ STATE = {
     "runtime/sequence_parallel/parallel_state_sp.py:_state": "groups of a module that is a model-parallel unit",
     "runtime/pipe/orders.py:TYPICAL": "a frozen value",
     "runtime/pipe/p2p.py:_state": "the grid that the documented functions take, and their sends in flight",
+    "module_inject/tp_shard.py:_numbers": "documented: numbers of the model that scripts cut themselves",
     "utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",

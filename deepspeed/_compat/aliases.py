@@ -25,6 +25,79 @@ MODULES = {
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
+# Modules of `deepspeed.module_inject.containers` -> the policies found there.
+_POLICIES = {
+    "bert": ("HFBertLayerPolicy",),
+    "bloom": ("BLOOMLayerPolicy",),
+    "clip": ("HFCLIPLayerPolicy",),
+    "distil_bert": ("HFDistilBertLayerPolicy",),
+    "gpt2": ("HFGPT2LayerPolicy",),
+    "gptj": ("HFGPTJLayerPolicy",),
+    "gptneo": ("HFGPTNEOLayerPolicy",),
+    "gptneox": ("GPTNEOXLayerPolicy",),
+    "internlm": ("InternLMLayerPolicy",),
+    "llama": ("LLAMALayerPolicy",),
+    "llama2": ("LLAMA2LayerPolicy",),
+    "megatron_gpt": ("MegatronLayerPolicy",),
+    "megatron_gpt_moe": ("MegatronMoELayerPolicy",),
+    "opt": ("HFOPTLayerPolicy",),
+    "unet": ("UNetPolicy",),
+    "vae": ("VAEPolicy",),
+}
+
+# Modules below `deepspeed.inference.v2.modules` -> what is found there; ours is in the package above.
+_PARTS = {
+    "configs.attention_configs": "DSSelfAttentionConfig MaskingType PositionalEmbeddingType RotateHalfConfig",
+    "configs.embedding_config": "DSEmbeddingsConfig",
+    "configs.linear_config": "DSLinearConfig",
+    "configs.moe_config": "DSMoEConfig",
+    "configs.norm_config": "DSNormConfig NormTypeEnum",
+    "configs.unembed_config": "DSUnembedConfig",
+    "implementations.linear": "BlasFPLinear",
+    "implementations.linear.blas_fp_linear": "BlasFPLinear",
+    "implementations.moe": "DSMultiGemmMoE",
+    "implementations.moe.cutlass_multi_gemm": "DSMultiGemmMoE",
+    "implementations.post_norm": "DSPostLNCUDAModule",
+    "implementations.post_norm.cuda_post_ln": "DSPostLNCUDAModule",
+    "implementations.pre_norm.cuda_pre_ln": "DSPreLNCUDAModule",
+    "implementations.pre_norm.cuda_pre_rms": "DSPreRMSCUDAModule",
+    "implementations.pre_norm": "DSPreLNCUDAModule DSPreRMSCUDAModule",
+    "interfaces.attention_base": "DSSelfAttentionBase DSSelfAttentionRegistry",
+    "interfaces.embedding_base": "DSEmbeddingBase DSEmbeddingRegistry",
+    "interfaces.linear_base": "DSLinearBase DSLinearRegistry",
+    "interfaces.moe_base": "DSMoEBase DSMoERegistry",
+    "interfaces.post_norm_base": "DSPostNormBase DSPostNormRegistry",
+    "interfaces.pre_norm_base": "DSPreNormBase DSPreNormRegistry",
+    "interfaces.unembed_base": "DSUnembedBase DSUnembedRegistry",
+}
+
+# The same below `deepspeed.inference.v2.model_implementations`.
+_WEIGHTS = {
+    "common_parameters.attn_output_parameters": "AttentionOutputParameter",
+    "common_parameters.embedding_parameters": "EmbeddingParameter",
+    "common_parameters.invfreq_parameters": "InvFreqParameter",
+    "common_parameters.mlp_parameters": (
+        "FusedGatedMLPParameter GatedMLPParameter MLP1Parameter MLP2Parameter"
+    ),
+    "common_parameters.moe_parameters": (
+        "MoEGatingWeightParameter UnfusedMoEGatedMLPParameter UnfusedMoEMLP1Parameter UnfusedMoEMLP2Parameter"
+    ),
+    "common_parameters.norm_parameters": "NormParameter",
+    "common_parameters.qkv_parameters": (
+        "FusedQKVParameter GQAMegatronQKVParameter MegatronQKVParameter UnfusedQKVParameter "
+        "megatron_qkv_reshape transform_gqa_megatron"
+    ),
+    "common_parameters.unembed_parameters": "UnembedParameter",
+    "sharding.attn": "get_local_heads",
+    "sharding.attn_out": "attn_out_in_features shard_attn_out_param",
+    "sharding.embedding": "shard_embedding_param sharded_embedding_dim",
+    "sharding.mlp": "shard_mlp_1_param shard_mlp_2_param sharded_intermediate_dim",
+    "sharding.qkv": "qkv_out_features shard_qkv_param",
+    "sharding.types": "DEFAULT_SHARD_GRANULARITY ShardingType",
+    "sharding.unembed": "shard_unembed_param sharded_unembed_dim",
+    "sharding.utils": "get_shard_endpoints shard_param",
+}
+
 # Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
 # The documented module may be one of ours or exist only here.
 NAMES: dict[str, dict[str, str]] = {
@@ -83,23 +156,67 @@ NAMES: dict[str, dict[str, str]] = {
         "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
         "build_hf_engine": "deepspeed.inference.v2.engine_factory",
     },
+    "deepspeed.inference.v2": {
+        "DeepSpeedTPConfig": "deepspeed.inference.config",
+        "InferenceEngineV2": "deepspeed.inference.v2.engine_v2",
+        "RaggedInferenceEngineConfig": "deepspeed.inference.v2.config_v2",
+        "build_engine_from_ds_checkpoint": "deepspeed.inference.v2.engine_factory",
+        "build_hf_engine": "deepspeed.inference.v2.engine_factory",
+    },
     "deepspeed.inference.v2.checkpoint": {
+        "InMemoryModelEngine": "deepspeed.inference.v2.checkpoint.in_memory_engine",
         "CheckpointEngineBase": "deepspeed.inference.v2.checkpoint.base_engine",
         "HuggingFaceCheckpointEngine": "deepspeed.inference.v2.checkpoint.huggingface_engine",
+    },
+    **{
+        f"deepspeed.inference.v2.model_implementations.{module}": dict.fromkeys(
+            names.split(), f"deepspeed.inference.v2.model_implementations.{module.partition('.')[0]}"
+        )
+        for module, names in _WEIGHTS.items()
+    },
+    **{
+        f"deepspeed.inference.v2.modules.{module}": dict.fromkeys(
+            names.split(), f"deepspeed.inference.v2.modules.{module.partition('.')[0]}"
+        )
+        for module, names in _PARTS.items()
     },
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
     },
     "deepspeed.module_inject": {
         "DSPolicy": "deepspeed.module_inject.policy",
-        "replace_transformer_layer": "deepspeed.module_inject.replace_module",
+        "EmbeddingLayer": "deepspeed.module_inject.layers",
+        "GroupQuantizer": "deepspeed.module_inject.replace_module",
+        "HFBertLayerPolicy": "deepspeed.module_inject.replace_policy",
+        "Normalize": "deepspeed.module_inject.layers",
+        "ReplaceWithTensorSlicing": "deepspeed.module_inject.tensor_slicing",
+        "SubParamLinearAllreduce": "deepspeed.module_inject.layers",
+        "SubParamLinearLayer": "deepspeed.module_inject.layers",
+        "generic_injection": "deepspeed.module_inject.replace_module",
+        "quantize_transformer_layer": "deepspeed.module_inject.module_quantize",
+        "replace_transformer_layer": "deepspeed.inference.replacing",
+        "revert_transformer_layer": "deepspeed.module_inject.replace_module",
+        "set_autotp_mode": "deepspeed.module_inject.layers",
     },
     "deepspeed.module_inject.auto_tp": dict.fromkeys(
         ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
         "deepspeed.module_inject.autotp_config",
     ),
-    "deepspeed.module_inject.containers.gpt2": {
-        "HFGPT2LayerPolicy": "deepspeed.module_inject.replace_policy",
+    "deepspeed.module_inject.containers": dict.fromkeys(
+        (name for names in _POLICIES.values() for name in names), "deepspeed.module_inject.replace_policy"
+    ),
+    **{
+        f"deepspeed.module_inject.containers.{module}": dict.fromkeys(
+            names, "deepspeed.module_inject.replace_policy"
+        )
+        for module, names in _POLICIES.items()
+    },
+    "deepspeed.module_inject.replace_module": {
+        "replace_transformer_layer": "deepspeed.inference.replacing",
+    },
+    "deepspeed.ops": {
+        "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
+        "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
     },
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
@@ -107,6 +224,13 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.ops.quantizer": {
         "ds_quantizer": "deepspeed.ops.quantizer.quantizer",
+    },
+    "deepspeed.ops.random_ltd": dict.fromkeys(
+        ("GatherTokens", "ScatterTokens", "bert_sample_tokens", "gpt_sample_tokens"),
+        "deepspeed.ops.random_ltd.dropping_utils",
+    ),
+    "deepspeed.ops.triton_ops": {
+        "swiglu": "deepspeed.ops.triton_ops.swiglu_triton",
     },
     "deepspeed.ops.transformer": {
         "DeepSpeedInferenceConfig": "deepspeed.ops.transformer.inference.config",
@@ -186,6 +310,9 @@ NAMES: dict[str, dict[str, str]] = {
         "UlyssesSPViTAttention": "deepspeed.sequence.autosp_vit",
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
         "detect_model_sp_info": "deepspeed.sequence.autosp_detector",
+    },
+    "deepspeed.utils.groups": {
+        "_init_tp_mesh_device": "deepspeed.runtime.tensor_parallel.ranks:init_tp_mesh_device",
     },
     "deepspeed.utils": {
         "RepeatingLoader": "deepspeed.runtime.dataloader",

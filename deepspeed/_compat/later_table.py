@@ -40,7 +40,6 @@ INSTEAD = {
     "deepspeed.runtime.tensor_parallel": "Set tensor_parallel.autotp_size in the config, or call tp_model_init().",
     "deepspeed.runtime.torch_autocast": "Set torch_autocast.enabled in the config; the engine does the rest.",
     "deepspeed.runtime.utils": "The engine does this itself; training scripts have no need of it.",
-    "deepspeed.runtime.weight_quantizer": "deepspeed.init_inference with dtype='int8' quantizes weights.",
     "deepspeed.runtime.zenflow": "The engine does this itself with zero_optimization.zenflow in the config.",
     "deepspeed.runtime.zero": "Use deepspeed.zero.GatheredParameters and deepspeed.utils.safe_get_full_fp32_param.",
     "deepspeed.utils.config": "DeepSpeedConfig(...).timers_config has the section timers.throughput.",
@@ -59,11 +58,6 @@ LATER: dict[str, tuple[str, ...]] = {
         "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
     ),
     "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
-    "deepspeed.module_inject.policy": ("class DSPolicy(): attention",),
-    "deepspeed.module_inject.replace_module": (
-        "def replace_transformer_layer(orig_layer_impl, model, checkpoint_dict, config, model_config)",
-    ),
-    "deepspeed.module_inject.replace_policy": ("class HFGPT2LayerPolicy(client_module, inference=True)",),
     "deepspeed.runtime.domino.transformer": (
         "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"

@@ -129,6 +129,14 @@ def _moe_switch(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
+def _listed(value: Any) -> Any:
+    """A number is the same for every layer."""
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Experts = Annotated[list[Int], BeforeValidator(_listed)]
+
+
 class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     """Arguments of `init_inference`."""
 
@@ -180,7 +188,7 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     injection_policy_tuple: tuple[Any, ...] | None = Field(
         default=None, description="The same for all layers."
     )
-    config: dict[str, Any] | None = Field(default=None, alias="args", description="Further settings.")
+    config: Any = Field(default=None, alias="args", description="Further settings.")
     max_out_tokens: Int = Field(
         default=1024, ge=1, alias="max_tokens", description="Longest sequence, prompt included."
     )
@@ -199,8 +207,12 @@ class DeepSpeedInferenceConfig(DeepSpeedConfigModel):
     ep_mp_group: Any = deprecated(
         None, "Old name of `moe.ep_mp_group`.", new_param="moe.ep_mp_group", alias="expert_mp_group"
     )
-    moe_experts: list[Int] = deprecated([1], "Old name of `moe.moe_experts`.", new_param="moe.moe_experts")
+    moe_experts: Experts = deprecated([1], "Old name of `moe.moe_experts`.", new_param="moe.moe_experts")
     moe_type: MoETypeEnum = deprecated(MoETypeEnum.standard, "Old name of `moe.type`.", new_param="moe.type")
+
+    quantization_setting: Any = deprecated(
+        None, "Groups of quantized weights.", message="no effect: each row of a weight has scales of its own"
+    )
 
     @field_validator("use_triton")
     @classmethod

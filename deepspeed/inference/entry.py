@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ def default_inference_config() -> dict[str, Any]:
 
 
 def init_inference(
-    model: nn.Module, config: str | dict[str, Any] | DeepSpeedInferenceConfig | None = None, **kwargs: Any
+    model: nn.Module,
+    config: str | os.PathLike[str] | dict[str, Any] | DeepSpeedInferenceConfig | None = None,
+    **kwargs: Any,
 ) -> InferenceEngine:
     """An engine that runs ``model`` for inference: cast, on the device, split over ranks as the config says.
 
     Args:
         model: any module; it is changed in place, and is ``engine.module``.
         config: a dict, the path of a JSON file, or the finished config.
-        kwargs: single keys of the config; they must not contradict it.
+        kwargs: single keys of the config; they must not contradict it. None stands for the default.
 
     Raises:
         DeepSpeedConfigError: a key is unknown, given twice, or asks for what this release does not have.
@@ -37,7 +40,7 @@ def init_inference(
 
 
 def inference_config(
-    config: str | dict[str, Any] | DeepSpeedInferenceConfig | None, more: dict[str, Any]
+    config: str | os.PathLike[str] | dict[str, Any] | DeepSpeedInferenceConfig | None, more: dict[str, Any]
 ) -> DeepSpeedInferenceConfig:
     """The config with single keys added. DeepSpeedConfigError: see ``init_inference``."""
     if isinstance(config, DeepSpeedInferenceConfig):
@@ -46,7 +49,8 @@ def inference_config(
                 f"{', '.join(sorted(more))} given beside a finished DeepSpeedInferenceConfig: set it there"
             )
         return config
-    given: dict[str, Any] = _read(config) if isinstance(config, str) else config or {}
+    more = {key: value for key, value in more.items() if value is not None}
+    given: dict[str, Any] = _read(config) if isinstance(config, (str, os.PathLike)) else config or {}
     twice = [key for key in more if key in given and given[key] != more[key]]
     if twice:
         key = twice[0]
@@ -59,5 +63,5 @@ def inference_config(
         raise DeepSpeedConfigError(f"init_inference: {error}") from error
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     return json.loads(Path(path).read_text(encoding="utf-8"))

@@ -19,7 +19,8 @@ class LoRAConfig:
         lora_alpha: their output is multiplied with ``lora_alpha / lora_r``.
         base_weight_sharding: 1 or the number of ranks, and the same with both: ZeRO stage 3 shards frozen weights, at
             the other stages each rank has them whole (with a warning where sharding is asked for).
-        offload, offload_ratio: keep (that share of) the frozen weights in host memory and fetch them for use.
+        offload, offload_ratio: keep (that share of) the frozen weights in host memory and fetch them for use. A layer
+            that stands alone is offloaded from a share of 0.5 on.
         delay_lora_init: make the adapters in `init_lora`, when the frozen weights have been loaded.
         target_mods: names of layers that get adapters (`Init`).
     """

@@ -47,9 +47,14 @@ def init_lora(model: nn.Module) -> None:
         path: module for path, module in model.named_modules() if isinstance(module, LoRAOptimizedLinear)
     }
     meant = {path for path, module in layers.items() if not path or _is_target(path, module)}
+    seen = 0
     for path, module in layers.items():
         if meant and path not in meant:
             module.disable()
+        else:  # of every so many layers, one
+            config, seen = module.lora_config, seen + 1
+            share = config.offload_ratio
+            module.offloads = config.offload or int(seen * share) > int((seen - 1) * share)
         module.init_lora()
 
 

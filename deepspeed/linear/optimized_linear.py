@@ -97,6 +97,7 @@ class LoRAOptimizedLinear(nn.Module):
         self.lora_config, self.quantization_config = lora_config, quantization_config
         self.device, self.dtype = device, dtype
         self.disabled = False
+        self.offloads = lora_config.offload or lora_config.offload_ratio >= 0.5
         self._initialized = False
         plain: Any = linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
         self.weight = nn.Parameter(plain.weight.detach(), requires_grad=False)
@@ -123,7 +124,7 @@ class LoRAOptimizedLinear(nn.Module):
         if self.quantization_config is not None:
             self.weight = quantized(self.weight.data, self.quantization_config)
         self.weight.requires_grad_(False)
-        if config.offload or config.offload_ratio:
+        if self.offloads:
             self._offload()
 
     def full_weight(self) -> Tensor:
@@ -164,7 +165,5 @@ def _check(config: LoRAConfig) -> None:
         warning_once(f"{text}; at stages 0 to 2 each rank keeps them whole")
     if config.lora_r < 1:
         raise ValueError(f"lora_r={config.lora_r} has to be at least 1")
-    if config.offload_ratio not in (0.0, 1.0):
-        raise ValueError(
-            f"offload_ratio={config.offload_ratio}: a weight is offloaded whole (1.0) or not (0.0)"
-        )
+    if not 0.0 <= config.offload_ratio <= 1.0:
+        raise ValueError(f"offload_ratio={config.offload_ratio}: the share of frozen weights is from 0 to 1")

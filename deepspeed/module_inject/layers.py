@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from deepspeed.comm.collectives import Communicator
+from deepspeed.module_inject.plain_layers import EmbeddingLayer, Normalize, OPTEmbedding, RMSNormalize
 from deepspeed.runtime.tensor_parallel.config import AUTOTP_MODE
+from deepspeed.runtime.tensor_parallel.cuts import Cut
 from deepspeed.runtime.tensor_parallel.fused_layers import SubParamLinearAllreduce, SubParamLinearLayer
 from deepspeed.runtime.tensor_parallel.layers import LinearAllreduce, LinearLayer
+from deepspeed.runtime.tensor_parallel.layers import TensorParallelLayer as TensorParallel_Layer
+from deepspeed.runtime.tensor_parallel.mappings import copy_to, gather_from, reduce_from
+from deepspeed.runtime.tensor_parallel.ranks import communicator_of
 
 __all__ = [
+    "ColumnParallel",
+    "Conv_LinearALlreduce",
+    "EmbeddingLayer",
+    "GatherFromTensorParallelRegion",
     "GatherReplacedLayerParams",
+    "GateUpPack_LinearLayer",
     "LinearAllreduce",
     "LinearLayer",
+    "LmHeadLinearAllreduce",
+    "Normalize",
+    "OPTEmbedding",
+    "RMSNormalize",
+    "RowParallel",
     "SubParamLinearAllreduce",
     "SubParamLinearLayer",
+    "TensorParallel_Layer",
+    "add_bias",
+    "conv_LinearLayer",
     "get_auto_tp_mode",
     "is_autotp_training_mode",
     "set_autotp_mode",
 ]
+
+conv_LinearLayer = LinearLayer
+Conv_LinearALlreduce = LinearAllreduce
+"""Both know Transformers' ``Conv1D``."""
+
+Group = Communicator | ProcessGroup | None
 
 
 def set_autotp_mode(training: bool = False) -> None:
@@ -36,24 +63,70 @@ def is_autotp_training_mode() -> bool:
     return True
 
 
+def add_bias(input: Tensor, bias: Tensor | None) -> Tensor:
+    """``input``, to which ``bias`` is added in place where autograd allows it; None adds nothing."""
+    if bias is None:
+        return input
+    return input + bias if torch.is_grad_enabled() else input.add_(bias)
+
+
+class LmHeadLinearAllreduce(LinearAllreduce):
+    """Row-parallel, of an input that is whole on every rank: each takes its part of it."""
+
+    def __init__(self, module: nn.Module, mp_group: Group, **kwargs: Any) -> None:
+        super().__init__(module, mp_group, split_input=True, **kwargs)
+
+
+class GateUpPack_LinearLayer(SubParamLinearLayer):
+    """Column-parallel, of the two matrices of a gated unit one after the other."""
+
+    def __init__(self, module: nn.Module, mp_group: Group = None, **kwargs: Any) -> None:
+        super().__init__(module, mp_group, (2, -1), 0, **kwargs)
+
+
+class RowParallel:
+    """``apply(group, input, is_inference_mode)``: the sum over the ranks; its gradient passes as it is."""
+
+    @staticmethod
+    def apply(group: Group, input: Tensor, is_inference_mode: bool = False) -> Tensor:
+        return reduce_from(input, communicator_of(group))
+
+
+class ColumnParallel:
+    """``apply(group, input)``: ``input`` itself; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def apply(group: Group, input: Tensor) -> Tensor:
+        return copy_to(input, communicator_of(group))
+
+
+class GatherFromTensorParallelRegion:
+    """``apply(group, input, partition_sizes)``: the parts of all ranks, of these extents, along the last dim."""
+
+    @staticmethod
+    def apply(group: Group, input: Tensor, partition_sizes: Sequence[int]) -> Tensor:
+        return gather_from(input, communicator_of(group), Cut.of_sizes(-1, partition_sizes))
+
+
 class GatherReplacedLayerParams:
-    """Within it, those of ``params`` of which each tensor-parallel rank has a part are whole: to be read, or changed
-    alike on all ranks. Collective; not for layers that stage 3 trains.
+    """A block in which parameters of parallel layers below ``module`` are whole. Collective over the ranks that share
+    them; what the block writes to them is kept.
 
     Args:
-        params: one parameter, or several; others than those of parallel layers are left alone.
-        module: whose they are; accepted for compatibility.
+        params: the parameters, or one. Others are left as they are.
+        module: where their layers are.
         enabled: False: do nothing.
     """
 
     def __init__(self, params: Iterable[Tensor] | Tensor, module: nn.Module, enabled: bool = True) -> None:
-        given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-        self.params = [param for param in given if enabled and hasattr(param, "gather_params")]
+        given = [params] if isinstance(params, Tensor) else list(params)
+        self.params = [each for each in given if hasattr(each, "gather_params")] if enabled else []
+        self.module = module
 
     def __enter__(self) -> None:
         for param in self.params:
-            param.gather_params([param])
+            param.gather_params([param])  # type: ignore[attr-defined]
 
     def __exit__(self, *_: object) -> None:
         for param in self.params:
-            param._tp_partition([param])
+            param._tp_partition([param])  # type: ignore[attr-defined]

@@ -268,16 +268,16 @@ class DeepSpeedEngine(EngineCompile):
             self._recover()
         _check_loss(loss)
         self._network.phase = "backward"
-        self.events.emit("before_backward", loss=loss)
-        divided = loss
-        if scale_wrt_gas:
-            if self.clock.managed and self.clock.steps > 1:
-                divided = loss / self.clock.steps
-            if self.loss_weight is not None:
-                divided = divided * self.loss_weight()
-        scale = core.scaler.scale
-        plain.paused = True
+        plain.paused = True  # also while an observer differentiates the loss
         try:
+            self.events.emit("before_backward", loss=loss)
+            divided = loss
+            if scale_wrt_gas:
+                if self.clock.managed and self.clock.steps > 1:
+                    divided = loss / self.clock.steps
+                if self.loss_weight is not None:
+                    divided = divided * self.loss_weight()
+            scale = core.scaler.scale
             core.reducer.before_backward()
             (divided * scale if scale != 1.0 else divided).backward(retain_graph=retain_graph)
             self._end_backward()

@@ -123,6 +123,16 @@ def test_weights_are_quantized_after_each_update(stage: int, tmp_path: Path) -> 
     assert steps(engine, 4, 7) == steps(resumed, 4, 7)
 
 
+@distributed(world_size=1)
+def test_eigenvalues_beside_a_loss_scale() -> None:
+    section = config(1, eigenvalue={"enabled": True, "layer_name": "layer", "layer_num": 2, "max_iter": 5})
+    del section["bf16"]
+    engine = start(section | {"fp16": {"enabled": True, "loss_scale": 8.0}})
+    steps(engine, 0, 2)
+    query = engine.module.layer[0].attention.self.query.weight
+    assert query.start_bits < 8 and engine.global_steps == 2 and not engine.skipped_steps
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize(("threshold", "curvature"), [(0, False), (100, False), (0, True)])
 def test_partitioned_weights_are_quantized_after_each_update(

@@ -175,6 +175,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         DataAnalyzer(list(range(3)), num_workers=2).run_map_reduce()
     with pytest.raises(ValueError, match="differ in length"):
         DataAnalyzer([], metric_names=["m"])
+    assert DataAnalyzer(Sentences(), **METRICS).metric_dtypes == DTYPES
 
 
 def test_custom_functions_replace_all_steps(tmp_path: Path) -> None:

@@ -52,7 +52,10 @@ def test_the_config_comes_as_dict_file_object_and_arguments(tmp_path: Path) -> N
         ({"dtype": "fp32", "max_tokens": 7}, {}),
         ({"dtype": "float"}, {"max_out_tokens": 7}),
         (str(path), {}),
+        (path, {}),
         (str(path), {"dtype": "fp32"}),
+        (str(path), {"dtype": None, "mpu": None, "injection_policy": None, "moe_experts": 1}),
+        (str(path), {"quantization_setting": (False, 64), "args": object()}),
         (DeepSpeedInferenceConfig(dtype=torch.float32, max_out_tokens=7), {}),
         (None, {"dtype": torch.float32, "max_out_tokens": 7, "mp_size": 1, "replace_method": "auto"}),
     ]

@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong, told in (
         (LoRAConfig(base_weight_sharding=2), "ZeRO stage 3"),
         (LoRAConfig(lora_r=0), "lora_r=0"),
-        (LoRAConfig(offload_ratio=0.5), "offload_ratio=0.5"),
+        (LoRAConfig(offload_ratio=1.5), "offload_ratio=1.5"),
     ):
         with pytest.raises(ValueError, match=told):
             OptimizedLinear(8, 8, lora_config=wrong)
@@ -279,3 +279,18 @@ def test_layers_of_other_names_get_adapters_where_no_name_is_a_target():
     engine.step()
     assert not torch.equal(model[2].lora_weight_2.weight, before)
     engine.destroy()
+
+
+def test_a_share_of_the_layers_is_offloaded() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.ModuleDict({"q_proj": torch.nn.Linear(8, 8)}) for _ in range(8)])
+
+    with Init(LoRAConfig(lora_r=2, offload_ratio=0.25)):
+        model = Model()
+    init_lora(model)
+    offloads = [layer["q_proj"].offloads for layer in model.layers]  # type: ignore[index]
+    assert offloads == [False, False, False, True] * 2
+    alone = OptimizedLinear(8, 8, lora_config=LoRAConfig(lora_r=2, offload_ratio=0.5))
+    assert alone.offloads and alone(torch.ones(1, 8, dtype=torch.bfloat16)).shape == (1, 8)

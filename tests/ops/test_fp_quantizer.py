@@ -214,3 +214,10 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantizer.quantize(torch.zeros(10), q_bits=6)
     with pytest.raises(RuntimeError, match="fp_out"):
         quantizer.dequantize(torch.zeros(10, dtype=torch.uint8))
+
+
+def test_the_size_of_groups_may_be_given_alone() -> None:
+    values = torch.randn(4, 256)
+    expected = FP_Quantize(QuantizationConfig(group_size=128)).quantize(values)
+    for quantizer in (FP_Quantize(group_size=128), FP_Quantize(128)):
+        assert torch.equal(quantizer.quantize(values), expected)

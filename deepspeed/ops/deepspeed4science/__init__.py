@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention
+from deepspeed.ops.deepspeed4science.evoformer_attn import DS4Sci_EvoformerAttention, EvoformerFusedAttention
 
-__all__ = ["DS4Sci_EvoformerAttention"]
+__all__ = ["DS4Sci_EvoformerAttention", "EvoformerFusedAttention"]

@@ -50,11 +50,15 @@ class FP_Quantize(Quantizer):
     The quantizer remembers shape and dtype of what it quantized last, which `dequantize` gives back.
 
     Args:
-        quantization_config: has ``group_size`` (`deepspeed.linear.QuantizationConfig`); None: 512.
+        quantization_config: has ``group_size`` (`deepspeed.linear.QuantizationConfig`), or is that number itself; None:
+            512.
+        group_size: instead of the config's.
     """
 
-    def __init__(self, quantization_config: Any = None) -> None:
-        super().__init__(getattr(quantization_config, "group_size", 512))
+    def __init__(self, quantization_config: Any = None, group_size: int | None = None) -> None:
+        if isinstance(quantization_config, int):
+            quantization_config, group_size = None, quantization_config
+        super().__init__(group_size or getattr(quantization_config, "group_size", 512))
         self.q_config = quantization_config
         self.orig_dtype: torch.dtype | None = None
         self.orig_shape: torch.Size | None = None

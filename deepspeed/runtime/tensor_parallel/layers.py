@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.placement import place
 from deepspeed.comm.collectives import Communicator
 from deepspeed.runtime.zero import params as zero_params
@@ -88,6 +89,49 @@ class TensorParallelLayer(nn.Module):
 
     group: Communicator
     cut: Cut
+    keep_module_on_host: bool = False
+
+    def __init__(self, mp_group: Communicator | ProcessGroup | None = None, **kwargs: Any) -> None:
+        """Of a layer of one's own. ``name``: of the layer."""
+        super().__init__()
+        self.group = communicator_of(mp_group)
+        self.name = kwargs.get("name")
+
+    @property
+    def mp_group(self) -> ProcessGroup | None:
+        return self.group.group
+
+    @property
+    def tp_world_size(self) -> int:
+        return self.group.size
+
+    @property
+    def tp_index(self) -> int:
+        """This rank's number among those that share the layer."""
+        return self.group.rank
+
+    @classmethod
+    def set_keep_module_on_host(cls, value: bool) -> None:
+        """Whether ``move`` leaves tensors in host memory."""
+        cls.keep_module_on_host = value
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the device, a copy."""
+        kept = self.keep_module_on_host
+        device = tensor.device if kept else torch.device(get_accelerator().current_device_name())
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True)
+
+    def is_training_mode(self) -> bool:
+        """Layers can always be trained."""
+        return True
+
+    def config_requires_grad(self, weight: Tensor | None) -> None:
+        """Nothing: a parameter keeps what it was."""
+
+    def config_tp_params(self, weight: Tensor | None) -> None:
+        """Have the parameter know this layer's ``gather_params``."""
+        if weight is not None:
+            vars(weight).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
 
     def _adopt(self, module: nn.Module) -> None:
         """Take over what the module is besides its parameters, also its class and buffers. (Not a ``forward`` that
@@ -207,7 +251,7 @@ class _ParallelLinear(TensorParallelLayer):
     def _keep(self, module: nn.Module, cuts: Mapping[str, Cut | None], *, own: bool = False) -> None:
         super()._keep(module, cuts, own=own)
         for param in self.parameters(recurse=False):  # as clients call them: on the parameter
-            vars(param).update({name: OfLayer(self, name) for name in ("gather_params", "_tp_partition")})
+            self.config_tp_params(param)
 
     def gather_params(self, params_list: Sequence[nn.Parameter]) -> None:
         """Make these parameters of the layer whole, in place. Collective; not of a layer that stage 3 trains."""
@@ -308,6 +352,27 @@ class LinearLayer(_ParallelLinear):
             self.weight = weight
         self._keep(module, own, own=skip_partition)
         self._tell_sizes()
+
+    @classmethod
+    def from_weights(
+        cls,
+        weight_shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.half,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        gather_output: bool = False,
+    ) -> LinearLayer:
+        """A layer of one rank with ``weight`` [outputs, inputs] and ``bias``, or with random ones of ``weight_shape``
+        and ``dtype``."""
+        if weight is None and weight_shape is None:
+            raise ValueError("from_weights needs weight, or weight_shape and dtype")
+        outputs, inputs = weight_shape if weight is None else weight.shape  # type: ignore[misc]
+        made = nn.Linear(inputs, outputs, bias=weight is None or bias is not None, dtype=dtype)
+        if weight is not None:
+            made.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return cls(made, skip_partition=True, gather_output=gather_output)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.weight, self.bias

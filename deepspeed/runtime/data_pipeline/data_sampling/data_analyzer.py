@@ -105,6 +105,7 @@ class DataAnalyzer:
         custom_reduce: Callable[..., Any] | None = None,
         sample_indices: Sequence[int] | None = None,
     ) -> None:
+        metric_dtypes = metric_dtypes or [torch.int64] * len(metric_names)
         lengths = {len(metric_names), len(metric_functions), len(metric_types), len(metric_dtypes)}
         if custom_map_init is None and len(lengths) > 1:
             raise ValueError(

@@ -1,0 +1,26 @@
+"""Kinds of layers, by the numbers that documented interfaces give them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["GATED_ACTIVATION_TYPES", "ActivationFuncType", "NormType"]
+
+
+class ActivationFuncType(IntEnum):
+    UNKNOWN = 0
+    GELU = 1
+    ReLU = 2
+    GATED_GELU = 3
+    GATED_SILU = 4
+
+
+class NormType(IntEnum):
+    UNKNOWN = 0
+    LayerNorm = 1
+    GroupNorm = 2
+    RMSNorm = 3
+
+
+GATED_ACTIVATION_TYPES = [ActivationFuncType.GATED_GELU, ActivationFuncType.GATED_SILU]
+"""Those of feed-forward layers with two products going in."""
