@@ -1,0 +1,152 @@
+"""How long training waits for a save that goes on in the background, against one copy of what is saved.
+
+The copy: as many bytes as the rank's files hold, from memory to memory that is there already, on all ranks at once. The
+memory of the first save is fetched from the system and is reported by itself; later saves use it again. Also: what the
+record of collectives, of which reports about hangs are made, costs a step.
+
+    python benchmarks/save_stall.py --peer ../peer/bin/python --save cpu2
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint import size_of
+from jobs import OURS, Contender, Spread, progress, ratios, round_robin, started
+from report import Report, common_arguments
+from trainers import Trainer
+
+GOAL = 1.2  # copies
+RECORD_GOAL = 1.005
+BACKGROUND = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
+
+
+class SavingRank(Trainer):
+    """A trainer that can also copy memory, or whose collectives are not recorded."""
+
+    def __init__(self, *args: Any, recorded: bool = True, **kwargs: Any) -> None:
+        if not recorded:
+            from deepspeed.comm.collectives import Communicator
+
+            Communicator._record = lambda *_, **__: None  # type: ignore[method-assign]
+        super().__init__(*args, **kwargs)
+
+    def copy(self, nbytes: int) -> float:
+        source, target = torch.ones(2, nbytes, dtype=torch.uint8)
+        return self._timed(lambda: target.copy_(source))
+
+    def finish(self) -> None:
+        """Return when what was saved is on disk."""
+        self.engine.background_writer.wait()
+        self.settle()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_arguments(__doc__ or "")
+    parser.add_argument("--model", default="50M", choices=["tiny", "10M", "50M"])
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--stage", type=int, default=2, choices=range(4))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="of a round, for the cost of the record")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.model, arguments.rounds, arguments.steps = "tiny", 2, 2
+    return arguments
+
+
+def row(
+    arguments: argparse.Namespace, name: str, config: dict[str, Any], python: str = OURS, **more: Any
+) -> Contender:
+    options = {"system": "engine", "model": arguments.model, "precision": arguments.precision}
+    options |= {"stage": arguments.stage, "warmup": 2, "config": config} | more
+    return Contender(name, "save_stall:SavingRank", options, python=python, ranks=arguments.ranks)
+
+
+def stall(arguments: argparse.Namespace, report: Report) -> None:
+    rows = [row(arguments, "in the background", BACKGROUND), row(arguments, "ours, waiting", {})]
+    if arguments.peer:
+        rows.append(row(arguments, "peer, waiting", {}, arguments.peer))
+    seconds: dict[str, list[float]] = {each.name: [] for each in rows}
+    copies: list[float] = []
+    first, share = 0.0, 0
+    with tempfile.TemporaryDirectory() as name, started(rows) as jobs:
+        folder = Path(name) / "checkpoint"
+        for number in range(arguments.rounds + 1):
+            for each, job in jobs.items():
+                progress(f"round {number}: {each}")
+                taken = max(job.call("save", folder=str(folder), tag=f"step{number}"))
+                if each == rows[0].name:
+                    job.call("finish")
+                    share = size_of(folder) // arguments.ranks
+                    copies.append(max(job.call("copy", nbytes=share)))
+                if number:
+                    seconds[each].append(taken)
+                elif each == rows[0].name:
+                    first = taken
+                job.call("settle")
+                shutil.rmtree(folder)
+    copies = copies[1:]
+    report.data["stall"] = {"seconds": seconds, "copies": copies, "first": first, "bytes_per_rank": share}
+    report.table(
+        f"save_checkpoint from call to return, {arguments.model} GPT, {arguments.precision}, stage {arguments.stage}, "
+        f"{arguments.ranks} ranks, {share / 1e6:.0f} MB of each, {arguments.rounds} rounds",
+        ["", "ms", "copies of the state, median [min .. max]", "goal"],
+        [
+            ["one copy", f"{Spread.of(copies).median * 1e3:.0f}", "", ""],
+            *(
+                [
+                    each,
+                    f"{Spread.of(taken).median * 1e3:.0f}",
+                    ratios(taken, copies).show(),
+                    f"<= {GOAL}" if each == rows[0].name else "",
+                ]
+                for each, taken in seconds.items()
+            ),
+        ],
+    )
+    report.line(f"the first save in the background, which also fetches its memory: {first * 1e3:.0f} ms")
+
+
+def record(arguments: argparse.Namespace, report: Report) -> None:
+    off = {"comm": {"hang_report_seconds": 0}}
+    rows = [row(arguments, "no record", off, recorded=False), row(arguments, "record", {})]
+    with started(rows) as jobs:
+        for job in jobs.values():
+            job.call("run", steps=arguments.steps)
+        seconds = round_robin(jobs, arguments.rounds, lambda job: max(job.call("run", steps=arguments.steps)))
+    base = seconds[rows[0].name]
+    report.data["record"] = seconds
+    report.table(
+        f"a step with and without the record and watch of collectives, {arguments.rounds} rounds of "
+        f"{arguments.steps} steps",
+        ["", "ms/step", "x without, median [min .. max]", "goal"],
+        [
+            [
+                name,
+                f"{Spread.of(taken).median * 1e3:.1f}",
+                ratios(taken, base).show("{:.3f}"),
+                f"<= {RECORD_GOAL}" if taken is not base else "",
+            ]
+            for name, taken in seconds.items()
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = parse(argv)
+    report = Report("save_stall", arguments)
+    stall(arguments, report)
+    record(arguments, report)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()
