@@ -1,8 +1,8 @@
 """How long training waits for a save that goes on in the background, against one copy of what is saved.
 
-The copy: as many bytes as the rank's files hold, from memory to memory that is there already, on all ranks at once. The
-memory of the first save is fetched from the system and is reported by itself; later saves use it again. Also: what the
-record of collectives, of which reports about hangs are made, costs a step.
+The copy: as many bytes as each rank saves (the first has the weights, too), from memory to memory that is there
+already, on all ranks at once. The memory of the first save is fetched from the system and is reported by itself; later
+saves use it again. Also: what the record of collectives, of which reports about hangs are made, costs a step.
 
     python benchmarks/save_stall.py --peer ../peer/bin/python --save cpu2
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from checkpoint import size_of
 from jobs import OURS, Contender, Spread, progress, ratios, round_robin, started
 from report import Report, common_arguments
 from trainers import Trainer
@@ -38,8 +37,12 @@ class SavingRank(Trainer):
             Communicator._record = lambda *_, **__: None  # type: ignore[method-assign]
         super().__init__(*args, **kwargs)
 
-    def copy(self, nbytes: int) -> float:
-        source, target = torch.ones(2, nbytes, dtype=torch.uint8)
+    def state_bytes(self) -> int:
+        """Of the copy that the last save took."""
+        return self.engine.background_writer._snapshot.nbytes
+
+    def copy(self) -> float:
+        source, target = torch.ones(2, self.state_bytes(), dtype=torch.uint8)
         return self._timed(lambda: target.copy_(source))
 
     def finish(self) -> None:
@@ -76,7 +79,7 @@ def stall(arguments: argparse.Namespace, report: Report) -> None:
         rows.append(row(arguments, "peer, waiting", {}, arguments.peer))
     seconds: dict[str, list[float]] = {each.name: [] for each in rows}
     copies: list[float] = []
-    first, share = 0.0, 0
+    first, shares = 0.0, []
     with tempfile.TemporaryDirectory() as name, started(rows) as jobs:
         folder = Path(name) / "checkpoint"
         for number in range(arguments.rounds + 1):
@@ -85,8 +88,8 @@ def stall(arguments: argparse.Namespace, report: Report) -> None:
                 taken = max(job.call("save", folder=str(folder), tag=f"step{number}"))
                 if each == rows[0].name:
                     job.call("finish")
-                    share = size_of(folder) // arguments.ranks
-                    copies.append(max(job.call("copy", nbytes=share)))
+                    shares = [f"{nbytes / 1e6:.0f}" for nbytes in job.call("state_bytes")]
+                    copies.append(max(job.call("copy")))
                 if number:
                     seconds[each].append(taken)
                 elif each == rows[0].name:
@@ -94,10 +97,10 @@ def stall(arguments: argparse.Namespace, report: Report) -> None:
                 job.call("settle")
                 shutil.rmtree(folder)
     copies = copies[1:]
-    report.data["stall"] = {"seconds": seconds, "copies": copies, "first": first, "bytes_per_rank": share}
+    report.data["stall"] = {"seconds": seconds, "copies": copies, "first": first, "mb_of_ranks": shares}
     report.table(
         f"save_checkpoint from call to return, {arguments.model} GPT, {arguments.precision}, stage {arguments.stage}, "
-        f"{arguments.ranks} ranks, {share / 1e6:.0f} MB of each, {arguments.rounds} rounds",
+        f"{arguments.ranks} ranks, {' and '.join(shares)} MB, {arguments.rounds} rounds",
         ["", "ms", "copies of the state, median [min .. max]", "goal"],
         [
             ["one copy", f"{Spread.of(copies).median * 1e3:.0f}", "", ""],
