@@ -86,7 +86,7 @@ class EpochSampler(Sampler[int]):
             order = torch.arange(self.num_samples)
         remaining = max(0, self.num_samples - self.skip)
         padded = -(-remaining // self.num_replicas) * self.num_replicas
-        positions = torch.arange(self.rank, padded, self.num_replicas) + self.skip
+        positions = torch.arange(self.rank, max(self.rank, padded), self.num_replicas) + self.skip
         return iter(order[positions % self.num_samples].tolist())
 
 
