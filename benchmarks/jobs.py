@@ -28,6 +28,10 @@ GRACE_S = 5.0  # for a rank to end by itself before it is killed
 SHARED_MEMORY = Path("/dev/shm")
 
 
+Place = Callable[[int], tuple[list[str], dict[str, str]]]
+"""For a rank, what to write before its command, and what to change in its environment (links.py)."""
+
+
 class JobError(RuntimeError):
     """A rank failed; holds its traceback and the end of what it printed."""
 
@@ -53,7 +57,7 @@ class Job:
         ranks: int = 2,
         threads: int = 1,
         timeout: float = 600.0,
-        place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
+        place: Place | None = None,
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -179,10 +183,17 @@ class Contender:
     threads: int = 1
     goal: float | None = None
     memory_gib: float = 0.0  # of all ranks together, estimated
+    place: Place | None = None
 
     def start(self) -> Job:
         return Job(
-            self.name, self.target, self.options, python=self.python, ranks=self.ranks, threads=self.threads
+            self.name,
+            self.target,
+            self.options,
+            python=self.python,
+            ranks=self.ranks,
+            threads=self.threads,
+            place=self.place,
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jobs import Contender, Job, Spread, progress, ratios, round_robin, started
@@ -20,16 +20,6 @@ from report import Report, common_arguments
 
 HOSTS = 2
 GOAL = 5.0  # x data parallelism, 50M, 100 Mbit/s
-
-
-@dataclass(frozen=True)
-class Row(Contender):
-    links: Links | None = None
-
-    def start(self) -> Job:
-        assert self.links is not None
-        hosts = self.links
-        return Job(self.name, self.target, self.options, ranks=HOSTS, place=lambda rank: hosts.place(rank, 1))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,7 +39,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def contenders(arguments: argparse.Namespace, links: Links) -> list[Row]:
+def contenders(arguments: argparse.Namespace, links: Links) -> list[Contender]:
     common: dict[str, Any] = {
         "size": arguments.size,
         "precision": arguments.precision,
@@ -59,7 +49,13 @@ def contenders(arguments: argparse.Namespace, links: Links) -> list[Row]:
     }
     kinds = {"data parallel": "data", **{f"2 stages, {each}": each for each in arguments.schedules}}
     return [
-        Row(name, "pipeline_gpt:PipelineRank", {"schedule": schedule, **common}, links=links)
+        Contender(
+            name,
+            "pipeline_gpt:PipelineRank",
+            {"schedule": schedule, **common},
+            ranks=HOSTS,
+            place=partial(links.place, per_host=1),
+        )
         for name, schedule in kinds.items()
     ]
 

@@ -15,12 +15,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from jobs import OURS, Contender, Job, Spread, ratios, round_robin, started
+from jobs import OURS, Contender, Spread, ratios, round_robin, started
 from links import Links, LinksError
 from report import Report, common_arguments
 
@@ -46,6 +46,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def llama(size: str, **special: int | None) -> Any:
+    """The model of that size, with the same weights on every rank; ``special``: numbers of tokens."""
+    import transformers
+
+    width, layers, heads = SIZES[size]
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=1024,
+            **special,
+        )
+    )
+
+
 class RolloutRank:
     """One rank that answers with ``system``: module, hybrid or serving."""
 
@@ -58,20 +77,7 @@ class RolloutRank:
 
         transformers.logging.set_verbosity_error()
         self.system, self.tokens = system, tokens
-        width, layers, heads = SIZES[size]
-        torch.manual_seed(1)
-        module = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=width,
-                intermediate_size=3 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                max_position_embeddings=1024,
-                eos_token_id=None,
-                bos_token_id=None,
-            )
-        )
+        module = llama(size, eos_token_id=None, bos_token_id=None)
         self.parameters = sum(param.numel() for param in module.parameters())
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -133,19 +139,7 @@ class RolloutRank:
             )
 
 
-@dataclass(frozen=True)
-class Row(Contender):
-    links: Links | None = None
-
-    def start(self) -> Job:
-        hosts = self.links
-        if hosts is None:
-            return super().start()
-        place = lambda rank: hosts.place(rank, 1)  # noqa: E731
-        return Job(self.name, self.target, self.options, python=self.python, ranks=self.ranks, place=place)
-
-
-def contenders(arguments: argparse.Namespace, size: str, dtype: str, links: Links | None) -> list[Row]:
+def contenders(arguments: argparse.Namespace, size: str, dtype: str, links: Links | None) -> list[Contender]:
     shared = {"size": size, "dtype": dtype}
     shared |= {name: getattr(arguments, name) for name in ("rows", "prompt", "tokens")}
     found = [("module, stage 3", "module", 3, OURS)]
@@ -154,14 +148,14 @@ def contenders(arguments: argparse.Namespace, size: str, dtype: str, links: Link
     found += [("hybrid engine, stage 3", "hybrid", 3, OURS), ("serving, stage 3", "serving", 3, OURS)]
     found += [("module, stage 2", "module", 2, OURS), ("hybrid engine, stage 2", "hybrid", 2, OURS)]
     return [
-        Row(
+        Contender(
             name,
             "rollouts:RolloutRank",
             {**shared, "system": system, "stage": stage},
             python=python,
             ranks=arguments.ranks,
             goal=GOAL if system != "module" and stage == 3 else None,
-            links=links,
+            place=None if links is None else partial(links.place, per_host=1),
         )
         for name, system, stage, python in found
     ]

@@ -21,6 +21,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jobs import OURS, Contender, Job, Spread, described, progress, ratios, round_robin, started
@@ -39,19 +40,6 @@ class Row(Contender):
 
     plain: str = ""
     period: int = 1
-    links: Links | None = None
-
-    def start(self) -> Job:
-        assert self.links is not None
-        hosts, per_host = self.links, self.ranks // self.links.count
-        return Job(
-            self.name,
-            self.target,
-            self.options,
-            python=self.python,
-            ranks=self.ranks,
-            place=lambda rank: hosts.place(rank, per_host),
-        )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,7 +98,7 @@ def contenders(arguments: argparse.Namespace, size: str, links: Links) -> list[R
             python=arguments.peer if name.startswith("peer") else OURS,
             plain=plain,
             period=period,
-            links=links,
+            place=partial(links.place, per_host=per_host),
         )
         for name, stage, config, plain, period in rows
     ]

@@ -21,7 +21,7 @@ import torch
 
 from jobs import Contender, Spread, ratios, round_robin, started
 from report import Report, common_arguments
-from rollouts import SIZES, VOCABULARY
+from rollouts import SIZES, VOCABULARY, llama
 
 GOAL = 2.0  # times TRL under DDP
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -58,28 +58,12 @@ class TRLRank:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-        rank = torch.distributed.get_rank()
         self.folder = Path(tempfile.mkdtemp(prefix="trl_step_"))
         self.tokenizer = tokenizer()
-        width, layers, heads = SIZES[size]
-        torch.manual_seed(1)
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=width,
-                intermediate_size=3 * width,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                max_position_embeddings=1024,
-                pad_token_id=0,
-                bos_token_id=1,
-                eos_token_id=2,
-            )
-        ).save_pretrained(self.folder / "base")
+        llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=2).save_pretrained(self.folder / "base")
         draw = torch.Generator().manual_seed(2)
         words = torch.randint(len(SPECIAL), VOCABULARY, (64, prompt), generator=draw)
         self.prompts = [" ".join(f"w{word}" for word in row) for row in words.tolist()]
-        self.rank = rank
 
     def run(self, steps: int) -> float:
         """Seconds per step of a training of its own."""

@@ -43,9 +43,6 @@ Registered = dict[str, type[DSModuleBase]]
 class DSSelfAttentionBase(DSModuleBase):
     """Attention of [tokens, q, k and v heads] over a cache, with its heads joined."""
 
-    def __init__(self, config: DSSelfAttentionConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
-
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
         return DSSelfAttentionConfig
@@ -86,9 +83,6 @@ class DSSelfAttentionRegistry(DSModuleRegistryBase):
 class DSEmbeddingBase(DSModuleBase):
     """Vectors of tokens: of the word, and of its position and type where the model has those."""
 
-    def __init__(self, config: DSEmbeddingsConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
-
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
         return DSEmbeddingsConfig
@@ -124,9 +118,6 @@ class DSEmbeddingRegistry(DSModuleRegistryBase):
 class DSLinearBase(DSModuleBase):
     """activation(hidden_states @ w.T + b)."""
 
-    def __init__(self, config: DSLinearConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
-
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
         return DSLinearConfig
@@ -154,9 +145,6 @@ class DSLinearRegistry(DSModuleRegistryBase):
 
 class DSMoEBase(DSModuleBase):
     """The experts of each token, weighted by a gate."""
-
-    def __init__(self, config: DSMoEConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
 
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
@@ -199,12 +187,7 @@ class DSMoERegistry(DSModuleRegistryBase):
         return DSMoEBase
 
 
-class DSPostNormBase(DSModuleBase):
-    """(residual, hidden): both norm(residual + hidden_states)."""
-
-    def __init__(self, config: DSNormConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
-
+class _NormBase(DSModuleBase):
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
         return DSNormConfig
@@ -212,6 +195,10 @@ class DSPostNormBase(DSModuleBase):
     @abstractmethod
     def transform_param(self, param: Tensor) -> InferenceParameter:
         """A weight as forward wants it."""
+
+
+class DSPostNormBase(_NormBase):
+    """(residual, hidden): both norm(residual + hidden_states)."""
 
     def forward(
         self, residual: Tensor, hidden_states: Tensor, gamma: Tensor, beta: Tensor | None = None
@@ -227,19 +214,8 @@ class DSPostNormRegistry(DSModuleRegistryBase):
         return DSPostNormBase
 
 
-class DSPreNormBase(DSModuleBase):
+class DSPreNormBase(_NormBase):
     """(residual + hidden_states, norm of it); without ``hidden_states``, (residual, norm of it)."""
-
-    def __init__(self, config: DSNormConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
-
-    @staticmethod
-    def config_class() -> type[DSModuleConfig]:
-        return DSNormConfig
-
-    @abstractmethod
-    def transform_param(self, param: Tensor) -> InferenceParameter:
-        """A weight as forward wants it."""
 
     def forward(
         self, residual: Tensor, hidden_states: Tensor | None, gamma: Tensor, beta: Tensor | None = None
@@ -257,9 +233,6 @@ class DSPreNormRegistry(DSModuleRegistryBase):
 
 class DSUnembedBase(DSModuleBase):
     """Logits of the last token of each sequence."""
-
-    def __init__(self, config: DSUnembedConfig, implementation_config: dict[str, Any]) -> None:
-        super().__init__(config, implementation_config)
 
     @staticmethod
     def config_class() -> type[DSModuleConfig]:
