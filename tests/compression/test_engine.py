@@ -113,6 +113,37 @@ def test_two_ranks_train_as_one(stage: int, tmp_path: Path) -> None:
     check_cleaning(resumed, section)
 
 
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (1, {"offload_optimizer": {"device": "cpu"}}),
+        (2, {"offload_optimizer": {"device": "nvme"}}),
+        (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+        (3, {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}),
+    ],
+)
+def test_offloaded_states_and_parameters(
+    stage: int, offload: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    section = asked(stage)
+    expected, plain = alone(section, 2)
+    for name, where in offload.items():
+        section["zero_optimization"][name] = {**where, "nvme_path": str(tmp_path)}
+    engine = engine_of(section)
+    torch.testing.assert_close(trained(engine, 0, 4), expected[:4], rtol=1e-5, atol=1e-6)
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    resumed = engine_of(section)
+    resumed.load_checkpoint(str(tmp_path / "checkpoint"))
+    losses = trained(resumed, 4, STEPS)
+    torch.testing.assert_close(losses, expected[4:], rtol=1e-5, atol=1e-6)
+    assert losses == trained(engine, 4, STEPS)
+    masks = {name: mask for name, mask in plain.named_buffers() if name.endswith("mask")}
+    assert masks
+    for name, mask in masks.items():
+        assert torch.equal(mask, resumed.module.get_buffer(name)), name
+
+
 def check_cleaning(engine: Any, section: dict[str, Any]) -> None:
     """The engine's module becomes plain and whole, and computes what it did with the bits at the schedule's end."""
     tokens, _ = batch(99)
