@@ -58,9 +58,15 @@ class TRLRank:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-        self.folder = Path(tempfile.mkdtemp(prefix="trl_step_"))
+        first = torch.distributed.get_rank() == 0
+        place = [tempfile.mkdtemp(prefix="trl_step_") if first else ""]
+        torch.distributed.broadcast_object_list(place)
+        self.folder = Path(place[0])
         self.tokenizer = tokenizer()
-        llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=2).save_pretrained(self.folder / "base")
+        model = llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        if first:
+            model.save_pretrained(self.folder / "base")
+        torch.distributed.barrier()
         draw = torch.Generator().manual_seed(2)
         words = torch.randint(len(SPECIAL), VOCABULARY, (64, prompt), generator=draw)
         self.prompts = [" ".join(f"w{word}" for word in row) for row in words.tolist()]
