@@ -24,7 +24,8 @@ from report import Report, common_arguments
 from rollouts import SIZES, VOCABULARY, llama
 
 GOAL = 2.0  # times TRL under DDP
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+SPECIAL = ("<pad>", "<s>", "<unk>")
+END = VOCABULARY  # no token of the model: no answer ends before its length
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +64,7 @@ class TRLRank:
         torch.distributed.broadcast_object_list(place)
         self.folder = Path(place[0])
         self.tokenizer = tokenizer()
-        model = llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        model = llama(size, pad_token_id=0, bos_token_id=1, eos_token_id=END)
         if first:
             model.save_pretrained(self.folder / "base")
         torch.distributed.barrier()
@@ -73,7 +74,11 @@ class TRLRank:
 
     def run(self, steps: int) -> float:
         """Seconds per step of a training of its own."""
+        from accelerate.state import AcceleratorState, GradientState
         from transformers import TrainerCallback
+
+        AcceleratorState._reset_state()  # what the trainer before has left
+        GradientState._reset_state()
 
         class Times(TrainerCallback):
             def __init__(self) -> None:
@@ -126,7 +131,6 @@ class TRLRank:
             disable_tqdm=True,
             bf16=False,
             gradient_checkpointing=False,
-            generation_kwargs={"suppress_tokens": [2]} if self.system != "serving" else None,
         )
         return trl.GRPOTrainer(
             model=str(self.folder / "base"),
@@ -148,7 +152,7 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCABULARY))]
+    names = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), VOCABULARY)), "</s>"]
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
