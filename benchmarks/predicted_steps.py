@@ -192,6 +192,7 @@ def memory(arguments: argparse.Namespace, report: Report) -> None:
                         module=module,
                         config=config,
                         ranks=ranks,
+                        nodes=ranks,
                         device_type="cpu",
                         shape=shape_of(module.config),
                         sequence=sequence,

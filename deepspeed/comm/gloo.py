@@ -136,6 +136,12 @@ def piece_numel(size: int, item_bytes: int) -> int:
     return max(1, SCRATCH_BYTES // (_PIECES_IN_FLIGHT * (size - 1) * item_bytes))
 
 
+def scratch_shape(count: int, size: int, item_bytes: int) -> tuple[int, int, int]:
+    """[slots, peers, elements of a piece] that the sum of a slice of ``count`` elements is received into."""
+    piece = max(1, min(count, piece_numel(size, item_bytes)))
+    return min(_PIECES_IN_FLIGHT, -(-count // piece)), size - 1, piece
+
+
 def _pieces(start: int, stop: int, piece: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + piece, stop)) for first in range(start, stop, piece))
 
@@ -182,13 +188,11 @@ class _SlicedSum:
         self.tag = channel.next_tag(_mark(operation, input))
         start, stop = bounds[channel.rank]
         self.own = input[start:stop]
-        item = input.element_size()
-        fitting = piece_numel(channel.size, item)
-        piece = max(1, min(stop - start, fitting))
-        self.pieces = list(_pieces(0, stop - start, piece))
-        slots = min(_PIECES_IN_FLIGHT, len(self.pieces))
-        self.scratch = torch.empty((slots, len(channel.peers), piece), dtype=input.dtype)
-        self.received = [self._receive(index) for index in range(slots)]
+        fitting = piece_numel(channel.size, input.element_size())
+        shape = scratch_shape(stop - start, channel.size, input.element_size())
+        self.pieces = list(_pieces(0, stop - start, shape[2]))
+        self.scratch = torch.empty(shape, dtype=input.dtype)
+        self.received = [self._receive(index) for index in range(shape[0])]
         self.sent = [
             (peer, channel.send(input[first:last], peer, self.tag))
             for peer in channel.peers

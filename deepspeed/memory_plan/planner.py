@@ -15,7 +15,7 @@ from deepspeed.config.plan import ParamOffload, Plan
 from deepspeed.memory_plan.ledger import FROM_READY, TRAINING, Kind, Ledger, Phase, Place
 from deepspeed.memory_plan.model import ModelFacts
 from deepspeed.memory_plan.offload import BucketUse, Offload, Paper
-from deepspeed.memory_plan.rehearsal import SILENT, Journal, Rehearsal
+from deepspeed.memory_plan.rehearsal import SILENT, Journal, Rehearsal, SumScratch
 from deepspeed.memory_plan.states import OptimizerFacts
 from deepspeed.ops.native import DEVICE_PIECE
 from deepspeed.runtime.zero.cutting import cut_sharded, cut_whole
@@ -43,11 +43,19 @@ class Setting:
     micro_batches: int = 1
     device_type: str = "cuda"
     zero_init: bool = False
+    scattered: bool = False
+    """Whether every rank is on a node of its own."""
 
     @property
     def apart(self) -> bool:
         """Whether the device has its own memory."""
         return self.device_type != "cpu"
+
+    @property
+    def sum_scratch(self) -> SumScratch:
+        if self.apart:
+            return SumScratch.EXCHANGED
+        return SumScratch.MESSAGES if self.scattered else SumScratch.NONE
 
     @property
     def shards(self) -> int:
@@ -302,6 +310,7 @@ def rehearsal_of(setting: Setting, buckets: Sequence[BucketUse], journal: Journa
         everyone=setting.ranks,
         micro_batches=setting.micro_batches,
         apart=setting.apart,
+        scratch=setting.sum_scratch,
         journal=journal,
     )
 

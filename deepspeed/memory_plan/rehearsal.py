@@ -7,9 +7,11 @@ are meta tensors, other ranks answer immediately. The order is that of a real ba
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from deepspeed.comm.collectives import Communicator, Pending
 from deepspeed.comm.exchanged_sums import SCRATCH_BYTES
+from deepspeed.comm.gloo import scratch_shape
 from deepspeed.comm.pending import DONE
 from deepspeed.config.plan import Packing, ParamOffload, Plan
 from deepspeed.memory_plan.ledger import Kind, Phase
@@ -148,16 +151,26 @@ class PaperPool(BufferPool):
         self.meter.change(Kind.BUCKETS, held - self.meter.now[Kind.BUCKETS])
 
 
+class SumScratch(Enum):
+    """What a sum over ranks needs besides its tensor, by where the ranks are."""
+
+    NONE = auto()
+    """They share memory: host memory on one node."""
+    EXCHANGED = auto()
+    """Devices (``comm/exchanged_sums.py``)."""
+    MESSAGES = auto()
+    """Host memory on a node for each (``comm/gloo.py``)."""
+
+
 class PaperCommunicator(Communicator):
-    """Other ranks that answer immediately. ``buffered``: sums pass through buffers of their own, as on devices.
-    ``apart``: how far each is from the next."""
+    """Other ranks that answer immediately. ``apart``: how far each is from the next."""
 
     def __init__(
         self,
         size: int,
         meter: Meter,
         *,
-        buffered: bool = False,
+        scratch: SumScratch = SumScratch.NONE,
         journal: Journal = SILENT,
         apart: int = 1,
     ) -> None:
@@ -166,29 +179,43 @@ class PaperCommunicator(Communicator):
         self.meter = meter
         self.journal = journal
         self.apart = apart
-        self.buffered = buffered and size > 1
+        self.scratch = scratch if size > 1 else SumScratch.NONE
 
     def _tell(self, operation: str, nbytes: int) -> Pending:
         return self.journal.collective(operation, nbytes, self.size, self.apart) if self.size > 1 else DONE
 
     def reduce_scatter(self, output: Tensor, input: Tensor, *, scale: float = 1.0) -> Pending:
-        """16-bit inputs are exchanged and summed in fp32, piece by piece (``comm/exchanged_sums.py``)."""
-        self._take_scratch(input)
-        return self._tell("reduce_scatter", input.nbytes)
+        return self._sum("reduce_scatter", input)
 
-    def _take_scratch(self, input: Tensor) -> None:
-        if not self.buffered or input.element_size() >= 4:
-            return
-        whole = input.numel() * input.element_size()
-        received = min(whole, SCRATCH_BYTES)
-        sent = received if whole > SCRATCH_BYTES else 0  # a single piece is sent from where it is
-        total = received // input.element_size() // self.size * 4
+    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
+        return self._sum("all_reduce", tensor)
+
+    def _sum(self, operation: str, tensor: Tensor) -> Pending:
+        if self.scratch is SumScratch.MESSAGES:
+            return self._received(tensor, self._tell(operation, tensor.nbytes))
+        if self.scratch is SumScratch.EXCHANGED and tensor.element_size() < 4:
+            self._exchanged(tensor)
+        return self._tell(operation, tensor.nbytes)
+
+    def _exchanged(self, tensor: Tensor) -> None:
+        """16-bit inputs are exchanged and summed in fp32, piece by piece; the next sum finds the memory free."""
+        received = min(tensor.nbytes, SCRATCH_BYTES)
+        sent = received if tensor.nbytes > SCRATCH_BYTES else 0  # a single piece is sent from where it is
+        total = received // tensor.element_size() // self.size * 4
         self.meter.change(Kind.COMMUNICATION, sent + received + total)
         self.meter.change(Kind.COMMUNICATION, -sent - received - total)
 
-    def all_reduce(self, tensor: Tensor, *, scale: float = 1.0) -> Pending:
-        self._take_scratch(tensor)
-        return self._tell("all_reduce", tensor.nbytes)
+    def _received(self, tensor: Tensor, told: Pending) -> Pending:
+        """This rank's slice arrives from every other one, from the start of the sum until somebody waits for it."""
+        count, item = -(-tensor.numel() // self.size), tensor.element_size()
+        nbytes = math.prod(scratch_shape(count, self.size, item)) * item
+        self.meter.change(Kind.COMMUNICATION, nbytes)
+
+        def finish() -> None:
+            told.wait()
+            self.meter.change(Kind.COMMUNICATION, -nbytes)
+
+        return Pending(finish)
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return self._tell("all_reduce", tensor.nbytes)
@@ -225,7 +252,7 @@ class PaperChannel(PaperCommunicator):
 
 
 class PaperScopes:
-    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``buffered``: as in the communicators.
+    """The scopes of rank 0. ``shards``: ranks that share one copy, by scope. ``scratch``: as in the communicators.
     ``group``: neighbours among them that hold a copy of their own (hpZ)."""
 
     def __init__(
@@ -234,7 +261,7 @@ class PaperScopes:
         everyone: int,
         meter: Meter,
         *,
-        buffered: bool,
+        scratch: SumScratch,
         journal: Journal = SILENT,
         group: int = 1,
     ) -> None:
@@ -244,14 +271,14 @@ class PaperScopes:
         self.near: dict[str, PaperCommunicator] = {}
         """By scope: the ranks among which gathers stay."""
         self._known = {
-            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, buffered)
+            name: self._scope(name, size, everyone // expert_parallel_size(name, everyone), meter, scratch)
             for name, size in shards.items()
         }
 
-    def _scope(self, name: str, size: int, holders: int, meter: Meter, buffered: bool) -> Scope:
+    def _scope(self, name: str, size: int, holders: int, meter: Meter, scratch: SumScratch) -> Scope:
         apart = self.everyone.size // holders  # experts are spread over neighbours
         whole, shard, replicas = (
-            PaperCommunicator(ranks, meter, buffered=buffered, journal=self.journal, apart=apart * steps)
+            PaperCommunicator(ranks, meter, scratch=scratch, journal=self.journal, apart=apart * steps)
             for ranks, steps in ((holders, 1), (size, 1), (holders // size, size))
         )
         self.near[name] = shard
@@ -367,6 +394,7 @@ class Rehearsal:
     everyone: int
     micro_batches: int
     apart: bool
+    scratch: SumScratch = SumScratch.NONE
     meter: Meter = field(default_factory=Meter)
     journal: Journal = SILENT
 
@@ -376,7 +404,7 @@ class Rehearsal:
                 self.shards,
                 self.everyone,
                 self.meter,
-                buffered=self.apart,
+                scratch=self.scratch,
                 journal=self.journal,
                 group=self.plan.packing.group,
             )
