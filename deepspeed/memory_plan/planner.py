@@ -43,8 +43,8 @@ class Setting:
     micro_batches: int = 1
     device_type: str = "cuda"
     zero_init: bool = False
-    scattered: bool = False
-    """Whether every rank is on a node of its own."""
+    shared_memory: bool = True
+    """Whether ranks exchange what is in host memory without messages."""
 
     @property
     def apart(self) -> bool:
@@ -55,7 +55,7 @@ class Setting:
     def sum_scratch(self) -> SumScratch:
         if self.apart:
             return SumScratch.EXCHANGED
-        return SumScratch.MESSAGES if self.scattered else SumScratch.NONE
+        return SumScratch.NONE if self.shared_memory else SumScratch.MESSAGES
 
     @property
     def shards(self) -> int:

@@ -155,11 +155,11 @@ class SumScratch(Enum):
     """What a sum over ranks needs besides its tensor, by where the ranks are."""
 
     NONE = auto()
-    """They share memory: host memory on one node."""
+    """They share host memory."""
     EXCHANGED = auto()
     """Devices (``comm/exchanged_sums.py``)."""
     MESSAGES = auto()
-    """Host memory on a node for each (``comm/gloo.py``)."""
+    """Ranks in host memory that share none (``comm/gloo.py``)."""
 
 
 class PaperCommunicator(Communicator):

@@ -127,7 +127,7 @@ def answer(request: Request) -> Answer:
         micro_batches=config.gradient_accumulation_steps,
         device_type=request.device_type,
         zero_init=request.zero_init and plan.zero.shard_params,
-        scattered=request.nodes == request.all_ranks > 1,
+        shared_memory=config.comm_config.shared_memory and not request.nodes == request.all_ranks > 1,
     )
     ledger = plan_memory(setting)
     ledger.notes += note + _experts(facts, request.ranks)

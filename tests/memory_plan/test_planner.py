@@ -180,6 +180,18 @@ def test_sums_in_16_bit_need_buffers_on_devices() -> None:
     assert ledger.entries[Phase.BACKWARD, Place.DEVICE, Kind.COMMUNICATION] == 0
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_over_messages_receive_into_buffers(stage: int) -> None:
+    """Ranks without shared memory get this rank's slice from all others, for every bucket that is under way."""
+    config = config_for(stage)
+    ledger, numel = ledger_for(config, 4, device_type="cpu", nodes=4)
+    together = ledger_for(config, 4, device_type="cpu")[0]
+    alone = ledger_for(config | {"comm": {"shared_memory": False}}, 4, device_type="cpu")[0]
+    kind = (Phase.BACKWARD, Place.HOST, Kind.COMMUNICATION)
+    assert ledger.entries[kind] == alone.entries[kind] == pytest.approx(3 * numel / 4 * 4, rel=0.02)
+    assert not together.entries[kind]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_plan_is_made_of_the_parts_of_a_run(stage: int) -> None:
     """A wire format that the plan names is rehearsed, without a line about it in ``memory_plan``."""
