@@ -25,6 +25,7 @@ sys.path.append(str(FOLDER.parent / "examples/pretrain_gpt"))
 
 RANKS = 2
 RATE = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+LASTING = {**RATE, "betas": [0.9, 0.999]}  # for variances that are frozen: 0.95 remembers 20 gradients
 PLAIN = {"ZeRO-3, qwZ and qgZ": "ZeRO-3", "1-bit Adam": "Adam", "0/1 Adam": "Adam"}
 GOALS = {"ZeRO-3, qwZ and qgZ": 0.5, "1-bit Adam": 1.0, "0/1 Adam": 1.0}  # percent
 RUNS = ("ZeRO-3", "ZeRO-3, qwZ and qgZ", "Adam", "1-bit Adam", "0/1 Adam")
@@ -51,12 +52,12 @@ def settings(run: str, steps: int, batch: int) -> dict[str, Any]:
     """The engine's config. The variance is frozen after a fifth of the steps; from then on 0/1 Adam exchanges ever more
     seldom, at last every eighth step."""
     fifth = max(2, steps // 5)
-    optimizer: dict[str, Any] = {"type": "AdamW", "params": RATE}
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": RATE if run.startswith("ZeRO-3") else LASTING}
     if run == "1-bit Adam":
-        optimizer = {"type": "OneBitAdam", "params": {**RATE, "freeze_step": fifth}}
+        optimizer = {"type": "OneBitAdam", "params": {**LASTING, "freeze_step": fifth}}
     if run == "0/1 Adam":
         intervals = {"var_freeze_step": fifth, "local_step_scaler": fifth, "local_step_clipper": 8}
-        optimizer = {"type": "ZeroOneAdam", "params": {**RATE, **intervals}}
+        optimizer = {"type": "ZeroOneAdam", "params": {**LASTING, **intervals}}
     zero: dict[str, Any] = {"stage": 3 if run.startswith("ZeRO-3") else 0}
     if "qwZ" in run:
         zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}

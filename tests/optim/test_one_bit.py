@@ -566,3 +566,16 @@ def test_alone() -> None:
     fresh = OnebitAdam(make_model().parameters(), lr=1e-2, freeze_step=5)
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.adam_freeze_key
+
+
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam, OnebitLamb])
+def test_a_variance_of_few_gradients_is_warned_of(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.95 remembers 20 gradients, 0.99 a hundred."""
+    told: list[str] = []
+    monkeypatch.setattr(
+        "deepspeed.runtime.optim.one_bit.log_dist_once", lambda text, **options: told.append(text)
+    )
+    kind([nn.Parameter(torch.zeros(4))], betas=(0.9, 0.99))
+    assert not told
+    kind([nn.Parameter(torch.zeros(4))], betas=(0.9, 0.95))
+    assert "remembers 20 gradients" in told[0] and kind.__name__ in told[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,16 @@ from deepspeed.ops import momentum as momentum_kernels
 from deepspeed.ops.multi_tensor import MultiTensorOptimizer
 from deepspeed.ops.update import ALONE, Fragments, HoldersOf, UpdateContext
 from deepspeed.runtime.optim.sign_exchange import SignExchange
+from deepspeed.utils.logging import log_dist_once
 
 PIECE = 1 << 15
 """Elements: 128 KiB of each operand."""
 MASK = "exp_avg_mask"
 """Entry of a group: a tensor of the size of its parameters, 0 where their gradients are always exactly zero. Signs
 cannot say zero, so that momenta would move there, and errors pile up."""
+SHORT_MEMORY = 0.99
+"""Below this beta2 a variance that stays as it is was made of few gradients, and is too small where those happened to
+be."""
 BACKENDS = ("nccl", "mpi", "compressed", "hccl", "gloo")
 
 
@@ -38,6 +43,13 @@ class OneBitOptimizer(MultiTensorOptimizer):
         self.updates = 0
         self.exchange = SignExchange()
         self._checked: set[int] = set()
+        if (beta2 := defaults["betas"][1]) < SHORT_MEMORY:
+            log_dist_once(
+                f"{type(self).__name__} freezes a variance that remembers {1 / (1 - beta2):.0f} gradients, as betas[1] "
+                f"is {beta2:g}: training may be worse from then on. 0.999 is usual for this optimizer",
+                ranks=[0],
+                level=logging.WARNING,
+            )
 
     # Subclasses -----------------------------------------------------------------------------------------------
 
