@@ -121,8 +121,9 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def _written(value: GatheredTensor | Tensor, dtype: torch.dtype) -> LazyTensor:
-    """The tensor in the dtype of the export; read when it is written."""
-    kept = dtype if value.dtype.is_floating_point else value.dtype
+    """The tensor in the dtype of the export; read when it is written. What the fp32 weights hold in 16 bits (buffers of
+    such models) is not widened."""
+    kept = dtype if value.dtype.is_floating_point and dtype is not torch.float32 else value.dtype
     return LazyTensor(tuple(value.shape), kept, lambda: (value.contiguous().to(kept),))
 
 

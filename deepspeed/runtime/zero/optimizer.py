@@ -343,6 +343,12 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         )
 
     @property
+    def grad_partitions_flat_buffer(self) -> Tensor:
+        """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
+        parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
         modules = self.parameter_offload.module.modules()
