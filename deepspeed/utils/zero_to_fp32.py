@@ -70,7 +70,7 @@ def to_torch_tensor(
 
 def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = OUTPUT_DTYPE_NAMES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
-    if found not in OUTPUT_DTYPE_NAMES.values():
+    if found is None or found not in OUTPUT_DTYPE_NAMES.values():
         raise ValueError(f"Unsupported output dtype {dtype!r}: use one of {', '.join(OUTPUT_DTYPE_NAMES)}")
     return found
 
