@@ -59,6 +59,7 @@ LAYER_OF = {
     "deepspeed.step_plan.calibrate": "tools",
     "deepspeed.step_plan.calibration_rank": "tools",
     "deepspeed.utils.zero_to_fp32": "tools",
+    "deepspeed.utils.zero_to_torch": "tools",
     # schemas stand beside the mechanism that they configure
     "deepspeed.ops.sparse_attention*": "comm, ops, io",
     "deepspeed*.config": "schemas and plan",

@@ -16,12 +16,12 @@ MODULES = {
     "deepspeed.runtime.bf16_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.model_checkpointing.constants": "deepspeed.config.checkpoint",
     "deepspeed.runtime.config_utils": "deepspeed.config.sections",
-    "deepspeed.runtime.fp16.fused_optimizer": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.precision_config": "deepspeed.config.precision",
     "deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.gathering.init_context",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.runtime.zero.zenflow_config",
     "deepspeed.runtime.zero.stage3": "deepspeed.runtime.zero.optimizer",
     "deepspeed.runtime.zero.stage_1_and_2": "deepspeed.runtime.zero.optimizer",
+    "deepspeed.runtime.zero.tensor_fragment": "deepspeed.utils.tensor_fragment",
     "deepspeed.zero": "deepspeed.runtime.zero",
 }
 
@@ -101,6 +101,9 @@ _WEIGHTS = {
 # Documented module -> {documented name: "our.module", or "our.module:name" where the name differs}.
 # The documented module may be one of ours or exist only here.
 NAMES: dict[str, dict[str, str]] = {
+    "deepspeed.runtime.zenflow.zenflow_stage_1_and_2": {
+        "_num_selected_columns": "deepspeed.runtime.zero.offload.columns:number_chosen",
+    },
     "deepspeed.autotuning": {
         "Autotuner": "deepspeed.autotuning.autotuner",
     },
@@ -279,6 +282,7 @@ NAMES: dict[str, dict[str, str]] = {
         "CUDAQuantizer": "deepspeed.ops.quantizer.integers",
     },
     "deepspeed.runtime.zero.optimizer": {
+        "split_half_float_double": "deepspeed.runtime.helpers.tensor_structures",
         "estimate_zero2_model_states_mem_needs": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.runtime.zero.memory",
         "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.runtime.zero.memory",

@@ -10,6 +10,8 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for universal checkpoints (`load_universal`)."""
 RECOVERY_SCRIPT = "zero_to_fp32.py"
+SCRIPTS = (RECOVERY_SCRIPT, "zero_to_torch.py")
+"""Stored beside the checkpoints, for a shell."""
 FORMAT = 3
 """Version of the index that our files carry under ``INDEX``. Format 1 had sums for checksums, and all ranks' random
 states in every model file; format 2 listed every fragment in its directories."""

@@ -150,7 +150,7 @@ def save(
 
         def commit() -> None:
             folder.commit()
-            _put_recovery_script(save_dir)
+            _put_scripts(save_dir)
             if save_latest:
                 write_latest(save_dir, tag)
             if keep_last is not None:
@@ -558,9 +558,10 @@ def _param_shapes(state: TrainingState) -> list[OrderedDict[str, torch.Size]]:
     return shapes
 
 
-def _put_recovery_script(save_dir: Path) -> None:
-    """An executable ``zero_to_fp32.py`` next to the checkpoints, for a shell."""
-    content = resources.files("deepspeed.utils").joinpath(names.RECOVERY_SCRIPT).read_bytes()
-    path = save_dir / names.RECOVERY_SCRIPT
-    if not path.is_file() or path.read_bytes() != content:
-        replace_file(path, content, mode=0o744)
+def _put_scripts(save_dir: Path) -> None:
+    """Executable ``zero_to_fp32.py`` and ``zero_to_torch.py`` next to the checkpoints, for a shell."""
+    for name in names.SCRIPTS:
+        content = resources.files("deepspeed.utils").joinpath(name).read_bytes()
+        path = save_dir / name
+        if not path.is_file() or path.read_bytes() != content:
+            replace_file(path, content, mode=0o744)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
-from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, RECOVERY_SCRIPT
+from deepspeed.checkpoint.names import LATEST, LATEST_UNIVERSAL, SCRIPTS
 
 _OUR_OWN = re.compile(r"\..+\.(tmp|old)")
 """Hidden folders of a save in progress."""
@@ -43,7 +43,7 @@ def _problem(tag: str) -> str | None:
             return "begins or ends with a space"
         if _OUR_OWN.fullmatch(name):
             return "looks like the folder of an unfinished save"
-    if tag in (LATEST, LATEST_UNIVERSAL, RECOVERY_SCRIPT):
+    if tag in (LATEST, LATEST_UNIVERSAL, *SCRIPTS):
         return "is the name of a file stored next to the checkpoints"
     return None
 

@@ -130,11 +130,19 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o644, alone: bool =
         with naming(path):
             with open(written, "wb") as file:
                 file.write(content)
-                os.chmod(written, mode)
+            set_mode(written, mode)
             os.replace(written, path)
             flush_later([path])
     finally:
         written.unlink(missing_ok=True)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Some network shares have no permissions to set: a file is complete without."""
+    try:
+        os.chmod(path, mode)
+    except OSError as error:
+        logger.info(f"{path} keeps its permissions, which could not be set to {mode:o}: {error}")
 
 
 def aside(path: Path) -> Path:

@@ -45,6 +45,8 @@ STAGE = "zero_optimization.stage"
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam", "diloco")
 """Their state may lie in slices of copies."""
 OFFLOAD = "zero_optimization.offload_optimizer"
+GATHER_ALIGNMENT = 2
+"""Elements; documented as ``nccl_start_alignment_factor``."""
 
 
 def check_rules(config: TrainingConfig) -> list[Finding]:
@@ -274,6 +276,17 @@ def packets_make_sense(config: TrainingConfig) -> Iterator[Finding]:
         )
 
 
+def even_gathers(config: TrainingConfig) -> Iterator[Finding]:
+    """Harmless here, but release 0.19 stops at it: what passes here is to run there."""
+    zero, key = config.zero_optimization, "zero_optimization.allgather_bucket_size"
+    if zero.stage in (1, 2) and zero.allgather_bucket_size % GATHER_ALIGNMENT:
+        yield Finding(
+            (key, STAGE),
+            f"{zero.allgather_bucket_size} is odd: allgather_bucket_size must be a multiple of "
+            f"nccl_start_alignment_factor, {GATHER_ALIGNMENT}",
+        )
+
+
 def old_stage_one(config: TrainingConfig) -> Iterator[Finding]:
     if config.zero_optimization.legacy_stage1:
         yield Finding(
@@ -436,6 +449,7 @@ RULES: tuple[Rule, ...] = (
     zenflow_makes_sense,
     mics_needs_slices,
     packets_make_sense,
+    even_gathers,
     old_stage_one,
     optimizer_is_known,
     one_bit_needs_copies,

@@ -49,7 +49,7 @@ from deepspeed.runtime.zero.optimizer import (
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
-    FP16_Optimizer,
+    FusedOptimizer,
     UnfusedOptimizer,
     ZeroOptimizer,
 )
@@ -454,6 +454,10 @@ def _facade(
             from deepspeed.runtime.superoffload.superoffload_stage3 import SuperOffloadOptimizer_Stage3
 
             kind = SuperOffloadOptimizer_Stage3
+        elif sharded.scopes.mics_shard_size > 0:
+            from deepspeed.runtime.zero.mics import MiCS_Optimizer
+
+            kind = MiCS_Optimizer
         return kind(optimizer, executor, access, mover, sharded.offload)
     if plan.zero.shard_state:
         if plan.zenflow is not None:
@@ -472,9 +476,12 @@ def _facade(
 def _stage_0_kind(plan: Plan, optimizer: torch.optim.Optimizer) -> type[ZeroOptimizer]:
     """The documented class; they differ in nothing but their names, which clients ask for."""
     precision = plan.precision
-    if precision.param is torch.bfloat16 and precision.accumulate is not torch.bfloat16:  # fp32 if not said
+    adam = isinstance(optimizer, MultiTensorAdam)
+    if precision.param is torch.bfloat16 and (
+        precision.accumulate is torch.float32 or (adam and precision.accumulate is None)
+    ):
         return BF16_Optimizer
-    return FP16_Optimizer if isinstance(optimizer, MultiTensorAdam) else UnfusedOptimizer
+    return FusedOptimizer if adam else UnfusedOptimizer
 
 
 def broadcast_weights(module: nn.Module, scopes: Scopes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ from deepspeed.runtime.transforms import ForwardFacts, InputChain, InputTransfor
 from deepspeed.runtime.transforms.selection import from_config
 from deepspeed.runtime.zero.gathering.phases import Phase
 from deepspeed.runtime.zero.gathering.sharded_model import ShardedModel
+from deepspeed.runtime.zero.optimizer import ZeroOptimizer
 from deepspeed.runtime.zero.placements import find_placements
 from deepspeed.runtime.zero.scopes import Scopes
 from deepspeed.utils import groups
@@ -196,13 +198,15 @@ class DeepSpeedEngine(EngineCompile):
                 self.module, self.basic_optimizer, self.plan, self.scopes, self.clock, self.sharded, spare
             )
             self.optimizer = self.core.optimizer
+            if isinstance(self.optimizer, ZeroOptimizer):
+                self.optimizer.differentiate = weakref.WeakMethod(self.backward)
         self.param_names = {param: name for name, param in self.module.named_parameters()}
 
     # The training step --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module(*inputs, **kwargs)`` in the configured precision; a plain ``loss.backward()`` on what it returns
-        reduces gradients just as ``engine.backward(loss)`` does."""
+        divides gradients by the accumulation steps and reduces them, just as ``engine.backward(loss)`` does."""
         if self._plain_backward.open:
             self._recover()
         precision = self.plan.precision
@@ -294,12 +298,12 @@ class DeepSpeedEngine(EngineCompile):
         self._recover()
         if core.scaler.plan.active and not self._scaled_loss:
             raise RuntimeError(
-                "loss.backward() under fp16 needs the loss scale: call engine.scale(loss).backward(), or "
-                "engine.backward(loss)."
+                "Loss scaling is required under fp16, which loss.backward() does not know: call engine.backward(loss), "
+                "or engine.scale(loss).backward()."
             )
         self._network.phase = "backward"
         self.events.emit("before_backward", loss=None)
-        core.reducer.before_backward()
+        core.reducer.before_backward(share=1.0 / self.clock.steps if self.clock.managed else 1.0)
 
     def _end_plain_backward(self) -> None:
         self._end_backward()
@@ -341,7 +345,7 @@ class DeepSpeedEngine(EngineCompile):
         self.clock.rewind()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``; not divided by anything."""
+        """``loss`` times the current loss scale, for ``engine.scale(loss).backward()``."""
         core = self._require_core("scale")
         self._recover()
         _check_loss(loss)
@@ -352,7 +356,7 @@ class DeepSpeedEngine(EngineCompile):
         """On a boundary: clip, update, clear gradients, advance the schedule; otherwise count the micro-batch."""
         if self._no_sync:
             raise AssertionError(
-                "engine.step() inside engine.no_sync(): leave the context before the update."
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it before the update."
             )
         core = self.core or self._require_core("step")
         if self._plain_backward.open:
@@ -421,7 +425,9 @@ class DeepSpeedEngine(EngineCompile):
         """Backwards inside only accumulate on this rank; the next one outside sums over ranks. Allowed at any stage;
         with sharded gradients it costs a full gradient buffer."""
         if self._no_sync:
-            raise AssertionError("engine.no_sync() is already active and cannot be entered again.")
+            raise AssertionError(
+                "engine.no_sync() is already active: no_sync context manager reentry is unsupported."
+            )
         core = self._require_core("no_sync")
         self._no_sync = True
         core.reducer.sync_enabled = False

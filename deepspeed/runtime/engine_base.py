@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed import comm as dist
 from deepspeed.config.plan import GradientPlan, Plan
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.accumulation import AccumulationClock
 from deepspeed.runtime.engine_accessors import EngineAccessors
 from deepspeed.runtime.events import Events
 from deepspeed.runtime.progressive_layer_drop import LayerDropInputs, ProgressiveLayerDrop
+from deepspeed.runtime.sparse_tensor import SparseTensor, gather_rows
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.sparse_grads import sparse_parameters
 from deepspeed.utils.exceptions import NoOptimizerError
@@ -242,6 +244,44 @@ class EngineBase(EngineAccessors, nn.Module):
             return set()
         weights = sparse_parameters(self.module)
         return {name for name, param in self.module.named_parameters() if param in weights}
+
+    # For gradients of rows that a script keeps apart; those of the module's parameters are summed by backward.
+
+    def all_gather_scalar(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """``value`` of every rank of the group. Collective, as what follows."""
+        return gather_rows(value, dp_group) if value.dim() else gather_rows(value.unsqueeze(0), dp_group)
+
+    def sparse_all_gather(self, value: Tensor, dp_group: Any) -> list[Tensor]:
+        """The rows of every rank of the group, of which each may have another number."""
+        return gather_rows(value, dp_group)
+
+    def sparse_allreduce(
+        self, sparse: SparseTensor, dp_group: Any, dp_world_size: int | None = None
+    ) -> SparseTensor:
+        """Make ``sparse`` the mean over the group (the sum, without ``gradient_average``): the rows of all ranks, sent
+        as ``communication_data_type``."""
+        indices, values, _ = sparse.parts()
+        ranks = dp_world_size or dist.get_world_size(group=dp_group)
+        sent = values.to(self.communication_data_type) / (ranks if self.gradient_average else 1)
+        sparse.indices = torch.cat(gather_rows(indices, dp_group))
+        sparse.values = torch.cat(gather_rows(sent, dp_group)).to(values.dtype)
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> list[SparseTensor]:
+        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Iterable[SparseTensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> None:
+        """The same, written to the tensors, sparse or dense, that the ``SparseTensor`` were made of."""
+        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            original = sparse.orig_dense_tensor
+            if original is not None and original.is_sparse:
+                original.data = sparse.to_coo_tensor()
+            elif original is not None:
+                original.copy_(sparse.to_dense())
 
     @property
     def state_access(self) -> Any:

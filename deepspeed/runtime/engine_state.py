@@ -6,11 +6,13 @@ import functools
 import glob
 import os
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from deepspeed.checkpoint import names
+from deepspeed.checkpoint.writers import set_mode
 from deepspeed.runtime import engine_checkpoint, engine_weights
 from deepspeed.runtime.engine_base import EngineBase
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -38,6 +40,10 @@ class EngineState(EngineBase):
         return done
 
     store_checkpoint = save_checkpoint
+
+    def _change_recovery_script_permissions(self, dst: str) -> None:
+        """Let a shell run the script at ``dst``, if the file system has permissions."""
+        set_mode(Path(dst), 0o744)
 
     def load_checkpoint(
         self,

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """``rows`` [n, ...] of every rank of ``group``, where each may have another n. Collective."""
+    counts = [rows.new_empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, rows.new_tensor([len(rows)], dtype=torch.int64), group=group)
+    lengths = [int(count) for count in counts]
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    every = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(every, padded, group=group)
+    return [part[:length] for part, length in zip(every, lengths, strict=True)]
 
 
 class SparseTensor:
@@ -32,28 +45,28 @@ class SparseTensor:
     def type() -> str:
         return "deepspeed.SparseTensor"
 
-    def _parts(self) -> tuple[Tensor, Tensor, list[int]]:
+    def parts(self) -> tuple[Tensor, Tensor, list[int]]:
         if self.indices is None or self.values is None or self.dense_size is None:
             raise ValueError("the SparseTensor is empty: it was made without a tensor")
         return self.indices, self.values, self.dense_size
 
     def to_coo_tensor(self) -> Tensor:
-        indices, values, size = self._parts()
+        indices, values, size = self.parts()
         return torch.sparse_coo_tensor(indices.unsqueeze(0), values, size)
 
     def to_dense(self) -> Tensor:
-        indices, values, size = self._parts()
+        indices, values, size = self.parts()
         return values.new_zeros(size).index_add_(0, indices, values)
 
     def sparse_size(self) -> tuple[int, int]:
         """Numbers kept, and numbers of the dense tensor."""
-        indices, values, size = self._parts()
+        indices, values, size = self.parts()
         return indices.numel() + values.numel(), torch.Size(size).numel()
 
     def add(self, b: SparseTensor) -> None:
         """Add the rows of ``b``, which has the same dense shape, in place."""
-        indices, values, size = self._parts()
-        others, rows, other_size = b._parts()
+        indices, values, size = self.parts()
+        others, rows, other_size = b.parts()
         if size != other_size:
             raise ValueError(f"a SparseTensor of shape {other_size} cannot be added to one of shape {size}")
         self.indices = torch.cat([indices, others])
@@ -61,6 +74,6 @@ class SparseTensor:
 
     def __str__(self) -> str:
         kept, whole = self.sparse_size()
-        return f"{self.type()}(shape={self._parts()[2]}, kept={kept}, dense={whole})"
+        return f"{self.type()}(shape={self.parts()[2]}, kept={kept}, dense={whole})"
 
     __repr__ = __str__

@@ -255,14 +255,18 @@ def clip_grad_norm_(
     """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before scaling.
 
     With a model-parallel unit the norm is that of the whole model: parameters partitioned across its
-    ranks count on each rank, replicated ones count once.
+    ranks count on each rank, replicated ones count once. With experts that ranks spread (``allreduce = False``), it is
+    the mean over the data-parallel ranks, so that all scale alike.
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    params = [param for param in params if param.grad is not None]
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [param for param in given if param.grad is not None]
     group, rank = _model_parallel(mpu)
     device = params[0].device if params else torch.device(get_accelerator().current_device_name())
     counted = [p for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
     norm = _norm([p.grad for p in counted if p.grad is not None], float(norm_type), group, device)
+    if torch.distributed.is_initialized() and any(not getattr(p, "allreduce", True) for p in given):
+        mean = get_norm_with_moe_layers_fast(norm, groups._get_data_parallel_group())
+        norm = torch.full_like(norm, mean)
     _scale_down([p.grad for p in params if p.grad is not None], norm, max_norm, CLIP_EPSILON)
     return norm
 

@@ -25,6 +25,16 @@ from deepspeed.checkpoint.consolidate import consolidate, materialize, resolve_f
 from deepspeed.checkpoint.errors import CheckpointNotFoundError
 from deepspeed.checkpoint.export import save_weights
 
+OUTPUT_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+"""What exports can be written in, by the words for it."""
+
 
 class GatheredTensor:
     """A tensor that is assembled from its shards when ``contiguous()`` is called."""
@@ -39,20 +49,30 @@ class GatheredTensor:
 
 
 def to_torch_tensor(
-    state_dict: dict[str, Any], return_empty_tensor: bool = False
+    state_dict: dict[str, Any], return_empty_tensor: bool = False, dtype: torch.dtype | str | None = None
 ) -> OrderedDict[str, Tensor]:
     """Tensors for the placeholders of ``lazy_mode``; tied ones share memory.
 
-    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for determining sizes.
+    ``return_empty_tensor`` gives uninitialised tensors of the right shape, for determining sizes. ``dtype``: of those
+    of floating-point numbers, as ``OUTPUT_DTYPE_NAMES`` or torch name it; None leaves each as it is.
     """
+    wanted = None if dtype is None else _output_dtype(dtype)
     made: dict[int, Tensor] = {}
     result: OrderedDict[str, Tensor] = OrderedDict()
     for name, value in state_dict.items():
         if id(value) not in made:
-            empty = torch.empty(value.shape, dtype=value.dtype) if return_empty_tensor else None
-            made[id(value)] = empty if empty is not None else value.contiguous()
+            kept = wanted if wanted is not None and value.dtype.is_floating_point else value.dtype
+            empty = torch.empty(value.shape, dtype=kept) if return_empty_tensor else None
+            made[id(value)] = empty if empty is not None else value.contiguous().to(kept)
         result[name] = made[id(value)]
     return result
+
+
+def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = OUTPUT_DTYPE_NAMES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
+    if found is None or found not in OUTPUT_DTYPE_NAMES.values():
+        raise ValueError(f"Unsupported output dtype {dtype!r}: use one of {', '.join(OUTPUT_DTYPE_NAMES)}")
+    return found
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -70,6 +90,43 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return whole.mapped(GatheredTensor if lazy_mode else materialize)  # pyright: ignore[reportArgumentType]
 
 
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards with an index if
+    they exceed ``max_shard_size``. Holds one tensor in memory at a time.
+
+    Numbers in floating point are written as ``dtype``: float32, float16 or bfloat16, or one of their names.
+    """
+    wanted = _output_dtype(dtype)
+    state = get_fp32_state_dict_from_zero_checkpoint(
+        checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True
+    )
+    first: dict[int, str] = {}  # tied weights are one object
+    for name, value in state.items():
+        first.setdefault(id(value), name)
+    save_weights(
+        {name: _written(state[name], wanted) for name in first.values()},
+        Path(output_dir),
+        aliases={name: first[id(value)] for name, value in state.items() if first[id(value)] != name},
+        max_shard_size=max_shard_size,
+        safetensors=safe_serialization,
+    )
+
+
+def _written(value: GatheredTensor | Tensor, dtype: torch.dtype) -> LazyTensor:
+    """The tensor in the dtype of the export; read when it is written. What the fp32 weights hold in 16 bits (buffers of
+    such models) is not widened."""
+    kept = dtype if value.dtype.is_floating_point and dtype is not torch.float32 else value.dtype
+    return LazyTensor(tuple(value.shape), kept, lambda: (value.contiguous().to(kept),))
+
+
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
@@ -78,15 +135,15 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights to ``output_dir``: ``pytorch_model.bin`` or ``model.safetensors``, in shards
-    with an index if they exceed ``max_shard_size``. Holds one tensor in memory at a time."""
-    whole = consolidate(resolve_folder(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
-    save_weights(
-        whole.tensors,
-        Path(output_dir),
-        aliases=whole.aliases,
-        max_shard_size=max_shard_size,
-        safetensors=safe_serialization,
+    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
     )
 
 

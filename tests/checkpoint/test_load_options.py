@@ -12,6 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint import archive
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointTagError
+from deepspeed.checkpoint.names import SCRIPTS
 from deepspeed.utils import logger
 from tests.checkpoint.models import (
     Zoo,
@@ -327,7 +328,7 @@ def test_ranks_that_give_different_tags(tmp_path, mode):
     with Lines() as log:
         engine.save_checkpoint(tmp_path, tag)
     assert any("different tags" in line for line in log.said) == (mode == "Warn")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag0", "zero_to_fp32.py"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag0", *SCRIPTS]
     engine.load_checkpoint(tmp_path)
 
 
@@ -349,7 +350,7 @@ def test_one_rank_that_cannot_write_fails_all_and_nothing_is_lost(tmp_path):
     finally:
         archive._write_tensor = original
     assert ("failed on rank 1" in str(caught.value)) == (engine.global_rank == 0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "same", "zero_to_fp32.py"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "same", *SCRIPTS]
     engine.load_checkpoint(tmp_path)
     assert_restored(full_state(engine), expected)
 

@@ -145,6 +145,34 @@ def test_clients_find_the_files_of_an_engine_by_its_names(tmp_path):
         engine.destroy()
 
 
+@distributed(world_size=1)
+def test_class_of_wrapped_clients_optimizers():
+    import deepspeed
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    for dtype, kind in (
+        (None, FP16_UnfusedOptimizer),
+        ("bf16", FP16_UnfusedOptimizer),
+        ("fp32", BF16_Optimizer),
+    ):
+        model = torch.nn.Linear(3, 2)
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config={
+                "train_batch_size": 1,
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": dtype},
+            },
+        )
+        assert isinstance(optimizer, kind) and optimizer.low_precision_dtype is torch.bfloat16
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        assert (model.weight.grad is None) == (dtype == "fp32")
+        engine.step()
+        assert model.weight.grad is None
+
+
 @distributed(world_size=2)
 def test_masters_of_replicas_are_shown_by_group():
     import deepspeed

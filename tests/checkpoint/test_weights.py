@@ -22,6 +22,7 @@ from deepspeed.checkpoint.upstream_export import export_checkpoint
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_checkpoint_files,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
@@ -180,8 +181,8 @@ def test_the_script_beside_a_checkpoint(tmp_path):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
 
-    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = ["./zero_to_fp32.py", *arguments]
+    def script(*arguments: str, name: str = "zero_to_fp32") -> subprocess.CompletedProcess[str]:
+        command = [f"./{name}.py", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
 
     done = script(".", "out", "--safe_serialization", "--exclude_frozen_parameters")
@@ -190,6 +191,29 @@ def test_the_script_beside_a_checkpoint(tmp_path):
     failed = script(".", "out", "-t", "global_step9")
     assert failed.returncode == 1 and "no checkpoint 'global_step9'" in failed.stderr
     assert "Traceback" not in failed.stderr and "Traceback" in script(".", "out", "-t", "x", "--debug").stderr
+    done = script(".", "half", "--dtype", "bf16", name="zero_to_torch")
+    assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "half/pytorch_model.bin")["l1.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "torch.float16", torch.bfloat16, torch.float32])
+def test_exports_of_16_bits(tmp_path, dtype):
+    run(_save, 2, folder=str(tmp_path), stage=3, precision="fp32")
+    whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "out", dtype)
+    found = torch.load(tmp_path / "out/pytorch_model.bin")
+    wanted = dtype if isinstance(dtype, torch.dtype) else {"b": torch.bfloat16, "t": torch.float16}[dtype[0]]
+    cast = {k: v.to(wanted) if v.is_floating_point() else v for k, v in whole.items()}
+    assert_equal(found, whole if wanted is torch.float32 else cast)
+    shared = [{k for k in tied if tied[k] is v} for tied in (whole, found) for v in tied.values()]
+    assert shared[: len(whole)] == shared[len(whole) :]
+    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    assert_equal(to_torch_tensor(lazy, dtype=dtype), cast)
+    empty = to_torch_tensor(lazy, return_empty_tensor=True, dtype=dtype)
+    assert {k: v.dtype for k, v in empty.items()} == {k: v.dtype for k, v in cast.items()}
+    for wrong in ("int8", torch.int8):
+        with pytest.raises(ValueError, match="Unsupported output dtype .*int8.*: use one of float32"):
+            convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "no", wrong)
 
 
 def test_names_of_files(tmp_path):

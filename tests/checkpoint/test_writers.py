@@ -102,6 +102,7 @@ NO_TAGS = {
     "/tmp/x": "is an absolute path",
     "latest": "is the name of a file",
     "zero_to_fp32.py": "is the name of a file",
+    "zero_to_torch.py": "is the name of a file",
     ".a.tmp": "unfinished save",
 }
 
@@ -272,3 +273,16 @@ def test_killed_at_fifty_random_instants(tmp_path, tags, exchange, where):
 @pytest.mark.parametrize("tags", ["same", "new"])
 def test_one_of_two_ranks_is_killed(tmp_path, tags):
     assert "6 kills" in crash(tmp_path, tags, "yes", "6", "ranks")
+
+
+def test_shares_without_permissions(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "no permissions here")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    said: list[str] = []
+    monkeypatch.setattr(writers.logger, "info", said.append)
+    replace_file(tmp_path / "script.py", b"1", mode=0o744)
+    assert (tmp_path / "script.py").read_bytes() == b"1" and [
+        "no permissions here" in line for line in said
+    ] == [True]

@@ -176,6 +176,7 @@ MUTANTS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.stage": 4}, "zero_optimization.stage"),
     ({"zero_optimization.stage": -1}, "zero_optimization.stage"),
     ({"zero_optimization.allgather_bucket_size": -1}, "zero_optimization.allgather_bucket_size"),
+    ({"zero_optimization.allgather_bucket_size": 1001}, "zero_optimization.allgather_bucket_size"),
     ({"zero_optimization.offload_optimizer.ratio": 1.5}, "zero_optimization.offload_optimizer.ratio"),
     ({"fp16.loss_scale": -2}, "fp16.loss_scale"),
     ({"fp16.loss_scale": float("inf")}, "fp16.loss_scale"),

@@ -73,7 +73,7 @@ def micro_batch(engine: Any, number: int, armed: str = "", *, plain: bool = Fals
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     loss = engine(torch.randn(2, WIDTH, generator=generator).requires_grad_(), armed)
     if plain:
-        (loss / engine.gradient_accumulation_steps()).backward()
+        loss.backward()
     else:
         engine.backward(loss)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.zero import TiledLinear
 from tests.pool import distributed
@@ -83,3 +84,23 @@ def test_the_gradient_inside_no_sync_is_this_ranks(stage: int) -> None:
     assert alone.weight.grad is not None
     dist.all_reduce(alone.weight.grad)
     torch.testing.assert_close(safe_get_full_grad(weight), alone.weight.grad / 2)
+
+
+@distributed(world_size=1)
+def test_what_is_said_inside_no_sync() -> None:
+    config = OPTIMIZER | {"train_micro_batch_size_per_gpu": 1}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    with engine.no_sync():
+        with pytest.raises(AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync"):
+            engine.step()
+        with pytest.raises(AssertionError, match="no_sync context manager reentry"), engine.no_sync():
+            pass
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("kind", [AssertionError, ValueError])
+def test_gathers_of_an_odd_size(stage: int, kind: type[Exception]) -> None:
+    section = {"stage": stage, "allgather_bucket_size": 1001}
+    with pytest.raises(kind, match="allgather_bucket_size must be a multiple of nccl_start_alignment_factor"):
+        DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section})
+    DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section | {"stage": 3}})

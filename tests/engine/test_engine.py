@@ -167,6 +167,27 @@ def test_plain_backward_on_any_output(stage: int, kind: str) -> None:
     engine.destroy(), reference.destroy()
 
 
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("scaled", [True, False])
+@distributed(world_size=2)
+def test_plain_backward_counts_one_of_several_micro_batches(stage: int, kind: str, scaled: bool) -> None:
+    """As ``engine.backward`` does, whether or not other outputs lie between the loss and the parameters."""
+    engine, reference = start(stage, gas=4, model=Wrapped(kind)), start(stage, gas=4)
+    rank = dist.get_rank()
+    for micro in range(8):
+        output = engine(data(micro, rank))
+        loss = output[0] if kind == "tuple" else output["loss"]
+        (engine.scale(loss) if scaled else loss).backward()
+        reference.backward(reference(data(micro, rank)).square().mean())
+        if engine.is_gradient_accumulation_boundary():
+            for ours, theirs in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+                assert torch.equal(safe_get_full_grad(ours), safe_get_full_grad(theirs))
+        engine.step(), reference.step()
+    assert same(weights(engine), weights(reference))
+    engine.destroy(), reference.destroy()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=2)
 def test_safe_getters_see_the_reduced_state(stage: int) -> None:
@@ -181,6 +202,25 @@ def test_safe_getters_see_the_reduced_state(stage: int) -> None:
     torch.testing.assert_close(safe_get_full_fp32_param(weight), weight.detach())
     moment = safe_get_full_optimizer_state(weight, "exp_avg")
     torch.testing.assert_close(moment, 0.1 * model[0].weight.grad, rtol=1e-5, atol=1e-7)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("after_step", [True, False])
+@distributed(world_size=2)
+def test_gradients_that_a_script_keeps(after_step: bool) -> None:
+    engine = start(0)
+    rank = dist.get_rank()
+    engine.backward(engine(data(0, rank)).square().mean())
+    kept = [p.grad for p in engine.module.parameters()]
+    expected = [grad.clone() for grad in kept]
+    if after_step:
+        engine.step()
+    else:
+        for param in engine.module.parameters():
+            param.grad = None
+    engine.backward(engine(data(1, rank)).square().mean())
+    for param, grad, value in zip(engine.module.parameters(), kept, expected, strict=True):
+        assert torch.equal(grad, value) and not torch.equal(param.grad, value)
     engine.destroy()
 
 

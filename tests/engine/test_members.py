@@ -12,6 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.engine_accessors import _ACCESSORS
+from deepspeed.runtime.sparse_tensor import SparseTensor
 from tests.engine.test_engine import data, make_config, make_model, same, start, weights
 from tests.pool import distributed
 
@@ -347,3 +348,26 @@ def test_whole_tensors_through_the_optimizer_of_stage_3() -> None:
     moment = engine.optimizer.get_full_hp_param(weight, "exp_avg")
     torch.testing.assert_close(moment, 0.1 * expected, rtol=1e-5, atol=1e-7)
     engine.destroy()
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@distributed(world_size=2)
+def test_rows_that_a_script_sums_itself(averages: bool) -> None:
+    engine, *_ = deepspeed.initialize(model=make_model(), config=make_config())
+    engine.gradient_average = averages
+    rank = dist.get_rank()
+    dense = torch.zeros(6, 3)
+    dense[rank] = dense[3] = 1.0 + rank
+    dense[4 if rank else 3] = 5.0
+    expected = dense.clone()
+    dist.all_reduce(expected)
+    expected /= 2 if averages else 1
+    sparse = SparseTensor(dense)
+    assert torch.equal(engine.sparse_allreduce(sparse, engine.data_parallel_group).to_dense(), expected)
+    torchs = dense.to_sparse(1)
+    engine.sparse_allreduce_no_retain(map(SparseTensor, (dense, torchs)), engine.data_parallel_group)
+    assert torch.equal(dense, expected) and torch.equal(torchs.to_dense(), expected)
+    lengths = engine.all_gather_scalar(torch.tensor(rank), engine.data_parallel_group)
+    assert [int(length) for length in lengths] == [0, 1]
+    parts = engine.sparse_all_gather(torch.ones(rank, 2), engine.data_parallel_group)
+    assert [tuple(part.shape) for part in parts] == [(0, 2), (1, 2)]

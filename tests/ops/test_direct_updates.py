@@ -113,3 +113,17 @@ def test_lists_of_tensors(mode: int) -> None:
     assert torch.equal(
         param, trained(DeepSpeedCPULion, start, grads, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1)
     )
+
+
+def test_updates_by_the_number_of_an_optimizer() -> None:
+    start, grads = values(17)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    expected = trained(DeepSpeedCPUAdam, start, grads, **options)
+    first, second = (DeepSpeedCPUAdam([torch.nn.Parameter(start.clone())], **options) for _ in range(2))
+    assert first.opt_id != second.opt_id
+    flat, exp_avg, exp_avg_sq = start.clone(), torch.zeros(17), torch.zeros(17)
+    for step, grad in enumerate(grads, 1):
+        rest = (0.01, 0.9, 0.999, 1e-8, 0.1, True, flat, grad, exp_avg, exp_avg_sq)
+        assert second.ds_opt_adam.adam_update(second.opt_id, step, *rest) == 0
+    assert torch.equal(flat, expected)
+    second.ds_opt_adam.destroy_adam(second.opt_id)

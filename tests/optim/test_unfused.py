@@ -1,4 +1,4 @@
-"""``FP16_UnfusedOptimizer`` without an engine, against torch's optimizer on fp32 weights."""
+"""``FP16_UnfusedOptimizer`` and ``FP16_Optimizer`` without an engine, against torch's optimizer on fp32 weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
@@ -23,10 +24,11 @@ def layer() -> nn.Linear:
     return made
 
 
+@pytest.mark.parametrize("kind", [FP16_UnfusedOptimizer, FP16_Optimizer])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_it_updates_as_the_optimizer_does_in_fp32(dtype: torch.dtype) -> None:
+def test_it_updates_as_the_optimizer_does_in_fp32(dtype: torch.dtype, kind: type) -> None:
     low, plain = layer().to(dtype), layer()
-    wrapped = FP16_UnfusedOptimizer(
+    wrapped = kind(
         torch.optim.Adam(low.parameters(), lr=0.1),
         low_precision_dtype=dtype,
         static_loss_scale=8.0,
@@ -54,10 +56,11 @@ def test_it_updates_as_the_optimizer_does_in_fp32(dtype: torch.dtype) -> None:
             assert other.grad is None
 
 
-def test_overflows_lower_the_scale_and_good_steps_raise_it() -> None:
+@pytest.mark.parametrize("kind", [FP16_UnfusedOptimizer, FP16_Optimizer])
+def test_overflows_lower_the_scale_and_good_steps_raise_it(kind: type) -> None:
     model = layer().half()
     scale = LossScaleConfig(torch.float16, True, 0, ARGS)
-    wrapped = FP16_UnfusedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), loss_scale_config=scale)
+    wrapped = kind(torch.optim.SGD(model.parameters(), lr=0.5), loss_scale_config=scale)
     before = [param.detach().clone() for param in model.parameters()]
     seen = []
     for value in (float("inf"), float("nan"), 0.0, 0.0, 0.0):
@@ -96,3 +99,21 @@ def test_its_state_can_be_saved_and_loaded() -> None:
         second.weight.fill_(0.25)
     other.refresh_fp32_params()
     assert torch.equal(other.fp32_groups[0][0], torch.full((2, 3), 0.25))
+
+
+def test_flat_groups_of_the_fused_one() -> None:
+    model = layer().half()
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    wrapped = FP16_Optimizer(torch.optim.SGD(groups, lr=1.0), static_loss_scale=4.0, clip_grad=1.0)
+    assert not isinstance(wrapped, FP16_UnfusedOptimizer)
+    assert [flat.dtype for flat in wrapped.fp32_groups_flat + wrapped.fp16_groups_flat] == 2 * [
+        torch.float32
+    ] + 2 * [torch.float16]
+    flat = [torch.full((6,), 8.0)]
+    assert wrapped.unscale_and_clip_grads(flat, 16.0) == pytest.approx(16.0, rel=1e-5)
+    assert torch.allclose(flat[0], torch.full((6,), 0.5))
+    assert (
+        FP16_Optimizer(torch.optim.SGD([model.weight], lr=1.0), dynamic_loss_scale=True).cur_scale == 2.0**32
+    )
+    with pytest.raises(ValueError, match="fused_adam_legacy"):
+        FP16_Optimizer(torch.optim.SGD([model.weight], lr=1.0), fused_adam_legacy=True)

@@ -113,6 +113,16 @@ def test_structures_of_tensors() -> None:
     assert len(ds.align_dense_tensors([torch.ones(8)], 4)) == 1
 
 
+def test_dense_tensors_by_dtype() -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import split_half_float_double
+
+    whole = [
+        torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int8, torch.float32)
+    ]
+    lists = split_half_float_double([*whole, torch.ones(2).to_sparse()])
+    assert [[id(t) for t in some] for some in lists] == [[id(whole[1]), id(whole[3])], [id(whole[0])]]
+
+
 @distributed(world_size=2)
 def test_flat_groups_are_gathered() -> None:
     rank, group = dist.get_rank(), dist.new_group(ranks=range(2))

@@ -182,3 +182,16 @@ def test_small_things(tmp_path: Path) -> None:
         assert ds.noop_decorator(len) is len
     ds.empty_cache()
     assert not ds.is_model_parallel_parameter(nn.Parameter(torch.zeros(1)))
+
+
+@distributed(world_size=2)
+def test_norm_of_experts_that_ranks_spread() -> None:
+    """The same on every rank: the mean, as documented."""
+    rank = dist.get_rank()
+    shared, expert = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    expert.allreduce = False  # type: ignore[attr-defined]
+    shared.grad = torch.ones(1)
+    expert.grad = torch.full((1,), 1.0 + rank) if rank else None
+    norm = ds.clip_grad_norm_([shared, expert], 0.1)
+    assert float(norm) == pytest.approx((1 + 5**0.5) / 2)
+    assert float(shared.grad) == pytest.approx(0.1 / float(norm), rel=1e-4)

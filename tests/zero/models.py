@@ -144,7 +144,7 @@ def engine_losses(
         for micro in range(gas):
             loss = engine(batch(step, micro, rank), uses_sometimes(step, rank))
             if plain:
-                (loss / gas).backward()
+                loss.backward()
             else:
                 engine.backward(loss)
             engine.step()

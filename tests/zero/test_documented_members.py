@@ -224,3 +224,95 @@ def test_the_documented_linear_layer_is_a_linear_layer(bias: bool) -> None:
         assert torch.allclose(one, other)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer.float()(torch.ones(1, 3)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@distributed(world_size=2)
+def test_backward_of_the_optimizer_does_not_divide(stage: int) -> None:
+    """``optimizer.backward(loss)`` after the caller divided equals ``engine.backward(loss)``."""
+    gradients = []
+    for direct in (True, False):
+        engine, optimizer = build(stage)
+        for _ in range(2):
+            loss = engine(torch.ones(1, WIDTH)).float().sum()
+            optimizer.backward(loss / 2) if direct else engine.backward(loss / 2, scale_wrt_gas=False)
+        gradients.append([safe_get_full_grad(param) for param in engine.module.parameters()])
+        engine.step()
+        engine.destroy()
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other) and one.count_nonzero()
+
+
+@distributed(world_size=2)
+def test_gradients_in_one_buffer() -> None:
+    engine, optimizer = build(3)
+    assert optimizer.grad_partitions_flat_buffer.numel() == 0
+    backward(engine)
+    parts = [part for group in optimizer.averaged_gradients.values() for part in group]
+    assert torch.equal(optimizer.grad_partitions_flat_buffer, torch.cat(parts)) and parts
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_parts_of_the_weights_are_aligned() -> None:
+    engine, optimizer = build(2)
+    parts = optimizer.parallel_partitioned_bit16_groups
+    assert [len(ranks) for ranks in parts] == [2] * len(parts)
+    for bucket, ranks in zip(engine.core.store.param_buckets, parts, strict=True):
+        assert torch.equal(ranks[dist.get_rank()], bucket.shard)
+        assert all(part.data_ptr() % (2 * optimizer.nccl_start_alignment_factor) == 0 for part in ranks)
+    engine.destroy()
+
+
+@distributed(world_size=2)
+def test_class_of_optimizers_with_mics() -> None:
+    from deepspeed.runtime.zero.mics import MiCS_Optimizer
+
+    engine, optimizer = build(3, mics_shard_size=1)
+    assert isinstance(optimizer, MiCS_Optimizer)
+    assert not isinstance(build(3)[1], MiCS_Optimizer)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@distributed(world_size=4)
+def test_neighbours_that_parameters_are_gathered_from(size: int, ready: bool) -> None:
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        layer = nn.Linear(64, 64)
+    if ready:
+        build(3, layer, zero_hpz_partition_size=size)
+    for param in layer.parameters():
+        near: Any = param.ds_zero_param_process_group
+        assert (near is None) == (size == 1)
+        assert near is None or dist.get_world_size(near) == size
+        assert (param.ds_secondary_tensor is param.ds_tensor) == (size == 4)
+
+
+class BiasForTheCaller(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+class AddsBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BiasForTheCaller(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.inner(x)
+        return y + bias
+
+
+@distributed(world_size=2)
+def test_returned_parameters_belong_to_the_caller_too() -> None:
+    model: Any = nn.Sequential(AddsBias())
+    engine, _ = build(3, model)
+    assert model._external_params == model[0]._external_params == {}
+    for _ in range(2):
+        backward(engine)
+        engine.step()
+        assert list(model[0]._external_params.values()) == [model[0].inner.bias]
+        assert model._external_params == model[0].inner._external_params == {}
+    engine.destroy()
+    assert not hasattr(model, "_external_params")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
     """
 
     decoupled_key = "adamw_mode"
+    _ids = itertools.count()
 
     def __init__(
         self,
@@ -48,6 +53,21 @@ class DeepSpeedCPUAdam(MultiTensorAdam):
         super().__init__(model_params, defaults)
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.opt_id = next(DeepSpeedCPUAdam._ids)
+
+    @functools.cached_property
+    def ds_opt_adam(self) -> ModuleType:
+        """The op's functions, with an optimizer made under ``opt_id``: for updates of one's own."""
+        group = self.defaults
+        create_adam(
+            self.opt_id,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            group["adamw_mode"],
+        )
+        return sys.modules[__name__]
 
 
 # The documented functions of the op, for callers without an optimizer object.

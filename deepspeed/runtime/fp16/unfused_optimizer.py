@@ -1,4 +1,4 @@
-"""``FP16_UnfusedOptimizer``: a torch optimizer on fp32 copies of 16-bit weights, for loops without an engine."""
+"""A torch optimizer on fp32 copies of 16-bit weights, for loops without an engine."""
 
 from __future__ import annotations
 
@@ -21,44 +21,30 @@ from deepspeed.utils.logging import logger
 PARAMS = "params"
 
 
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer, abc.ABC):
-    """Wraps ``init_optimizer``, whose groups hold fp32 copies of their parameters from here on.
+class MasterCopies(DeepSpeedOptimizer):
+    """Wraps ``optimizer``, whose groups hold fp32 copies of their parameters from here on.
 
     Gradients arrive in ``param.grad`` of the model's own parameters, times the loss scale and summed over ranks;
     ``step`` unscales and clips them, updates the copies and rounds them into the model. An overflow skips the step and
-    lowers a dynamic scale. The scale is ``loss_scale_config``, or made of ``low_precision_dtype``,
-    ``static_loss_scale``, ``dynamic_loss_scale`` and ``dynamic_loss_args``. ``mpu``: its model-parallel ranks share the
-    norm. ``deepspeed``, ``verbose`` and ``fused_lamb_legacy`` have no effect.
+    lowers a dynamic scale. ``mpu``: its model-parallel ranks share the norm.
     """
 
     def __init__(
         self,
-        init_optimizer: Optimizer,
-        deepspeed: Any = None,
-        loss_scale_config: core.LossScaler | None = None,
-        low_precision_dtype: torch.dtype = torch.float16,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-        mpu: Any = None,
-        clip_grad: float = 0.0,
-        fused_lamb_legacy: bool = False,
+        optimizer: Optimizer,
+        scale: core.LossScaler,
+        low_precision_dtype: torch.dtype,
+        mpu: Any,
+        clip_grad: float,
     ) -> None:
-        self.optimizer = init_optimizer
+        self.optimizer = optimizer
         self.low_precision_dtype = low_precision_dtype
-        self.loss_scale_config = loss_scale_config or LossScaleConfig(
-            low_precision_dtype,
-            dynamic_loss_scale,
-            static_loss_scale,
-            dynamic_loss_args,
-            profile=LossScaleProfile.UNFUSED,
-        )
+        self.loss_scale_config = scale
         self.mpu = mpu
         self.clip_grad = clip_grad
-        self.fused_lamb_legacy = fused_lamb_legacy
         self.overflow = False
         self._global_grad_norm = 0.0
+        self._grad_scale = scale.scale
         self.fp16_groups: list[list[Tensor]] = [list(group[PARAMS]) for group in self.param_groups]
         self.fp32_groups = [[_master(param) for param in group] for group in self.fp16_groups]
         for group, masters in zip(self.param_groups, self.fp32_groups, strict=True):
@@ -92,7 +78,7 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer, abc.ABC):
         for param, master in self._pairs():
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
         self._grad_scale = scale
-        self.unscale_and_clip_grads(norm)
+        self._unscale_and_clip(norm)
         self.optimizer.step()
         with torch.no_grad():
             for param, master in self._pairs():
@@ -102,8 +88,6 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer, abc.ABC):
                     param.copy_(master)
         return False
 
-    step_fused_lamb = step
-
     def _update_scale(self, overflow: bool) -> None:
         if overflow:
             logger.warning(
@@ -111,7 +95,7 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer, abc.ABC):
             )
         self.loss_scale_config.update(overflow)
 
-    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
+    def _unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
         """Divide the copies' gradients, of which ``total_norm`` is the norm, by the loss scale and by what clipping
         asks for. Returns the divisor; ``apply_scale=False`` only computes it."""
         divisor = self._grad_scale
@@ -207,10 +191,51 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer, abc.ABC):
         return self.param_groups[0]["lr"]
 
 
-FP16_UnfusedOptimizer.register(UnfusedOptimizer)
-
-
 def _master(param: Tensor) -> Tensor:
     return (
         param if param.dtype == torch.float32 else nn.Parameter(param.detach().float(), param.requires_grad)
     )
+
+
+class FP16_UnfusedOptimizer(MasterCopies, abc.ABC):
+    """The copies are tensors of their own. The scale is ``loss_scale_config``, or made of ``low_precision_dtype``,
+    ``static_loss_scale``, ``dynamic_loss_scale`` and ``dynamic_loss_args``. ``deepspeed``, ``verbose`` and
+    ``fused_lamb_legacy`` have no effect.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        deepspeed: Any = None,
+        loss_scale_config: core.LossScaler | None = None,
+        low_precision_dtype: torch.dtype = torch.float16,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+        mpu: Any = None,
+        clip_grad: float = 0.0,
+        fused_lamb_legacy: bool = False,
+    ) -> None:
+        scale = loss_scale_config or LossScaleConfig(
+            low_precision_dtype,
+            dynamic_loss_scale,
+            static_loss_scale,
+            dynamic_loss_args,
+            profile=LossScaleProfile.UNFUSED,
+        )
+        super().__init__(init_optimizer, scale, low_precision_dtype, mpu, clip_grad)
+        self.fused_lamb_legacy = fused_lamb_legacy
+
+    def _unscale_and_clip(self, total_norm: float, apply_scale: bool = True) -> float:
+        return self.unscale_and_clip_grads(total_norm, apply_scale)
+
+    def unscale_and_clip_grads(self, total_norm: float, apply_scale: bool = True) -> float:
+        """Divide the copies' gradients, of which ``total_norm`` is the norm, by the loss scale and by what clipping
+        asks for. Returns the divisor; ``apply_scale=False`` only computes it."""
+        return super()._unscale_and_clip(total_norm, apply_scale)
+
+    step_fused_lamb = MasterCopies.step
+
+
+FP16_UnfusedOptimizer.register(UnfusedOptimizer)

@@ -34,6 +34,13 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
     return inputs1 == inputs2
 
 
+def split_half_float_double(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The dense tensors of fp16, fp32, fp64 and bf16, in this order, each kind in a list; no empty lists."""
+    kinds = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    lists = [[t for t in tensors if t.dtype is kind and t.layout is torch.strided] for kind in kinds]
+    return [some for some in lists if some]
+
+
 def maybe_loss_for_backward(value: Any) -> bool:
     """Whether the value may be a loss: a one-element tensor with a graph."""
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None

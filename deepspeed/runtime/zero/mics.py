@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.runtime.zero.gathering.init_context import Init, read_config
 from deepspeed.runtime.zero.gathering.solo_shard import shard_alone
+from deepspeed.runtime.zero.optimizer import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.scopes import Scope
 
 
@@ -76,3 +77,7 @@ class MiCS_Init(Init):
     @property
     def num_partitions(self) -> int:
         return self.scope.shard.size
+
+
+class MiCS_Optimizer(DeepSpeedZeroOptimizer_Stage3):
+    """What the engine returns at stage 3 with ``mics_shard_size``."""

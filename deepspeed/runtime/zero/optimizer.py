@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.offload.state_moves import StateMover
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.step import StepExecutor, StepResult
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 
 class ZeroOptimizer(ZeROOptimizer):
@@ -37,6 +38,8 @@ class ZeroOptimizer(ZeROOptimizer):
         self.access = access
         self.mover = mover
         self.last: StepResult | None = None
+        self.differentiate: Callable[[], Callable[..., Any] | None] = lambda: None
+        """Gives the ``backward`` of the engine, which sets this."""
 
     # What optimizers have -----------------------------------------------------------------------------------
 
@@ -59,6 +62,13 @@ class ZeroOptimizer(ZeROOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch: parameters that were frozen, or in no optimizer, train from their first gradient on."""
         self.optimizer.add_param_group(param_group)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """``engine.backward(loss)`` without the division by the accumulation steps: the caller has divided."""
+        backward = self.differentiate()
+        if backward is None:
+            raise RuntimeError("optimizer.backward(loss) needs the engine of this optimizer, which is gone")
+        backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, closure: None = None) -> None:
         """Unscale, clip, update and publish; an overflow skips the step. ``closure`` is not supported."""
@@ -169,6 +179,16 @@ class ZeroOptimizer(ZeROOptimizer):
         """Of the model's own weights."""
         return self.executor.plan.precision.param or torch.float32
 
+    def needs_scaler(self) -> bool:
+        """Whether a loss has to be multiplied by the loss scale before its backward (fp16)."""
+        return self.executor.scaler.plan.active
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """A scalar that has a graph, times the loss scale; anything else as it is."""
+        if isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None:
+            return value * self.executor.scaler.scale
+        return value
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Use this scale from now on (some pipelines set it from outside)."""
         if not math.isfinite(loss_scale) or loss_scale <= 0:
@@ -278,6 +298,19 @@ class ZeroOptimizer(ZeROOptimizer):
 class DeepSpeedZeroOptimizer(ZeroOptimizer):
     """Stages 1 and 2 (documented as ``deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer``)."""
 
+    nccl_start_alignment_factor = 2
+    """Parts of ranks begin at a multiple of this many elements; in fact at one of ``layout.ALIGNMENT``."""
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
+        """The model's weights as they are divided: for each bucket, the part of every rank, in place."""
+        return [
+            list(bucket.full.chunk(bucket.layout.num_shards))
+            if bucket.full is not None
+            else [param.data.view(-1) for param in bucket.params]
+            for bucket in self.executor.store.param_buckets
+        ]
+
 
 class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
     """Stage 3 (documented as ``deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3``)."""
@@ -308,6 +341,18 @@ class DeepSpeedZeroOptimizer_Stage3(ZeroOptimizer):
         raise AttributeError(
             "single_partition_of_fp32_groups exists at stages 1 and 2; see fp32_partitioned_groups_flat"
         )
+
+    @property
+    def grad_partitions_flat_buffer(self) -> Tensor:
+        """This rank's parts of the gradients in one flat tensor (a copy); empty when ``averaged_gradients`` is."""
+        parts = [part.reshape(-1) for group in self.averaged_gradients.values() for part in group]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is gathered as one (``set_z3_leaf_modules``)."""
+        modules = self.parameter_offload.module.modules()
+        return {module: list(module.parameters()) for module in modules if z3_leaf_module(module)}
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
         """The whole fp32 weight, or the state ``optim_state_key`` (``exp_avg``, ...). Collective."""
@@ -350,11 +395,11 @@ class WholeMasters(ZeroOptimizer):
         return [[master for master in group if master is not None] for group in groups]
 
 
-class FP16_Optimizer(WholeMasters):
-    """FusedAdam or a 1-bit Adam (documented as ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``)."""
+class FusedOptimizer(WholeMasters):
+    """FusedAdam or a 1-bit Adam: an instance of ``deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer``."""
 
 
-class BF16_Optimizer(FP16_Optimizer):
+class BF16_Optimizer(FusedOptimizer):
     """bf16 weights whose gradients accumulate in fp32 (documented as
     ``deepspeed.runtime.bf16_optimizer.BF16_Optimizer``); clients ask for either class."""
 

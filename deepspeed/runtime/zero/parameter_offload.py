@@ -26,7 +26,7 @@ from deepspeed.utils.transforms import call_outside_transforms, inside_transform
 from deepspeed.utils.untraced import untraced
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
-EXTERNAL = "_ds_external_params"
+EXTERNAL = "_external_params"
 
 
 class ZeROOrderedDict(OrderedDict):
@@ -68,6 +68,7 @@ class DeepSpeedZeRoOffload:
         """Whether anything is ever gathered; else no module has hooks."""
         self._needs: dict[nn.Module, list[int]] = {}
         self._numbers: dict[nn.Module, int] = {}  # the same on every rank
+        self._parents = {child: parent for parent in module.modules() for child in parent.children()}
         self._compiled: list[nn.Module] = []
         self._watch_reads()
         self._register_deepspeed_module(module)
@@ -144,6 +145,8 @@ class DeepSpeedZeRoOffload:
         def after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
             transformed = inside_transform()
             frame = call_outside_transforms(coordinator.leave) if transformed else coordinator.leave()
+            if type(outputs) is not Tensor:
+                self._adopt_returned(module, outputs)
             if frame.held and recording():
                 if transformed:  # backwards at several levels reach the outputs in an unknown order
                     coordinator.transitions.keep(frame.held)
@@ -159,6 +162,15 @@ class DeepSpeedZeRoOffload:
             module.register_forward_pre_hook(untraced(before_forward), prepend=True, with_kwargs=True)
         )
         self.forward_hooks.append(module.register_forward_hook(untraced(after_forward), always_call=True))
+
+    def _adopt_returned(self, module: nn.Module, outputs: Any) -> None:
+        """A module that returns a parameter (a bias, for its caller to add) lends it to the module around it."""
+        parent = self._parents.get(module)
+        if parent is None:
+            return
+        for tensor in tensors_in(outputs):
+            if isinstance(tensor, nn.Parameter) and id(tensor) in self._index:
+                register_external_parameter(parent, tensor)
 
     # Parameters read outside their own module ---------------------------------------------------------------
 
@@ -176,6 +188,7 @@ class DeepSpeedZeRoOffload:
         for module in self.module.modules():
             if any(id(param) in index for param in module._parameters.values()):
                 module._parameters = ZeROOrderedDict(read, module._parameters.items())  # type: ignore[assignment]
+            module.__dict__.setdefault(EXTERNAL, {})
             module.ds_external_parameters = lambda module=module: external_parameters(module)  # type: ignore[assignment]
 
     # The end ------------------------------------------------------------------------------------------------
@@ -196,11 +209,13 @@ class DeepSpeedZeRoOffload:
             if isinstance(module._parameters, ZeROOrderedDict):
                 module._parameters = dict(module._parameters.items())
             module.__dict__.pop("ds_external_parameters", None)
+            if not module.__dict__.get(EXTERNAL, True):
+                del module.__dict__[EXTERNAL]
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, nn.Parameter]]:
     """``(ds_id, parameter)`` of the parameters registered for use in ``module`` but owned by other modules."""
-    return list(getattr(module, EXTERNAL, {}).items())
+    return list(module.__dict__.get(EXTERNAL, {}).items())
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

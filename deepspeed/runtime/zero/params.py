@@ -110,7 +110,7 @@ def convert(param: nn.Parameter, home: Home, position: int) -> None:
     attributes.ds_param_type = ZeroParamType.PARTITIONED
     attributes.ds_persist = False
     attributes.ds_active_sub_modules = set()
-    attributes.ds_secondary_tensor = None
+    attributes.ds_secondary_tensor = attributes.ds_zero_param_process_group = None
     attributes.ds_status = ZeroParamStatus.AVAILABLE
     for method in (
         all_gather,
@@ -149,7 +149,7 @@ def adopt_copy(param: nn.Parameter, original: nn.Parameter, home: Home) -> None:
 def _house(param: nn.Parameter, home: Home, position: int) -> None:
     attributes: Any = param
     attributes.ds_home, attributes.ds_position = home, position
-    attributes.ds_process_group = attributes.ds_zero_param_process_group = home.communicator.group
+    attributes.ds_process_group = home.communicator.group
     local = home.local_part(position)
     local.ds_numel = local.numel()  # type: ignore[attr-defined]
     local.status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
@@ -157,6 +157,14 @@ def _house(param: nn.Parameter, home: Home, position: int) -> None:
     attributes.ds_tensor = local
     attributes.ds_numel_aligned = local.numel() * home.communicator.size
     attributes.ds_persist = getattr(home, "persistent", False)
+
+
+def note_neighbours(param: nn.Parameter, near: Any, *, all_holders: bool) -> None:
+    """Parameters are gathered from the ranks ``near`` alone (ZeRO++'s hpZ); ``all_holders``: those are all that hold
+    one copy, so that what this rank gives them is its own part."""
+    attributes: Any = param
+    attributes.ds_zero_param_process_group = near
+    attributes.ds_secondary_tensor = attributes.ds_tensor if all_holders else None
 
 
 def mark(params: Iterable[nn.Parameter], status: ZeroParamStatus) -> None:

@@ -16,9 +16,10 @@ except that the buckets' wire format sends nothing.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,15 @@ from deepspeed.runtime.zero.grad_bucket import GradBucket
 from deepspeed.runtime.zero.layout import NOBODY
 from deepspeed.runtime.zero.params import full_shape
 from deepspeed.utils.untraced import untraced
+
+
+def _take(stack: list[Any]) -> tuple[Any, int]:
+    """The last of the list, and how many references there are to it, one or two of them here."""
+    last = stack.pop()
+    return last, sys.getrefcount(last)
+
+
+_NO_OTHERS = _take([object()])[1]
 
 
 class LaunchTurns(Protocol):
@@ -84,6 +94,7 @@ class GradReducer:
         self._expected = [1] * len(self.params)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._exposed: list[nn.Parameter] = []  # those whose ``grad`` is a view of the local sum
+        self._shown: list[Tensor] = []  # these views
         self._late: dict[int, Tensor] = {}
         self.managed = False  # whether the caller calls flush() at the end of the running backward
         self._running = False  # between the beginning of a backward and its flush
@@ -140,21 +151,32 @@ class GradReducer:
         self._completed: list[int] = []
         self._launched = [False] * len(self.buckets)
         self._sync: bool | None = None
+        self._share = 1.0
 
-    def before_backward(self, *, managed: bool = True) -> None:
+    def before_backward(self, *, managed: bool = True, share: float = 1.0) -> None:
         """Withdraw exposed gradients, so that autograd hands over new tensors instead of adding in place.
 
-        ``managed``: the caller will ``flush`` when the backward ends.
+        ``managed``: the caller will ``flush`` when the backward ends. ``share``: factor of all gradients of this
+        backward, whose loss the caller has not divided.
         """
         self.managed = managed
+        self._share = share
         self._running = True
         if not self._exposed:
             return
         if all(param.grad is None for param in self._exposed):
             self.clear()  # the caller zeroed them through its own optimizer
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """The sums are written again. Gradients that a script holds stay what they are, in memory of their own."""
         for param in self._exposed:
             param.grad = None
         self._exposed = []
+        while self._shown:
+            grad, references = _take(self._shown)
+            if references > _NO_OTHERS:
+                grad.data = grad.data.clone()
 
     def ready(self, index: int, param: Tensor) -> None:
         """Take the gradient that autograd has just left in ``param.grad``."""
@@ -165,6 +187,8 @@ class GradReducer:
         in_place = bool(self._exposed) and self._added_in_place(self.buckets[b], position, grad)
         param.grad = None
         self.used[index] = True
+        if self._share != 1.0:
+            grad = grad * self._share  # not in place: several parameters may have been given one tensor
         if self._sync is None:
             self._sync = self.will_sync()
             self._running = True
@@ -308,13 +332,14 @@ class GradReducer:
         return self.buckets[0].device if self.buckets else torch.device("cpu")
 
     def _expose(self) -> None:
-        self._exposed = []
+        self._exposed, self._shown = [], []
         for index, param in enumerate(self.params):
             if self.used[index]:
                 b, position = self._place[index]
                 if self.buckets[b].dtype == param.dtype:  # autograd refuses a gradient of another dtype
                     param.grad = self.buckets[b].views[position].detach()  # the caller's own object
                     self._exposed.append(param)
+                    self._shown.append(param.grad)
 
     def local_sum(self, index: int) -> Tensor | None:
         """This rank's local sum for a parameter that no collective has taken yet, 1-D and live."""
@@ -437,9 +462,9 @@ class GradReducer:
                 return
         for bucket in self.buckets:
             bucket.clear()
+        self._withdraw()
         for param in (*self.params, *self.waiting):
             param.grad = None
-        self._exposed = []
         self._late.clear()
         self.used = [False] * len(self.params)
 

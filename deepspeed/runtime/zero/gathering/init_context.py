@@ -37,7 +37,9 @@ from deepspeed.runtime.zero.params import (
     ZeroParamStatus,
     ZeroParamType,
     is_zero_param,
+    note_neighbours,
 )
+from deepspeed.runtime.zero.scopes import Scope
 
 __all__ = [
     "DeepSpeedTensorOverride",
@@ -219,7 +221,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         dist.init_distributed()
         self.communicator = _communicator_of(sequence_data_parallel_group or data_parallel_group, mpu)
         self.overrides = frozenset(tensor_overrides)
-        self.checks_writes = bool((settings.get("zero_optimization") or {}).get("enable_sanity_checks"))
+        zero = settings.get("zero_optimization") or {}
+        self.checks_writes = bool(zero.get("enable_sanity_checks"))
+        self.group_size = int(zero.get("zero_hpz_partition_size", 1))
         name = (
             "cpu"
             if remote_device in ("cpu", "nvme")
@@ -248,6 +252,15 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def _cut(self, param: nn.Parameter) -> None:
         shard_alone(param, self.communicator, keep=self.keep)
+        if self.group_size > 1:
+            near = self.neighbours
+            note_neighbours(param, near.group, all_holders=near is self.communicator)
+
+    @functools.cached_property
+    def neighbours(self) -> Communicator:
+        """This rank's group with ``zero_hpz_partition_size``."""
+        levels = Scope.whole(self.communicator).grouped(self.group_size).levels
+        return self.communicator if levels is None else levels.near
 
     # Documented names ---------------------------------------------------------------------------------------
 

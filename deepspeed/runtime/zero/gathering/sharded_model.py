@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed.comm.collectives import Communicator
 from deepspeed.comm.groups import default_timeout
 from deepspeed.config.plan import Packing
+from deepspeed.runtime.zero import params as zero_params
 from deepspeed.runtime.zero.gathering.coordinator import LiveBudget, ParamCoordinator
 from deepspeed.runtime.zero.gathering.gather import FetchingGather, LocalGather, ReadingGather
 from deepspeed.runtime.zero.gathering.packets import PacketServers, PieceChannel, make_pieces
@@ -47,6 +48,7 @@ class ShardedModel:
         self.scopes = scopes
         for bucket in self.buckets:
             bucket.flatten()
+            self._note_neighbours(bucket)
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.layout.index in trained]
         device = self.buckets[0].device if self.buckets else torch.device("cpu")
         self.gatherer = make_gatherer(
@@ -62,6 +64,14 @@ class ShardedModel:
         self._kept_by_config = {bucket.layout.index for bucket in self.buckets if bucket.persistent}
         self._kept: set[int] = set()  # by ``keep_gathered``
         self.row_norms = RowNorms(module, scopes.everyone)
+
+    def _note_neighbours(self, bucket: ShardedBucket) -> None:
+        if self.scopes.group_size <= 1:
+            return
+        scope = self.scopes[bucket.layout.scope]
+        near = scope.shard if scope.levels is None else scope.levels.near
+        for param in bucket.params:
+            zero_params.note_neighbours(param, near.group, all_holders=near is scope.shard)
 
     def before_step(self) -> None:
         self.gatherer.end_of_step()

@@ -29,6 +29,11 @@ def columns_of(shape: Sequence[int]) -> int:
     return count
 
 
+def number_chosen(num_columns: int, topk_ratio: float) -> int:
+    """Of so many columns: the ratio of them, and one at least."""
+    return min(num_columns, max(1, round(topk_ratio * num_columns)))
+
+
 class ColumnChoice:
     """Chooses ``ratio`` of the columns of each weight of ``store``, at least one if it is positive."""
 
@@ -75,7 +80,7 @@ class ColumnChoice:
     def _best(self, sums: Tensor) -> Tensor:
         mask = torch.zeros(len(sums), dtype=torch.bool, device=sums.device)
         if self.ratio > 0:
-            mask[sums.topk(max(1, round(self.ratio * len(sums)))).indices] = True
+            mask[sums.topk(number_chosen(len(sums), self.ratio)).indices] = True
         return mask
 
     def _share(self, held: float, whole: float) -> float:
