@@ -342,6 +342,9 @@ get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_g
 get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer
 """.split()
 NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.config.getters")
+NAMES["deepspeed.module_inject.containers.llama"]["_get_rope_theta"] = (
+    "deepspeed.module_inject.rope:rope_theta_of_attention"
+)
 
 # Modules of `deepspeed.ops.op_builder` -> the builders found there.
 _BUILDERS = {
