@@ -113,3 +113,20 @@ def test_a_function_of_sorted_tokens_gets_them_sorted() -> None:
     order = torch.tensor([0, 3, 4, 5, 1, 2, 6])
     expected = torch.empty_like(made).index_copy(0, order, experts(tokens[order], torch.tensor([4, 3])))
     torch.testing.assert_close(made, expected)
+
+
+def test_a_section_by_its_documented_names() -> None:
+    from deepspeed.module_inject import auto_ep_config as documented
+
+    config = documented.parse_autoep_config({"enabled": True, "autoep_size": 3, "expert_w3": None})
+    assert isinstance(config, documented.AutoEPConfig) and config.expert_w3 is None
+    assert documented.parse_autoep_config({}).expert_w3 is documented._UNSET
+    documented.validate_autoep_config(config, 6, 2, 1, 1)
+    with pytest.raises(ValueError, match="must divide the stage size"):
+        documented.validate_autoep_config(config, 8, 1, 1, 1)
+    with pytest.raises(ValueError, match="autotp_size=2"):
+        documented.validate_autoep_config(config, 6, 1, 2, 1)
+    unnamed = documented.parse_autoep_config({"enabled": True, "expert_w1": ""})
+    with pytest.raises(ValueError, match="expert_w1 is empty"):
+        documented.validate_autoep_config(unnamed, 8, 1, 1, 1)
+    documented.validate_autoep_config(documented.parse_autoep_config({"autoep_size": 3}), 8, 1, 1, 1)
