@@ -368,3 +368,15 @@ def test_base_of_rotary_positions_of_every_release() -> None:
         _get_rope_theta(
             SimpleNamespace(config=SimpleNamespace(rope_theta=1.0, rope_scaling={"type": "yarn"}))
         )
+
+
+def test_weights_are_loaded_where_nothing_is_replaced(tmp_path: Any) -> None:
+    whole = nn.Sequential(nn.InstanceNorm1d(4), nn.BatchNorm1d(4), nn.Linear(3, 2))
+    whole[1].running_mean.fill_(2)
+    torch.save(whole.state_dict(), tmp_path / "weights.pt")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.InstanceNorm1d(4), nn.BatchNorm1d(4), nn.Linear(3, 2))
+    replace_module(model, nn.ReLU, lambda layer, policy, number: layer, None, str(tmp_path / "weights.pt"))
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+    with pytest.raises(ValueError, match="has no layer of ReLU"):
+        replace_module(model, nn.ReLU, lambda layer, policy, number: layer, None)
