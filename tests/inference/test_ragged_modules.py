@@ -145,6 +145,9 @@ def test_experts() -> None:
         layer.transform_moe_mlp_1_param(first),
         layer.transform_moe_mlp_2_param(second),
     )
+    documented = {"gate_w": gate, "mlp_1_w": first, "mlp_2_w": second}
+    assert torch.equal(layer(inputs, object(), gate, first, mlp_2_w=second), made)
+    assert torch.equal(layer(inputs, **documented), made)
     for token, result in zip(inputs, made, strict=True):
         scores = (gate @ token).softmax(0)
         chosen = scores.topk(2).indices
@@ -371,13 +374,17 @@ def test_weights_of_containers_lie_in_one_tensor() -> None:
 
 
 def test_sizes_of_a_described_decoder() -> None:
-    class Described(DSTransformerModelBase):
-        num_layers, model_dim, vocab_size, head_size, n_heads, intermediate_dim = 2, 32, 100, 8, 4, 64
-        n_heads_kv = 2
-        activation_dtype, norm_type = torch.float32, None
-        mlp_activation_fn = ActivationType.SiGLU
-
-    model = Described(SimpleNamespace(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}))
+    sizes = {
+        "num_layers": 2,
+        "model_dim": 32,
+        "vocab_size": 100,
+        "head_size": 8,
+        "n_heads": 4,
+        "n_heads_kv": 2,
+    }
+    kinds = {"activation_dtype": torch.float32, "norm_type": None, "mlp_activation_fn": ActivationType.SiGLU}
+    made: Any = type("Described", (DSTransformerModelBase,), {**sizes, **kinds, "intermediate_dim": 64})
+    model = made(SimpleNamespace(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}))
     assert (model.n_heads_q_local, model.n_heads_kv_local, model.gated_mlp) == (4, 2, True)
     assert (model.tp_size, model.tp_rank, model.rope_theta) == (1, 0, 5e5)
     model._config = SimpleNamespace(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=1e4)
