@@ -183,8 +183,18 @@ NAMES: dict[str, dict[str, str]] = {
         )
         for module, names in _PARTS.items()
     },
+    "deepspeed.inference.v2.modules.implementations": {
+        "blas_fp_linear": "deepspeed.inference.v2.modules.implementations.linear",
+        "cuda_post_ln": "deepspeed.inference.v2.modules.implementations.post_norm",
+        "cuda_pre_ln": "deepspeed.inference.v2.modules.implementations.pre_norm",
+        "cuda_pre_rms": "deepspeed.inference.v2.modules.implementations.pre_norm",
+        "cutlass_multi_gemm": "deepspeed.inference.v2.modules.implementations.moe",
+    },
     "deepspeed.inference.v2.ragged": {
         "DSStateManagerConfig": "deepspeed.inference.v2.ragged.manager_configs",
+    },
+    "deepspeed.model_implementations": {
+        "DeepSpeedTransformerInference": "deepspeed.model_implementations.transformers.ds_transformer",
     },
     "deepspeed.module_inject": {
         "DSPolicy": "deepspeed.module_inject.policy",
@@ -200,6 +210,16 @@ NAMES: dict[str, dict[str, str]] = {
         "replace_transformer_layer": "deepspeed.inference.replacing",
         "revert_transformer_layer": "deepspeed.module_inject.replace_module",
         "set_autotp_mode": "deepspeed.module_inject.layers",
+    },
+    "deepspeed.module_inject.auto_ep_config": {
+        "AutoEPConfig": "deepspeed.moe.config",
+        "_UNSET": "deepspeed.moe.config:ABSENT",
+        "parse_autoep_config": "deepspeed.moe.config",
+        "validate_autoep_config": "deepspeed.moe.config",
+    },
+    "deepspeed.module_inject.auto_ep_presets.base": {
+        "AutoEPConfig": "deepspeed.moe.config",
+        "_UNSET": "deepspeed.moe.config:ABSENT",
     },
     "deepspeed.module_inject.auto_tp": dict.fromkeys(
         ("AutoTPConfig", "AutoTPPresets", "PartitionType", "TPLayerSpec", "merge_autotp_configs"),
@@ -224,6 +244,19 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam": {
         "ZenFlowCPUAdam": "deepspeed.ops.adam.zenflow_cpu_adam",
         "ZenFlowSelectiveAdamW": "deepspeed.ops.adam.zenflow_torch_adam",
+    },
+    "deepspeed.ops.transformer.inference": {
+        "DeepSpeedTransformerInference": "deepspeed.model_implementations.transformers.ds_transformer",
+    },
+    "deepspeed.ops.transformer.inference.op_binding": {
+        "GELUGemmOp": "deepspeed.ops.transformer.inference.op_binding.gelu_gemm",
+        "LinearOp": "deepspeed.ops.transformer.inference.op_binding.linear",
+        "MLPGemmOp": "deepspeed.ops.transformer.inference.op_binding.mlp_gemm",
+        "QKVGemmOp": "deepspeed.ops.transformer.inference.op_binding.qkv_gemm",
+        "ResidualAddOp": "deepspeed.ops.transformer.inference.op_binding.residual_add",
+        "SoftmaxContextOp": "deepspeed.ops.transformer.inference.op_binding.softmax_context",
+        "SoftmaxOp": "deepspeed.ops.transformer.inference.op_binding.softmax",
+        "VectorMatMulOp": "deepspeed.ops.transformer.inference.op_binding.vector_matmul",
     },
     "deepspeed.ops.quantizer": {
         "ds_quantizer": "deepspeed.ops.quantizer.quantizer",
@@ -346,6 +379,9 @@ get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_g
 get_wall_clock_breakdown get_zero_allow_untested_optimizer get_zero_force_ds_cpu_optimizer
 """.split()
 NAMES["deepspeed.runtime.config"] = dict.fromkeys(_CONFIG_GETTERS, "deepspeed.config.getters")
+NAMES["deepspeed.module_inject.containers.llama"]["_get_rope_theta"] = (
+    "deepspeed.module_inject.rope:rope_theta_of_attention"
+)
 
 # Modules of `deepspeed.ops.op_builder` -> the builders found there.
 _BUILDERS = {

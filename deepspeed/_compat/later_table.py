@@ -17,6 +17,7 @@ INSTEAD = {
     "deepspeed.env_report": "ds_report prints what is known about the device and its libraries.",
     "deepspeed.inference": "deepspeed.init_inference and build_hf_engine make all parts of their engines.",
     "deepspeed.io": "The writers of deepspeed.io manage their buffers themselves.",
+    "deepspeed.model_implementations": "deepspeed.init_inference runs models as they are.",
     "deepspeed.module_inject": "init_inference and tensor_parallel.autotp_size find a model's layers by its graph.",
     "deepspeed.module_inject.auto_ep": "The config section expert_parallel spreads experts over ranks.",
     "deepspeed.moe": "The config section expert_parallel spreads the experts of Transformers models over ranks.",
@@ -51,13 +52,6 @@ INSTEAD = {
 }
 
 LATER: dict[str, tuple[str, ...]] = {
-    "deepspeed.module_inject.auto_ep_config": (
-        "def parse_autoep_config(param_dict)",
-        "def validate_autoep_config(config, world_size, pp_size, tp_size, sp_size, *, zero_stage=0, "
-        "deepcompile_enabled=False, tp_preset_model=None, use_data_before_expert_parallel=False, "
-        "mpu=None, zero_offload_optimizer=False, zero_offload_param=False)",
-    ),
-    "deepspeed.module_inject.auto_ep_presets.base": ("class AutoEPConfig(**data)",),
     "deepspeed.runtime.domino.transformer": (
         "class DominoTransformer(config, mpu, apply_rotary_pos_emb, model_type, "
         "layer_type=LayerType.encoder, self_attn_mask_type=AttnMaskType.causal, post_layer_norm=True,"

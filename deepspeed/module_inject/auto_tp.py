@@ -224,14 +224,28 @@ class AutoTP:
         self._load(child, name)
         group = self.mp_group
         if self.partition_config is not None:
-            config = getattr(self.module, "config", None)
-            spec = self.partition_config.find_matching_spec(
-                f"{name}.weight", getattr(config, "model_type", None)
-            )
-            return child if spec is None else _by_spec(child, spec, group, name)
+            return self._replace_with_config(child, name)
         if any(f".{name}".endswith(f".{each.lstrip('.')}") for each in self.all_reduce_linears):
             return LinearAllreduce(child, group, name=name)
         return LinearLayer(child, group, name=name)
+
+    def _replace_with_config(self, child: nn.Module, name: str) -> nn.Module:
+        """As the first rule for its weight says; itself without one."""
+        assert self.partition_config is not None
+        spec = self.partition_config.find_matching_spec(f"{name}.weight", self._get_model_type())
+        if spec is None or (spec.gather_output and self._is_tied(child)):
+            return child  # a tied table stays whole, as the output is anyway
+        return _by_spec(child, spec, self.mp_group, name)
+
+    def _get_model_type(self) -> str | None:
+        return getattr(getattr(self.module, "config", None), "model_type", None)
+
+    def _is_tied(self, child: nn.Module) -> bool:
+        """Whether another module has the same weight."""
+        return any(
+            each is not child and getattr(each, "weight", None) is child.weight
+            for each in self.module.modules()
+        )
 
     def _load(self, child: nn.Module, name: str) -> None:
         start = f"{self.prefix.rstrip('.')}.{name}." if self.prefix else f"{name}."

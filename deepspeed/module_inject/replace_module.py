@@ -58,12 +58,12 @@ def replace_module(
         The model.
 
     Raises:
-        ValueError: it has no such layer.
+        ValueError: it has no such layer, and there is no ``checkpoint`` to load either.
     """
     policies = {orig_class: _replace_policy} if orig_class is not None else _known_classes()
     weights = None if checkpoint is None else dict(tensors_of(Path(checkpoint)))
     count = _replace_below(model, policies, replace_fn, weights, "", 0)
-    if not count:
+    if not count and weights is None:
         wanted = orig_class.__name__ if orig_class is not None else "a class that has a policy"
         raise ValueError(f"{type(model).__name__} has no layer of {wanted}")
     return model

@@ -102,7 +102,7 @@ class Loading:
     @staticmethod
     def is_load_module(module: nn.Module) -> bool:
         """Whether it has weights of its own that are not shared out: a linear layer, a table, a norm."""
-        kinds = (nn.Linear, nn.Embedding, nn.LayerNorm)
+        kinds = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.batchnorm._NormBase)
         return isinstance(module, kinds) or type(module).__name__.endswith(("Norm", "Embedding"))
 
     @staticmethod

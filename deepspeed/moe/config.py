@@ -93,3 +93,43 @@ class AutoEPConfig(LenientConfigModel):
 
 def parse_autoep_config(param_dict: Mapping[str, Any]) -> AutoEPConfig:
     return AutoEPConfig(**param_dict)
+
+
+def validate_autoep_config(
+    config: AutoEPConfig,
+    world_size: int,
+    pp_size: int,
+    tp_size: int,
+    sp_size: int,
+    *,
+    zero_stage: int = 0,
+    deepcompile_enabled: bool = False,
+    tp_preset_model: str | None = None,
+    use_data_before_expert_parallel: bool = False,
+    mpu: Any = None,
+    zero_offload_optimizer: bool = False,
+    zero_offload_param: bool = False,
+) -> None:
+    """Whether an engine could train like this on so many ranks; stages, offload and graphs do not matter.
+
+    ValueError: the section is enabled and does not fit them.
+    """
+    if not config.enabled:
+        return
+    if world_size % pp_size:
+        raise ValueError(f"{pp_size} pipeline stages do not divide {world_size} ranks")
+    stage = world_size // pp_size
+    if stage % config.autoep_size:
+        fitting = [size for size in range(1, stage + 1) if stage % size == 0]
+        raise ValueError(
+            f"expert_parallel.autoep_size={config.autoep_size} must divide the stage size, {stage} ranks: one of "
+            f"{fitting}"
+        )
+    if tp_size > 1:
+        raise ValueError(
+            f"expert_parallel.enabled cannot be combined with tensor_parallel.autotp_size={tp_size}; experts already "
+            "are in parts"
+        )
+    for name in ("expert_w1", "expert_w2", "expert_w3", "router_pattern", "expert_pattern"):
+        if getattr(config, name) == "":
+            raise ValueError(f"expert_parallel.{name} is empty: give the attribute's name, or leave it out")

@@ -11,6 +11,8 @@ from deepspeed.moe.routes import Routes
 from deepspeed.utils.groups import get_mesh
 
 SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = {"max": 1, "top2_sum": 2}
+"""How many of a group's experts say how much it counts."""
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -30,6 +32,7 @@ def scored_routes(
     bias: Tensor | None = None,
     groups: int = 1,
     groups_used: int | None = None,
+    group_score: str = "top2_sum",
     normalize: bool = True,
     scale: float = 1.0,
     used_token: Tensor | None = None,
@@ -40,7 +43,8 @@ def scored_routes(
         score: "softmax" over the experts, or "sigmoid" of each logit.
         bias: [E], added to scores where experts are chosen, not where they are weighed (bias-balanced routing).
         groups: runs of neighbouring experts of equal size, of which a token uses ``groups_used``: those with the
-            highest sums of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024).
+            highest sums of their two highest scores (DeepSeek-AI: DeepSeek-V3 technical report, 2024), or with the
+            highest score (``group_score`` "max").
         normalize: the weights of a token sum to ``scale``; otherwise they are its scores times ``scale``.
         used_token: [S], 0 for what is no token.
 
@@ -54,7 +58,7 @@ def scored_routes(
     scores = torch.softmax(logits, 1) if score == "softmax" else torch.sigmoid(logits)
     judged = scores.detach() if bias is None else scores.detach() + bias
     if groups > 1:
-        judged = _in_best_groups(judged, groups, groups_used or groups)
+        judged = _in_best_groups(judged, groups, groups_used or groups, GROUP_SCORES[group_score])
     experts = judged.topk(k, dim=1).indices
     kept = torch.ones_like(experts, dtype=torch.bool)
     if used_token is not None:
@@ -68,13 +72,13 @@ def scored_routes(
     return Routes(experts, (weights * scale).masked_fill(~kept, 0.0), kept, counts, l_aux, None)
 
 
-def _in_best_groups(scores: Tensor, groups: int, used: int) -> Tensor:
+def _in_best_groups(scores: Tensor, groups: int, used: int, counted: int = 2) -> Tensor:
     if scores.shape[1] % groups or not 1 <= used <= groups:
         raise ValueError(
             f"{scores.shape[1]} experts cannot be divided into {groups} groups, of which a token uses {used}"
         )
     by_group = scores.unflatten(1, (groups, -1))
-    best = by_group.topk(min(2, by_group.shape[2]), dim=2).values.sum(2).topk(used, dim=1).indices
+    best = by_group.topk(min(counted, by_group.shape[2]), dim=2).values.sum(2).topk(used, dim=1).indices
     allowed = torch.zeros_like(by_group[:, :, 0], dtype=torch.bool).scatter(1, best, True)
     return by_group.masked_fill(~allowed[:, :, None], float("-inf")).flatten(1)
 

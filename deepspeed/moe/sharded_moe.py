@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from deepspeed import comm as dist
 from deepspeed.comm.collectives import Communicator, communicator
 from deepspeed.moe.dispatch import Order, Trip, combine, parts_of, permute, through
 from deepspeed.moe.routes import (
@@ -129,8 +130,8 @@ def _documented(routes: Routes, ep_group: ProcessGroup | None, sparse: bool) -> 
     capacity = routes.capacity
     if capacity is None:
         most = routes.exp_counts.max()
-        if ep_group is not None:
-            communicator(ep_group).all_reduce_max(most.view(1)).wait()
+        if ep_group is not None and dist.get_world_size(ep_group) > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ep_group)
         capacity = int(most)
     if sparse:
         lists = [list(each.unbind(1)) for each in (routes.experts, routes.positions(), routes.weights)]

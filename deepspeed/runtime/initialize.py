@@ -65,7 +65,7 @@ def initialize(
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
     split_over = take_distributed(model) if isinstance(model, nn.Module) else None
-    given = with_recorded_size(given, model)
+    given = with_recorded_size(given, model, mpu)
     if isinstance(model, Staged):
         if mpu is not None:
             raise AssertionError("a PipelineModule is a model-parallel unit itself: leave out mpu=")

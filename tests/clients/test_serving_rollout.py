@@ -197,5 +197,5 @@ def test_what_a_serving_rollout_needs() -> None:
             build_rollout(RolloutConfig(), engine).generate(
                 RolloutRequest(tokens, tokens, [1, 2]), SamplingConfig(2)
             )
-        with pytest.raises(ValueError, match="need student_engine"):
+        with pytest.raises(ValueError, match="needs both student_engine"):
             build_rollout(RolloutConfig("serving_ahead"))

@@ -18,6 +18,11 @@ from deepspeed.inference.v2.model_implementations.common_parameters import (
     UnfusedMoEMLP1Parameter,
     UnfusedQKVParameter,
 )
+from deepspeed.inference.v2.model_implementations.flat_model_helpers import (
+    flatten_inference_model,
+    restore_inference_model,
+)
+from deepspeed.inference.v2.model_implementations.inference_transformer_base import DSTransformerModelBase
 from deepspeed.inference.v2.model_implementations.layer_container_base import LayerContainer
 from deepspeed.inference.v2.model_implementations.parameter_base import ParameterBase, ParamList
 from deepspeed.inference.v2.model_implementations.sharding import (
@@ -140,6 +145,9 @@ def test_experts() -> None:
         layer.transform_moe_mlp_1_param(first),
         layer.transform_moe_mlp_2_param(second),
     )
+    documented = {"gate_w": gate, "mlp_1_w": first, "mlp_2_w": second}
+    assert torch.equal(layer(inputs, object(), gate, first, mlp_2_w=second), made)
+    assert torch.equal(layer(inputs, **documented), made)
     for token, result in zip(inputs, made, strict=True):
         scores = (gate @ token).softmax(0)
         chosen = scores.topk(2).indices
@@ -322,3 +330,63 @@ def test_shards_of_the_other_weights() -> None:
 def test_heads_that_cannot_be_dealt_are_refused(arguments: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         shard_qkv_param(*arguments)
+
+
+class _Kept(ParameterBase):
+    """A weight with scales, or none."""
+
+    source: torch.Tensor
+
+    def finalize(self) -> InferenceParameter | None:
+        if not self.source.numel():
+            return None
+        return InferenceParameter.initialize(self.source, scales=torch.full((3,), 2.0))
+
+
+class _Two(LayerContainer):
+    PARAM_MAPPING = {"a": "first.source", "b": "second.source"}
+
+    first: _Kept
+    second: _Kept
+
+
+def test_weights_of_containers_lie_in_one_tensor() -> None:
+    """Strides are kept; two containers filled from the bytes share them."""
+    model = SimpleNamespace()
+    given = [torch.rand(5, 3).t(), torch.arange(7, dtype=torch.int8), torch.rand(4, 4).half(), torch.empty(0)]
+    layer, rest = _Two(model), _Two(model)
+    with pytest.raises(ValueError, match="transformer_layer_0 is not filled"):
+        flatten_inference_model([layer], rest, "Mine")
+    for container, (a, b) in ((layer, given[:2]), (rest, given[2:])):
+        container.set_dependency("a", a)
+        container.set_dependency("b", b)
+    buffer, described = flatten_inference_model([layer], rest, "Mine")
+    restored = _Two(model), _Two(model)
+    restore_inference_model(buffer, type(described)(**described.model_dump()), [restored[0]], restored[1])
+    assert described.policy == "Mine"
+    for made in ((layer, rest), restored):
+        found = [made[0].first, made[0].second, made[1].first]
+        for weight, source in zip(found, given, strict=False):
+            assert torch.equal(weight, source) and weight.stride() == source.stride()
+            assert weight.scales.tolist() == [2.0] * 3
+            assert weight.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert made[1].second is None and made[0].is_initialized and made[1].is_initialized
+
+
+def test_sizes_of_a_described_decoder() -> None:
+    sizes = {
+        "num_layers": 2,
+        "model_dim": 32,
+        "vocab_size": 100,
+        "head_size": 8,
+        "n_heads": 4,
+        "n_heads_kv": 2,
+    }
+    kinds = {"activation_dtype": torch.float32, "norm_type": None, "mlp_activation_fn": ActivationType.SiGLU}
+    made: Any = type("Described", (DSTransformerModelBase,), {**sizes, **kinds, "intermediate_dim": 64})
+    model = made(SimpleNamespace(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}))
+    assert (model.n_heads_q_local, model.n_heads_kv_local, model.gated_mlp) == (4, 2, True)
+    assert (model.tp_size, model.tp_rank, model.rope_theta) == (1, 0, 5e5)
+    model._config = SimpleNamespace(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=1e4)
+    with pytest.raises(ValueError, match="rope_type='linear'"):
+        _ = model.rope_theta

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,3 +321,62 @@ def test_layers_for_training_and_for_inference_by_the_documented_name() -> None:
 
 class _Pipeline:
     """Without parts."""
+
+
+def test_names_that_rules_are_asked_by_and_tied_heads() -> None:
+    """Rules see whole names; a tied table whose output is whole anyway stays one table."""
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"proj": nn.Linear(4, 4)}) for _ in range(2)])
+    model.embed = nn.Embedding(10, 4)
+    model.head = nn.Linear(4, 10, bias=False)
+    model.head.weight = model.embed.weight
+    rules = AutoTPConfig(
+        layer_specs=[
+            TPLayerSpec(patterns=[r"layers\.1\.proj\.weight$"]),
+            TPLayerSpec(patterns=[r"head\.weight$"], gather_output=True),
+        ]
+    )
+    AutoTP(model, partition_config=rules, prefix="model")._replace_module(model)
+    assert [type(each["proj"]) for each in model.layers] == [nn.Linear, type(model.layers[1]["proj"])]
+    assert isinstance(model.layers[1]["proj"], LinearLayer)
+    assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    AutoTP(model, partition_config=rules)._replace_module(model)
+    assert isinstance(model.head, LinearLayer) and model.head.gather_output
+
+
+def test_base_of_rotary_positions_of_every_release() -> None:
+    from deepspeed.module_inject.containers.llama import _get_rope_theta
+    from deepspeed.module_inject.rope import rope_theta
+
+    new = SimpleNamespace(rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
+    old = SimpleNamespace(rope_theta=8.0, rope_scaling=None)
+    layered = {"rope_theta": 1.0, "full": {"rope_theta": 5.0}, "sliding": {"rope_theta": 5.0}}
+    assert [rope_theta(each) for each in (new, old)] == [7.0, 8.0]
+    assert rope_theta(SimpleNamespace(rope_parameters=layered)) == 5.0
+    layered["full"] = {"rope_theta": 6.0}
+    with pytest.raises(ValueError, match="different rope_theta per layer type"):
+        rope_theta(SimpleNamespace(rope_parameters=layered))
+    with pytest.raises(ValueError, match="no rope_theta"):
+        rope_theta(SimpleNamespace())
+    assert _get_rope_theta(SimpleNamespace(config=new, rope_theta=9.0)) == 7.0
+    assert _get_rope_theta(SimpleNamespace(config=SimpleNamespace(), rope_theta=9.0)) == 9.0
+    assert _get_rope_theta(SimpleNamespace(rope_theta=9.0)) == 9.0
+    with pytest.raises(AttributeError):
+        _get_rope_theta(SimpleNamespace(config=SimpleNamespace()))
+    with pytest.raises(ValueError, match="rope_type='yarn'"):
+        _get_rope_theta(
+            SimpleNamespace(config=SimpleNamespace(rope_theta=1.0, rope_scaling={"type": "yarn"}))
+        )
+
+
+def test_weights_are_loaded_where_nothing_is_replaced(tmp_path: Any) -> None:
+    whole = nn.Sequential(nn.InstanceNorm1d(4), nn.BatchNorm1d(4), nn.Linear(3, 2))
+    whole[1].running_mean.fill_(2)
+    torch.save(whole.state_dict(), tmp_path / "weights.pt")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.InstanceNorm1d(4), nn.BatchNorm1d(4), nn.Linear(3, 2))
+    replace_module(model, nn.ReLU, lambda layer, policy, number: layer, None, str(tmp_path / "weights.pt"))
+    torch.testing.assert_close(model.state_dict(), whole.state_dict())
+    with pytest.raises(ValueError, match="has no layer of ReLU"):
+        replace_module(model, nn.ReLU, lambda layer, policy, number: layer, None)

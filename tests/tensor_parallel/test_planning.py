@@ -180,6 +180,9 @@ def test_tp_model_init_says_the_size_and_the_dtype() -> None:
         deepspeed.tp_model_init(
             Model(), 2, torch.float32, config={"tensor_parallel": {"autotp_size": 4}, "train_batch_size": 1}
         )
+    model = deepspeed.tp_model_init(Model(), 2, torch.float32, tp_group=object())
+    with pytest.raises(DeepSpeedConfigError, match="tp_model_init provided tp_group"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1}, mpu=object())
 
 
 # ------------------------------------------------------------------------------------ rules

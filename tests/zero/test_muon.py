@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import deepspeed
 from deepspeed.config.problems import DeepSpeedConfigError
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
 from deepspeed.runtime.zero.layout import BucketLayout, Slot
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -379,3 +380,57 @@ def test_optimizers_that_cannot_be_cut_are_refused() -> None:
         deepspeed.initialize(
             model=model, optimizer=SingleDeviceMuon(model.parameters()), config=config(1, optimizer=None)
         )
+
+
+class Attention(nn.Module):
+    """Four heads of queries, two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+        self.q_proj, self.o_proj = nn.Linear(12, 16, bias=False), nn.Linear(16, 12, bias=False)
+        self.k_proj, self.v_proj = nn.Linear(12, 8, bias=False), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.q_proj(x) * torch.cat([self.k_proj(x), self.v_proj(x)], -1)
+        return self.o_proj(mixed).square().mean()
+
+
+def attention_config(stage: int, per_head: bool) -> dict[str, Any]:
+    muon = {"type": "Muon", "params": {"lr": 0.05, "per_head_muon": per_head}}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": muon, "zero_optimization": zero}
+
+
+@distributed(world_size=2)
+def test_heads_are_orthogonalized_by_themselves() -> None:
+    inputs = torch.randn(2, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for stage in (0, 1, 2, 3):
+        for per_head in (True, False):
+            torch.manual_seed(0)
+            model = Attention()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            expected = copy.deepcopy(model)
+            expected(inputs).backward()
+            engine, *_ = deepspeed.initialize(model=model, config=attention_config(stage, per_head))
+            heads = {name: param.muon_num_heads for name, param in model.named_parameters()}
+            assert list(heads.values()) == ([4, None, 2, 2] if per_head else [None] * 4), heads
+            engine.backward(engine(inputs))
+            engine.step()
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                after = {name: value.clone() for name, value in model.state_dict().items()}
+            for name, param in expected.named_parameters():
+                assert param.grad is not None
+                dist.all_reduce(param.grad)
+                update = muon_update(param.grad / 2, torch.zeros_like(param))
+                if heads[name] is not None:
+                    blocks = (param.grad / 2).chunk(heads[name])
+                    update = torch.cat([muon_update(each, torch.zeros_like(each)) for each in blocks])
+                torch.testing.assert_close(after[name], before[name] - 0.05 * update, rtol=1e-4, atol=1e-5)
+            engine.destroy()
+
+
+def test_no_heads_to_be_found_is_an_error() -> None:
+    config = SimpleNamespace(optimizer_name="Muon", optimizer_params={"per_head_muon": True})
+    with pytest.raises(DeepSpeedConfigError, match=r"per_head_muon: no projection .* Linear\.config"):
+        set_optimizer_flags(config, nn.Linear(4, 4))

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from deepspeed.ops import direct_updates
 from deepspeed.ops.adam.multi_tensor_adam import MultiTensorAdam
+from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
 from deepspeed.ops.multi_tensor import refuse
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+"""Of ``FusedAdamBuilder().load().multi_tensor_adam``, for steps of one's own."""
 
 
 class FusedAdam(MultiTensorAdam):

@@ -12,11 +12,23 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine_base import EngineBase
 
 
+DOCUMENTED = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
+
+
+class DifferentInputs(ValueError, AssertionError):
+    """Its text is the documented one, which scripts compare; what differs is in its notes and in the log."""
+
+    def __init__(self, details: str) -> None:
+        super().__init__(DOCUMENTED)
+        self.details = details
+        self.__notes__ = [details]
+
+
 class SameInputs:
     """Compares the tensors of an engine's first training forward over its tensor-parallel ranks, then unsubscribes.
 
-    They must be equal where layers of ours are in the module: a ValueError on every rank of the group names those that
-    are not. The layers of others may know what to do with different ones: a warning.
+    They must be equal where layers of ours are in the module, or the config shares layers: ``DifferentInputs`` on every
+    rank of the group. The layers of others may know what to do with different ones: a warning.
     """
 
     def __init__(self, engine: EngineBase) -> None:
@@ -39,6 +51,8 @@ class SameInputs:
             f"number of data-parallel ranks ({self.engine.mesh.size('dp')}) and this rank's place among them, or use "
             "engine.deepspeed_io or the training_data argument of deepspeed.initialize"
         )
-        if any(isinstance(each, TensorParallelLayer) for each in module.modules()):
-            raise ValueError(text)
+        shared = self.engine._config.tensor_parallel_config.autotp_size > 1
+        if shared or any(isinstance(each, TensorParallelLayer) for each in module.modules()):
+            logger.error(text)
+            raise DifferentInputs(text)
         logger.warning(text)

@@ -45,7 +45,10 @@ def build_rollout(
     if name not in _NAMES:
         raise ValueError(f"Unknown rollout engine {name!r}: use {', '.join(map(repr, _NAMES))}")
     if student_engine is None:
-        raise ValueError(f"rollouts by {name!r} need student_engine=")
+        raise ValueError(
+            f"a rollout engine {name!r} needs both student_engine= and tokenizer= (which may be None where the model's "
+            "generation config names its special tokens)"
+        )
     if name == HybridEngineRollout.name:
         return HybridEngineRollout(
             student_engine,

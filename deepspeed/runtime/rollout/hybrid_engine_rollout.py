@@ -15,9 +15,15 @@ from deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutR
 
 @dataclass
 class HybridEngineRolloutConfig:
-    """``use_graph_capture`` has no effect: decoding is not captured as a graph."""
+    """``use_graph_capture`` has no effect: decoding is not captured as a graph. Neither have the others, which are
+    about how a batch is decoded and change no answer: ``RolloutConfig("serving")`` shares prompts and memory by itself.
+    """
 
     use_graph_capture: bool = False
+    use_shared_prefill: bool = False
+    align_decode_fronts: bool = False
+    enable_cache_trimming: bool = False
+    continuous_cache_capacity: int | None = None
 
 
 class HybridEngineRollout(RolloutEngine):
@@ -37,6 +43,15 @@ class HybridEngineRollout(RolloutEngine):
         self.use_graph_capture = cfg is not None and cfg.use_graph_capture
         if self.use_graph_capture:
             note("rollout: use_graph_capture has no effect: decoding is not captured as a graph")
+        unused = (
+            "use_shared_prefill",
+            "align_decode_fronts",
+            "enable_cache_trimming",
+            "continuous_cache_capacity",
+        )
+        for name in unused:
+            if getattr(cfg, name, None):
+                note(f"rollout: {name} has no effect on the hybrid engine: use RolloutConfig('serving')")
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Collective where the engine's ``generate`` is.

@@ -37,7 +37,7 @@ class SubParamLinearLayer(LinearLayer):
     ) -> None:
         self_sizes = extents_of(module, shape, partition_dim, 0)
         super().__init__(module, mp_group, cut=_cut(self_sizes, mp_group), **kwargs)
-        self.subparam_sizes = self_sizes
+        self.subparam_sizes = self._subparam_sizes = self_sizes
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
@@ -54,7 +54,7 @@ class SubParamLinearAllreduce(LinearAllreduce):
     ) -> None:
         self_sizes = extents_of(module, shape, partition_dim, 1)
         super().__init__(module, mp_group, cut=_cut(self_sizes, mp_group), **kwargs)
-        self.subparam_sizes = self_sizes
+        self.subparam_sizes = self._subparam_sizes = self_sizes
 
 
 def extents_of(module: nn.Module, shape: Shape, partition_dim: int, dim: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from deepspeed.config.reader import read_config
 
 _RECORD = "_ds_tp_model_init"
 _DTYPE = "_ds_tp_model_init_dtype"
+_GROUP = "_ds_tp_model_init_group"
 _SECTION, _SIZE = "tensor_parallel", "autotp_size"
 
 
@@ -30,7 +31,7 @@ def tp_model_init(
         tp_size: ranks that share each layer.
         dtype: floating-point dtype to which the model is cast.
         config: the config that ``initialize`` will get, to check that it does not say otherwise.
-        kwargs: ``tp_group`` is not needed: the groups are made from the config.
+        kwargs: ``tp_group`` is not needed: the groups are made from the config. With it ``initialize`` takes no mpu.
 
     Returns:
         ``model`` itself, not split yet.
@@ -47,19 +48,24 @@ def tp_model_init(
         )
     vars(model)[_RECORD] = tp_size
     vars(model)[_DTYPE] = dtype
+    vars(model)[_GROUP] = kwargs.get("tp_group")
     if config is not None:
         with_recorded_size(config, model)
     return model.to(dtype)
 
 
-def with_recorded_size(config: Any, model: nn.Module) -> Any:
+def with_recorded_size(config: Any, model: nn.Module, mpu: Any = None) -> Any:
     """``config`` as ``initialize`` uses it for a model that ``tp_model_init`` may have seen.
 
-    DeepSpeedConfigError: it says another size.
+    DeepSpeedConfigError: it says another size, or both were told which ranks share layers.
     """
     size = vars(model).get(_RECORD)
     if size is None:
         return config
+    if mpu is not None and vars(model).get(_GROUP) is not None:
+        raise DeepSpeedConfigError(
+            "tp_model_init provided tp_group, and deepspeed.initialize an mpu: give one of them"
+        )
     data = read_config(config).data
     section = data.get(_SECTION)
     section = dict(section) if isinstance(section, Mapping) else {}

@@ -97,8 +97,8 @@ class LayerContainer:
             if getattr(self, name) is param:
                 setattr(self, name, finalized_param)
 
-    def direct_injection(self, name: str, tensor: InferenceParameter) -> None:
-        """A finished weight. ValueError: there is none of this name."""
+    def direct_injection(self, name: str, tensor: InferenceParameter | None) -> None:
+        """A finished weight, or None that there is none. ValueError: there is none of this name."""
         if name not in self._kinds:
             raise ValueError(f"{name!r} is no weight of {type(self).__name__}: {', '.join(self._kinds)}")
         setattr(self, name, tensor)

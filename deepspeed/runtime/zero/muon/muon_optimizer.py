@@ -30,7 +30,8 @@ _ADAM_DEFAULTS = {
 
 class MuonWithAuxAdam(MultiTensorAdam):
     """Groups set ``use_muon``: True for Muon (lr, momentum, weight_decay, ns_method), False for AdamW (lr, betas, eps,
-    weight_decay). What a group does not set has the defaults of the paper's implementation."""
+    weight_decay). What a group does not set has the defaults of the paper's implementation. ``num_heads`` of a group of
+    Muon: its matrices are so many matrices one below the other, each of which is orthogonalized by itself."""
 
     update_traits = UpdateTraits(elementwise=False, whole_matrices=True)
 
@@ -98,8 +99,13 @@ class MuonWithAuxAdam(MultiTensorAdam):
 def _orthogonalize(
     group: dict[str, Any], params: Sequence[Tensor], updates: list[Tensor], context: UpdateContext
 ) -> None:
+    heads, method = group.get("num_heads"), group["ns_method"]
+
     def function(matrix: Tensor) -> Tensor:
-        return orthogonalize(matrix, ns_method=group["ns_method"])
+        if heads is None:
+            return orthogonalize(matrix, ns_method=method)
+        each = matrix.view(heads, -1, matrix.shape[-1])
+        return orthogonalize(each, ns_method=method, is_expert_group=True).view(matrix.shape)
 
     if context.whole_matrices is not None:
         context.whole_matrices(group, params, updates, function)
@@ -117,12 +123,15 @@ def build_muon(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-10,
     ns_method: str = "gram",
+    per_head_muon: bool = False,
 ) -> MuonWithAuxAdam:
     """``optimizer.type: Muon``: parameters flagged ``use_muon`` (``set_optimizer_flags``) go to Muon, others to Adam.
 
     Args:
         params: parameters or groups; a group that sets ``use_muon`` is taken as it is, others are split.
         lr: for both kinds, unless ``muon_lr`` or ``adam_lr`` or the group itself says otherwise.
+        per_head_muon: orthogonalize each head of projections of attention by itself: parameters whose
+            ``muon_num_heads`` is a number (``set_optimizer_flags``) get groups with ``num_heads``.
     """
     shared: dict[bool, dict[str, Any]] = {
         True: {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method},
@@ -137,8 +146,14 @@ def build_muon(
             chosen = [
                 p for p in group["params"] if group.get("use_muon", getattr(p, "use_muon", False)) == use_muon
             ]
-            if chosen:
-                groups.append({**shared[use_muon], **group, "params": chosen, "use_muon": use_muon})
+            by_heads: dict[int | None, list[Tensor]] = {}
+            for param in chosen:
+                heads = getattr(param, "muon_num_heads", None) if per_head_muon and use_muon else None
+                by_heads.setdefault(heads, []).append(param)
+            for heads, params_of in by_heads.items():
+                more = {} if heads is None else {"num_heads": heads}
+                kept = {**shared[use_muon], **group, **more}
+                groups.append({**kept, "params": params_of, "use_muon": use_muon})
     return MuonWithAuxAdam(groups)
 
 

@@ -204,14 +204,23 @@ class DSMultiGemmMoE(DSMoEBase):
     def transform_moe_mlp_2_param(self, param: Tensor) -> InferenceParameter:
         return _as(param, self._config.input_dtype)
 
-    def forward(
+    def forward(self, hidden_states: Tensor, *weights: Any, **named: Any) -> Tensor:
+        """``forward(hidden_states, gate_w, mlp_1_w, mlp_2_w, mlp_1_b=None, mlp_2_b=None)``; a ``batch_metadata``
+        behind ``hidden_states`` is not needed."""
+        if weights and not isinstance(weights[0], Tensor):
+            weights = weights[1:]
+        names = ("gate_w", "mlp_1_w", "mlp_2_w", "mlp_1_b", "mlp_2_b")
+        given = {**dict(zip(names, weights, strict=False)), **named}
+        return self._computed(hidden_states, **{name: given.get(name) for name in names})
+
+    def _computed(
         self,
         hidden_states: Tensor,
-        gate_w: Tensor,
-        mlp_1_w: Tensor,
-        mlp_2_w: Tensor,
-        mlp_1_b: Tensor | None = None,
-        mlp_2_b: Tensor | None = None,
+        gate_w: Any,
+        mlp_1_w: Any,
+        mlp_2_w: Any,
+        mlp_1_b: Tensor | None,
+        mlp_2_b: Tensor | None,
     ) -> Tensor:
         gate, first, second = (each.as_subclass(Tensor) for each in (gate_w, mlp_1_w, mlp_2_w))
         scores = F.linear(hidden_states, gate).float().softmax(-1)

@@ -1,0 +1,1 @@
+"""Single steps of a decoder, by their documented names."""

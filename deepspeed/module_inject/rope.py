@@ -1,0 +1,74 @@
+"""The base of rotary positions, wherever the installed Transformers keeps it.
+
+Before 5.0 a config has an attribute ``rope_theta`` and what scales positions in ``rope_scaling``; since then both are
+in ``rope_parameters``, which may hold a dict for each type of layer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["rope_theta", "rope_theta_of_attention", "scaled_rope"]
+
+_SECTIONS = ("rope_parameters", "rope_scaling")
+_UNSCALED = (None, "default")
+
+
+def rope_theta(config: Any) -> float:
+    """Of a model's config. ValueError: it has none, another one for each type of layer, or scales positions, which one
+    base cannot say."""
+    kind = scaled_rope(config)
+    if kind is not None:
+        raise ValueError(
+            f"{type(config).__name__} has positions of rope_type={kind!r}, which a base alone does not describe: use "
+            "the model's own rotary embedding"
+        )
+    own = getattr(config, "rope_theta", None)
+    if own is not None:
+        return own
+    for section in _sections(config):
+        by_layer = {
+            key: each["rope_theta"]
+            for key, each in section.items()
+            if isinstance(each, Mapping) and each.get("rope_theta") is not None
+        }
+        if len(set(by_layer.values())) > 1:
+            raise ValueError(f"{type(config).__name__} has a different rope_theta per layer type: {by_layer}")
+        if by_layer:
+            return next(iter(by_layer.values()))
+        if section.get("rope_theta") is not None:
+            return section["rope_theta"]
+    raise ValueError(
+        f"{type(config).__name__} has no rope_theta, also not in rope_parameters or rope_scaling"
+    )
+
+
+def rope_theta_of_attention(self_attn: Any) -> float:
+    """Of an attention module: its config's, or its own attribute, as modules of old releases have.
+
+    AttributeError: neither has one. ValueError: the config scales positions.
+    """
+    config = getattr(self_attn, "config", None)
+    own = getattr(config, "rope_theta", None)
+    if scaled_rope(config) is None and own is None and not any("rope_theta" in s for s in _flat(config)):
+        return self_attn.rope_theta
+    return rope_theta(config)
+
+
+def scaled_rope(config: Any) -> str | None:
+    """How positions are scaled ("linear", "yarn", ..); None: not at all."""
+    kinds = {each.get("rope_type", each.get("type")) for each in _flat(config)} - set(_UNSCALED)
+    return min(kinds) if kinds else None
+
+
+def _sections(config: Any) -> Iterator[Mapping[str, Any]]:
+    found = (getattr(config, name, None) for name in _SECTIONS)
+    return (each for each in found if isinstance(each, Mapping) and each)
+
+
+def _flat(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The sections and those inside of them."""
+    for section in _sections(config):
+        yield section
+        yield from (each for each in section.values() if isinstance(each, Mapping))
