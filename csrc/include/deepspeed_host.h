@@ -330,12 +330,11 @@ typedef struct ds_sparse_attention {
     const int64_t *layout_of; /* [heads] */
     const float *key_bias;    /* [batch, tokens], added to the scores, or null */
     const float *score_bias;  /* [tokens, tokens], or null */
-    float *keys;              /* scratch: forward [batch, heads, tokens, size], backward [threads, tokens, size] */
     /* Of backward. */
     const void *grad_output;
     void *grad_query, *grad_key, *grad_value;
-    float *values;                /* scratch like `keys` */
-    float *key_sums, *value_sums; /* scratch: [parts, batch, heads, tokens, size]; may be results in fp32 */
+    /* Scratch: of several parts [parts, batch, heads, tokens, size]; of one [threads, tokens, size], none in fp32. */
+    float *key_sums, *value_sums;
     int64_t batch, heads, tokens, size; /* size: a multiple of 16 */
     int64_t block;                      /* tokens, a multiple of 16 */
     int64_t parts; /* ranges of rows of one head whose sums for keys and values are made apart, then added */
