@@ -347,6 +347,21 @@ typedef struct ds_sparse_attention {
 DS_API int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads);
 DS_API int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads);
 
+/* c = a b + bias, all of fp32. a(m, k) is a[m * a_row + k * a_step], b(k, n) is b[k * b_step + n * b_column]. */
+typedef struct ds_matrix_product {
+    const float *a, *b;
+    const float *bias; /* [columns], or null */
+    float *c;          /* rows of consecutive columns, c_row apart */
+    int64_t rows, columns, depth;
+    int64_t a_row, a_step, b_step, b_column, c_row;
+} ds_matrix_product;
+
+/* Whether this is a processor that adds beside multiplying, at a width of which MKL uses the half. */
+DS_API int32_t ds_matrix_product_is_fast(void);
+
+/* Returns 0, and does nothing, where it is not available. */
+DS_API int32_t ds_matrix_product_run(const ds_matrix_product *call, int32_t threads);
+
 enum ds_kind {
     DS_EMBEDDING = 0,
     DS_NORM = 1,
