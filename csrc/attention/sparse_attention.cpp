@@ -5,11 +5,13 @@
 // weights again from the log-sum-exp; it adds to the gradients of keys and values in memory, so a head, or one of a fixed
 // number of `parts` of its rows, is one item there. No result depends on how items are divided among threads.
 //
-// Keys are transposed first, 16 tokens beside each other (values too, for backward): scores of 16 keys are then one chain
-// of additions per lane, as in lanes.h, and every product is one of two small kernels on registers.
+// Scores are transposed: a vector holds those of one key with all queries of the item. So the only rows that have to be
+// transposed are the item's own, softmax needs no sum across a vector, and keys and values are read where they lie, one
+// number for all lanes at a time. Every sum is one chain of additions per lane, as in lanes.h.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -17,6 +19,8 @@
 
 #include "exponential.h"
 #include "lanes.h"
+#include "large_pages.h"
+#include "transpose.h"
 
 namespace {
 
@@ -28,41 +32,28 @@ using ds::Lanes;
 using ds::load;
 using ds::store;
 
-constexpr int64_t kRows = 16;    // queries of an item, and keys of a panel
-constexpr int64_t kChunk = 256;  // keys that are computed together
-constexpr int64_t kMost = 256;   // largest size of a head
+constexpr int64_t kRows = kLanes;  // queries of an item, and keys that are taken at once
+constexpr int64_t kChunk = 256;    // keys that are computed together
+constexpr int64_t kMost = 256;     // largest size of a head
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 using Call = ds_sparse_attention;
 
 // ---- small products -------------------------------------------------------------------------------------------------
 
-// out[r][0..16 P) = x[r] times P panels [size][16] of transposed rows.
-template <int64_t R, int64_t P>
-DS_INLINE void times_panels(const float *x, int64_t size, const float *const *panels, float *out) {
-    Lanes sums[R][P] = {};
-    for (int64_t t = 0; t < size; ++t) {
-        Lanes panel[P];
-        for (int64_t p = 0; p < P; ++p) load(panel[p], panels[p] + t * kLanes);
-        for (int64_t r = 0; r < R; ++r) {
-            const float factor = x[r * size + t];
-            for (int64_t p = 0; p < P; ++p) sums[r][p] += factor * panel[p];
-        }
-    }
-    for (int64_t r = 0; r < R; ++r)
-        for (int64_t p = 0; p < P; ++p) store(out + r * kChunk + p * kLanes, sums[r][p]);
-}
-
-// All rows, `count` panels.
+// out[k] = rows[k] times the panel [size][16] of transposed queries, for 16 keys k.
 template <int64_t R>
-DS_INLINE void scores_of(const float *x, int64_t size, const float *const *panels, int64_t count, float *out) {
-    int64_t p = 0;
-    for (; p + 2 <= count; p += 2)
-        for (int64_t r = 0; r < kRows; r += R)
-            times_panels<R, 2>(x + r * size, size, panels + p, out + r * kChunk + p * kLanes);
-    if (p < count)
-        for (int64_t r = 0; r < kRows; r += R)
-            times_panels<R, 1>(x + r * size, size, panels + p, out + r * kChunk + p * kLanes);
+DS_INLINE void times_panel(const float *rows, int64_t size, const float *panel, float *out) {
+    for (int64_t k = 0; k < kRows; k += R) {
+        const float *own = rows + k * size;
+        Lanes sums[R] = {};
+        for (int64_t t = 0; t < size; ++t) {
+            Lanes queries;
+            load(queries, panel + t * kLanes);
+            for (int64_t r = 0; r < R; ++r) sums[r] += own[r * size + t] * queries;
+        }
+        for (int64_t r = 0; r < R; ++r) store(out + (k + r) * kLanes, sums[r]);
+    }
 }
 
 // sums[r][c] += weights[r][k] * rows[k][c] over `count` blocks of 16 rows, for R rows and C lanes of columns.
@@ -101,19 +92,32 @@ DS_INLINE void add_products(float *sums, int64_t size, const float *weights, int
     }
 }
 
-// ---- tensors --------------------------------------------------------------------------------------------------------
-
-DS_INLINE const float *wide_rows(const Call &call, const void *tensor, int64_t at, float *buffer) {
-    return ds::widen(ds::at(tensor, at, call.dtype), call.dtype, buffer, kRows * call.size);
+// Queries: sums[q] += weights[k][q] * rows[k] over keys k.
+template <int64_t R>
+DS_INLINE void add_to_queries(float *sums, int64_t size, const float *weights, const float *const *rows, int64_t count) {
+    add_products<R>(sums, size, weights, 1, kLanes, rows, count);
 }
 
-// 16 tokens from `first` on, as a panel at token `to` of `panels`.
-DS_INLINE void transpose(const Call &call, const void *tensor, float *panels, int64_t first, int64_t to) {
-    alignas(64) float buffer[kRows * kMost];
-    const float *rows = wide_rows(call, tensor, first * call.size, buffer);
-    float *panel = panels + to * call.size;
-    for (int64_t t = 0; t < call.size; ++t)
-        for (int64_t j = 0; j < kRows; ++j) panel[t * kLanes + j] = rows[j * call.size + t];
+// 16 keys: sums[k] += weights[k][q] * rows[q] over the item's queries q.
+template <int64_t R>
+DS_INLINE void add_to_keys(float *sums, int64_t size, const float *weights, const float *rows) {
+    add_products<R>(sums, size, weights, kLanes, 1, &rows, 1);
+}
+
+// ---- rows and panels ------------------------------------------------------------------------------------------------
+
+DS_INLINE const float *wide_rows(const Call &call, const void *tensor, int64_t at, int64_t size, float *buffer) {
+    return ds::widen(ds::at(tensor, at, call.dtype), call.dtype, buffer, kRows * size);
+}
+
+// 16 rows, times a factor, as a panel [size][16].
+DS_INLINE void make_panel(const float *rows, int64_t size, float factor, float *panel) {
+    for (int64_t t = 0; t < size; t += kLanes) {
+        Lanes part[kLanes];
+        for (int64_t r = 0; r < kLanes; ++r) load(part[r], rows + r * size + t);
+        ds::transpose(part);
+        for (int64_t i = 0; i < kLanes; ++i) store(panel + (t + i) * kLanes, factor * part[i]);
+    }
 }
 
 // ---- what an item sees ----------------------------------------------------------------------------------------------
@@ -129,10 +133,13 @@ DS_INLINE const int64_t *starts_of(const Call &call, int64_t head) {
     return call.starts + call.layout_of[head % call.heads] * (call.tokens / call.block + 1);
 }
 
-// The next keys that an item sees, by their first token, up to kChunk tokens; how many panels.
-DS_INLINE int64_t next_panels(const Call &call, Item &item, int64_t *tokens) {
-    const int64_t *starts = starts_of(call, item.head);
-    const int64_t stop = starts[item.row / call.block + 1];
+DS_INLINE Item item_at(const Call &call, int64_t head, int64_t row) {
+    return {head, row, starts_of(call, head)[row / call.block], 0};
+}
+
+// The next keys that an item sees, 16 from each of `tokens` on, at most kChunk; how many times 16. None: that was all.
+DS_INLINE int64_t next_keys(const Call &call, Item &item, int64_t *tokens) {
+    const int64_t stop = starts_of(call, item.head)[item.row / call.block + 1];
     int64_t found = 0;
     while (item.entry < stop && found < kChunk / kRows) {
         const int64_t token = call.columns[item.entry] * call.block + item.inner;
@@ -146,196 +153,221 @@ DS_INLINE int64_t next_panels(const Call &call, Item &item, int64_t *tokens) {
     return found;
 }
 
-DS_INLINE Item item_at(const Call &call, int64_t head, int64_t row) {
-    return {head, row, starts_of(call, head)[row / call.block], 0};
-}
-
-// scores[r][j] = products * scale + masks.
-DS_INLINE void add_masks(const Call &call, const Item &item, const int64_t *tokens, int64_t count, float *scores) {
-    const float scale = call.scale;
-    for (int64_t r = 0; r < kRows; ++r) {
-        float *__restrict own = scores + r * kChunk;
-        DS_IVDEP for (int64_t j = 0; j < count * kRows; ++j) own[j] = own[j] * scale;
-    }
-    if (call.key_bias == nullptr && call.score_bias == nullptr && !call.causal) return;
-    for (int64_t p = 0; p < count; ++p)
-        for (int64_t r = 0; r < kRows; ++r) {
-            float *__restrict own = scores + r * kChunk + p * kRows;
-            if (call.score_bias != nullptr) {
-                const float *__restrict bias = call.score_bias + (item.row + r) * call.tokens + tokens[p];
-                DS_IVDEP for (int64_t j = 0; j < kRows; ++j) own[j] = own[j] + bias[j];
-            }
-            if (call.key_bias != nullptr) {
-                const float *__restrict bias = call.key_bias + (item.head / call.heads) * call.tokens + tokens[p];
-                DS_IVDEP for (int64_t j = 0; j < kRows; ++j) own[j] = own[j] + bias[j];
-            }
-            if (call.causal && tokens[p] == item.row)
-                for (int64_t j = r + 1; j < kRows; ++j) own[j] = kNone;
+// Adds masks to the scores [16 keys][16 queries] of keys from `token` on.
+DS_INLINE void add_masks(const Call &call, const Item &item, int64_t token, float *scores) {
+    if (call.score_bias != nullptr) {
+        Lanes bias[kLanes];
+        for (int64_t q = 0; q < kRows; ++q) load(bias[q], call.score_bias + (item.row + q) * call.tokens + token);
+        ds::transpose(bias);
+        for (int64_t k = 0; k < kRows; ++k) {
+            Lanes own;
+            load(own, scores + k * kLanes);
+            own += bias[k];
+            store(scores + k * kLanes, own);
         }
-}
-
-// The largest of n = 16 k numbers.
-DS_INLINE float largest(const float *values, int64_t n) {
-    float lanes[kLanes];
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] = values[j];
-    for (int64_t i = kLanes; i < n; i += kLanes)
-        DS_IVDEP for (int64_t j = 0; j < kLanes; ++j)
-            lanes[j] = values[i + j] > lanes[j] ? values[i + j] : lanes[j];
-    float found = lanes[0];
-    for (int64_t j = 1; j < kLanes; ++j) found = lanes[j] > found ? lanes[j] : found;
-    return found;
-}
-
-DS_INLINE float sum_of(const float *values, int64_t n) {
-    Lanes total = {};
-    for (int64_t i = 0; i < n; i += kLanes) {
-        Lanes more;
-        load(more, values + i);
-        total += more;
     }
-    return ds::sum(total);
+    if (call.key_bias != nullptr) {
+        const float *bias = call.key_bias + (item.head / call.heads) * call.tokens + token;
+        for (int64_t k = 0; k < kRows; ++k) {
+            float *__restrict own = scores + k * kLanes;
+            const float more = bias[k];
+            DS_IVDEP for (int64_t q = 0; q < kRows; ++q) own[q] = own[q] + more;
+        }
+    }
+    if (call.causal && token == item.row)
+        for (int64_t k = 1; k < kRows; ++k) std::fill(scores + k * kLanes, scores + k * kLanes + k, kNone);
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+// Softmax of the queries of an item, chunk by chunk: the largest score, and the sum of the weights, so far.
+struct Softmax {
+    alignas(64) float most[kRows], total[kRows], kept[kRows];
+};
+
+// Scores [n][16] become weights from the largest so far; whether what was summed before has to be multiplied by `kept`.
+DS_INLINE bool weigh(Softmax &softmax, float *scores, int64_t n) {
+    Lanes most, total = {};
+    load(most, softmax.most);
+    for (int64_t k = 0; k < n; ++k) {
+        Lanes own;
+        load(own, scores + k * kLanes);
+        most = own > most ? own : most;
+    }
+    alignas(64) float new_most[kRows], anchor[kRows];
+    store(new_most, most);
+    bool changed = false;
+    for (int64_t q = 0; q < kRows; ++q) {
+        anchor[q] = new_most[q] == kNone ? 0.0f : new_most[q];
+        changed |= new_most[q] != softmax.most[q];
+    }
+    for (int64_t k = 0; k < n; ++k) {
+        float *__restrict own = scores + k * kLanes;
+        DS_IVDEP for (int64_t q = 0; q < kRows; ++q) own[q] = exponential(own[q] - anchor[q]);
+        Lanes more;
+        load(more, own);
+        total += more;
+    }
+    alignas(64) float more[kRows];
+    store(more, total);
+    for (int64_t q = 0; q < kRows; ++q) {
+        softmax.kept[q] = exponential(softmax.most[q] - anchor[q]);
+        softmax.total[q] = softmax.total[q] * softmax.kept[q] + more[q];
+        softmax.most[q] = new_most[q];
+    }
+    return changed;
+}
+
+DS_INLINE void scale_rows(float *rows, int64_t size, const float *factors) {
+    for (int64_t q = 0; q < kRows; ++q) {
+        float *__restrict own = rows + q * size;
+        const float factor = factors[q];
+        DS_IVDEP for (int64_t c = 0; c < size; ++c) own[c] = own[c] * factor;
+    }
+}
+
 template <int64_t R>
-DS_INLINE void forward_item(const Call &call, Item item) {
-    alignas(64) float query_buffer[kRows * kMost], value_buffer[kRows * kMost];
-    alignas(64) float scores[kRows * kChunk], sums[kRows * kMost];
-    float most[kRows], total[kRows];
-    const int64_t size = call.size, base = item.head * call.tokens;
+DS_INLINE void forward_sized(const Call &call, Item item, int64_t size) {
+    alignas(64) float buffer[kRows * kMost], panel[kRows * kMost], scores[kRows * kChunk], sums[kRows * kMost];
+    const int64_t base = item.head * call.tokens;
     const bool narrow = call.dtype != DS_FLOAT32;
-    const float *query = wide_rows(call, call.query, (base + item.row) * size, query_buffer);
-    std::fill(most, most + kRows, kNone);
-    std::fill(total, total + kRows, 0.0f);
+    make_panel(wide_rows(call, call.query, (base + item.row) * size, size, buffer), size, call.scale, panel);
+    Softmax softmax;
+    std::fill(softmax.most, softmax.most + kRows, kNone);
+    std::fill(softmax.total, softmax.total + kRows, 0.0f);
     std::fill(sums, sums + kRows * size, 0.0f);
     int64_t tokens[kChunk / kRows];
-    const float *panels[kChunk / kRows], *rows[kChunk / kRows];
-    const int64_t *starts = starts_of(call, item.head);
-    const int64_t stop = starts[item.row / call.block + 1];
-    while (item.entry < stop) {
-        const int64_t count = next_panels(call, item, tokens);
-        if (count == 0) break;
-        for (int64_t p = 0; p < count; ++p) {
-            panels[p] = call.keys + (base + tokens[p]) * size;
-            rows[p] = static_cast<const float *>(ds::at(call.value, (base + tokens[p]) * size, call.dtype));
+    const float *values[kChunk / kRows];
+    bool first = true;
+    while (const int64_t count = next_keys(call, item, tokens)) {
+        for (int64_t b = 0; b < count; ++b) {
+            float *own = scores + b * kRows * kLanes;
+            times_panel<R>(wide_rows(call, call.key, (base + tokens[b]) * size, size, buffer), size, panel, own);
+            add_masks(call, item, tokens[b], own);
         }
-        scores_of<R>(query, size, panels, count, scores);
-        add_masks(call, item, tokens, count, scores);
-        const int64_t n = count * kRows;
-        for (int64_t r = 0; r < kRows; ++r) {
-            float *__restrict own = scores + r * kChunk;
-            const float found = largest(own, n), new_most = found > most[r] ? found : most[r];
-            const float anchor = new_most == kNone ? 0.0f : new_most;
-            DS_IVDEP for (int64_t j = 0; j < n; ++j) own[j] = exponential(own[j] - anchor);
-            if (new_most != most[r]) {
-                const float kept = exponential(most[r] - anchor);
-                total[r] = total[r] * kept;
-                float *__restrict sum = sums + r * size;
-                DS_IVDEP for (int64_t c = 0; c < size; ++c) sum[c] = sum[c] * kept;
-                most[r] = new_most;
+        if (weigh(softmax, scores, count * kRows) && !first) scale_rows(sums, size, softmax.kept);
+        first = false;
+        if (narrow) {
+            for (int64_t b = 0; b < count; ++b) {
+                values[0] = wide_rows(call, call.value, (base + tokens[b]) * size, size, buffer);
+                add_to_queries<R / 4>(sums, size, scores + b * kRows * kLanes, values, 1);
             }
-            total[r] = total[r] + sum_of(own, n);
-        }
-        if (!narrow) {
-            add_products<R / 2>(sums, size, scores, kChunk, 1, rows, count);
-            continue;
-        }
-        for (int64_t p = 0; p < count; ++p) {
-            const float *own = wide_rows(call, call.value, (base + tokens[p]) * size, value_buffer);
-            add_products<R / 2>(sums, size, scores + p * kRows, kChunk, 1, &own, 1);
+        } else {
+            const float *all = static_cast<const float *>(call.value) + base * size;
+            for (int64_t b = 0; b < count; ++b) values[b] = all + tokens[b] * size;
+            add_to_queries<R / 4>(sums, size, scores, values, count);
         }
     }
-    for (int64_t r = 0; r < kRows; ++r) {
-        const float factor = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
-        float *__restrict sum = sums + r * size;
-        DS_IVDEP for (int64_t c = 0; c < size; ++c) sum[c] = sum[c] * factor;
-        call.lse[base + item.row + r] = total[r] > 0.0f ? most[r] + float(std::log(double(total[r]))) : kNone;
+    float factors[kRows];
+    for (int64_t q = 0; q < kRows; ++q) {
+        const bool some = softmax.total[q] > 0.0f;
+        factors[q] = some ? 1.0f / softmax.total[q] : 0.0f;
+        call.lse[base + item.row + q] = some ? softmax.most[q] + float(std::log(double(softmax.total[q]))) : kNone;
     }
-    void *to = ds::at(call.output, (base + item.row) * size, call.dtype);
-    if (narrow)
-        ds::narrow(to, call.dtype, sums, kRows * size);
-    else
-        std::memcpy(to, sums, size_t(kRows * size) * sizeof(float));
+    scale_rows(sums, size, factors);
+    ds::narrow(ds::at(call.output, (base + item.row) * size, call.dtype), call.dtype, sums, kRows * size);
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// sums[r] += weights[k][r] * rows[k] for the 16 keys r of a panel and the 16 queries k of an item.
-template <int64_t R>
-DS_INLINE void add_to_keys(float *sums, int64_t size, const float *weights, const float *rows) {
-    add_products<R>(sums, size, weights, 1, kChunk, &rows, 1);
-}
-
-// Keys and values of the head in hand, transposed, and the sums for their gradients: [tokens][size] each.
-struct Head {
-    float *keys, *values, *key_sums, *value_sums;
+// Sums for the gradients of a head's keys and values: [tokens][size] each. `begun`: of 16 tokens each, whether they hold
+// something; otherwise their memory has not been touched.
+struct Sums {
+    float *keys, *values;
+    uint8_t *begun;
 };
 
-template <int64_t R>
-DS_INLINE void backward_item(const Call &call, Item item, const Head &head) {
-    alignas(64) float query_buffer[kRows * kMost], grad_buffer[kRows * kMost], key_buffer[kRows * kMost];
-    alignas(64) float weights[kRows * kChunk], slopes[kRows * kChunk], sums[kRows * kMost];
-    float anchor[kRows], inner[kRows];
-    const int64_t size = call.size, base = item.head * call.tokens, at = (base + item.row) * size;
-    const bool narrow = call.dtype != DS_FLOAT32;
-    const float *grad = wide_rows(call, call.grad_output, at, grad_buffer);
-    const float *output = wide_rows(call, call.output, at, key_buffer);
-    for (int64_t r = 0; r < kRows; ++r) {
-        Lanes dot = {};
+// Products of 16 rows with 16 others, each with its own.
+DS_INLINE void inner_products(const float *some, const float *others, int64_t size, float *out) {
+    Lanes parts[kLanes] = {};
+    for (int64_t q = 0; q < kRows; ++q)
         for (int64_t c = 0; c < size; c += kLanes) {
             Lanes one, other;
-            load(one, grad + r * size + c);
-            load(other, output + r * size + c);
-            dot += one * other;
+            load(one, some + q * size + c);
+            load(other, others + q * size + c);
+            parts[q] += one * other;
         }
-        inner[r] = ds::sum(dot);
-        const float lse = call.lse[base + item.row + r];
-        anchor[r] = lse == kNone ? 0.0f : lse;
+    ds::transpose(parts);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half; ++i) parts[i] += parts[i + half];
+    store(out, parts[0]);
+}
+
+template <int64_t R>
+DS_INLINE void backward_sized(const Call &call, Item item, const Sums &to, int64_t size) {
+    alignas(64) float query_buffer[kRows * kMost], grad_buffer[kRows * kMost], buffer[kRows * kMost];
+    alignas(64) float panel[kRows * kMost], grad_panel[kRows * kMost], sums[kRows * kMost];
+    alignas(64) float weights[kRows * kChunk], slopes[kRows * kChunk], means[kRows], anchor[kRows];
+    const int64_t base = item.head * call.tokens, at = (base + item.row) * size;
+    const bool narrow = call.dtype != DS_FLOAT32;
+    const float *grad = wide_rows(call, call.grad_output, at, size, grad_buffer);
+    inner_products(grad, wide_rows(call, call.output, at, size, buffer), size, means);
+    make_panel(grad, size, 1.0f, grad_panel);
+    const float *query = wide_rows(call, call.query, at, size, query_buffer);
+    make_panel(query, size, call.scale, panel);
+    for (int64_t q = 0; q < kRows; ++q) {
+        const float lse = call.lse[base + item.row + q];
+        anchor[q] = lse == kNone ? 0.0f : lse;
     }
-    const float *query = wide_rows(call, call.query, at, query_buffer);
     std::fill(sums, sums + kRows * size, 0.0f);
+    const float scale = call.scale;
     int64_t tokens[kChunk / kRows];
-    const float *panels[kChunk / kRows], *value_panels[kChunk / kRows], *rows[kChunk / kRows];
-    const int64_t *starts = starts_of(call, item.head);
-    const int64_t stop = starts[item.row / call.block + 1];
-    while (item.entry < stop) {
-        const int64_t count = next_panels(call, item, tokens);
-        if (count == 0) break;
-        for (int64_t p = 0; p < count; ++p) {
-            panels[p] = head.keys + tokens[p] * size;
-            value_panels[p] = head.values + tokens[p] * size;
-            rows[p] = static_cast<const float *>(ds::at(call.key, (base + tokens[p]) * size, call.dtype));
-        }
-        scores_of<R>(query, size, panels, count, weights);
-        add_masks(call, item, tokens, count, weights);
-        scores_of<R>(grad, size, value_panels, count, slopes);
-        for (int64_t r = 0; r < kRows; ++r) {
-            float *__restrict weight = weights + r * kChunk, *__restrict slope = slopes + r * kChunk;
-            const float shift = anchor[r], mean = inner[r], scale = call.scale;
-            DS_IVDEP for (int64_t j = 0; j < count * kRows; ++j) {
-                const float score = weight[j] - shift;
-                const float w = exponential(score > 0.0f ? 0.0f : score);
-                weight[j] = w;
-                slope[j] = (w * (slope[j] - mean)) * scale;
+    const float *keys[kChunk / kRows];
+    while (const int64_t count = next_keys(call, item, tokens)) {
+        for (int64_t b = 0; b < count; ++b) {
+            const int64_t from = (base + tokens[b]) * size;
+            float *weight = weights + b * kRows * kLanes, *slope = slopes + b * kRows * kLanes;
+            times_panel<R>(wide_rows(call, call.key, from, size, buffer), size, panel, weight);
+            add_masks(call, item, tokens[b], weight);
+            times_panel<R>(wide_rows(call, call.value, from, size, buffer), size, grad_panel, slope);
+            for (int64_t k = 0; k < kRows; ++k) {
+                float *__restrict w = weight + k * kLanes, *__restrict s = slope + k * kLanes;
+                DS_IVDEP for (int64_t q = 0; q < kRows; ++q) {
+                    const float score = w[q] - anchor[q];
+                    const float found = exponential(score > 0.0f ? 0.0f : score);
+                    w[q] = found;
+                    s[q] = (found * (s[q] - means[q])) * scale;
+                }
             }
         }
-        for (int64_t p = 0; p < count; ++p) {
-            const int64_t to = tokens[p] * size;
-            add_to_keys<R / 2>(head.value_sums + to, size, weights + p * kRows, grad);
-            add_to_keys<R / 2>(head.key_sums + to, size, slopes + p * kRows, query);
+        for (int64_t b = 0; b < count; ++b) {
+            float *key_sums = to.keys + tokens[b] * size, *value_sums = to.values + tokens[b] * size;
+            if (!to.begun[tokens[b] / kRows]) {
+                to.begun[tokens[b] / kRows] = 1;
+                std::fill(key_sums, key_sums + kRows * size, 0.0f);
+                std::fill(value_sums, value_sums + kRows * size, 0.0f);
+            }
+            add_to_keys<R / 4>(value_sums, size, weights + b * kRows * kLanes, grad);
+            add_to_keys<R / 4>(key_sums, size, slopes + b * kRows * kLanes, query);
             if (narrow) {
-                const float *own = wide_rows(call, call.key, base * size + to, key_buffer);
-                add_products<R / 2>(sums, size, slopes + p * kRows, kChunk, 1, &own, 1);
+                keys[0] = wide_rows(call, call.key, (base + tokens[b]) * size, size, buffer);
+                add_to_queries<R / 4>(sums, size, slopes + b * kRows * kLanes, keys, 1);
+            } else {
+                keys[b] = static_cast<const float *>(call.key) + (base + tokens[b]) * size;
             }
         }
-        if (!narrow) add_products<R / 2>(sums, size, slopes, kChunk, 1, rows, count);
+        if (!narrow) add_to_queries<R / 4>(sums, size, slopes, keys, count);
     }
-    void *to = ds::at(call.grad_query, at, call.dtype);
-    if (narrow)
-        ds::narrow(to, call.dtype, sums, kRows * size);
-    else
-        std::memcpy(to, sums, size_t(kRows * size) * sizeof(float));
+    ds::narrow(ds::at(call.grad_query, at, call.dtype), call.dtype, sums, kRows * size);
+}
+
+// A size that the compiler knows: addresses of rows are then constants.
+template <int64_t R>
+DS_INLINE void forward_item(const Call &call, Item item) {
+    switch (call.size) {
+        case 64: return forward_sized<R>(call, item, 64);
+        case 128: return forward_sized<R>(call, item, 128);
+        default: return forward_sized<R>(call, item, call.size);
+    }
+}
+
+template <int64_t R>
+DS_INLINE void backward_item(const Call &call, Item item, const Sums &to) {
+    switch (call.size) {
+        case 64: return backward_sized<R>(call, item, to, 64);
+        case 128: return backward_sized<R>(call, item, to, 128);
+        default: return backward_sized<R>(call, item, to, call.size);
+    }
 }
 
 // Rows [first, last) of part `part` of a head: about equal numbers of blocks.
@@ -346,20 +378,32 @@ inline int64_t edge_of(const Call &call, int64_t head, int64_t part) {
     return (std::lower_bound(starts, starts + rows, wanted) - starts) * call.block;
 }
 
-template <int64_t R>
-DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, int64_t thread) {
-    const int64_t numel = call.tokens * call.size, sums = (part * call.batch * call.heads + head) * numel;
-    const Head own = {call.keys + thread * numel, call.values + thread * numel, call.key_sums + sums,
-                      call.value_sums + sums};
-    for (int64_t token = 0; token < call.tokens; token += kRows) {
-        transpose(call, call.key, own.keys, head * call.tokens + token, token);
-        transpose(call, call.value, own.values, head * call.tokens + token, token);
+// Where the sums of a part of a head are made: in the result itself where that has their type and there are no others.
+DS_INLINE Sums sums_of(const Call &call, int64_t head, int64_t part, int64_t thread, uint8_t *begun) {
+    const int64_t numel = call.tokens * call.size;
+    if (call.parts > 1) {
+        const int64_t at = (part * call.batch * call.heads + head) * numel;
+        return {call.key_sums + at, call.value_sums + at, begun};
     }
-    std::memset(own.key_sums, 0, size_t(numel) * sizeof(float));
-    std::memset(own.value_sums, 0, size_t(numel) * sizeof(float));
-    const int64_t first = edge_of(call, head, part), last = edge_of(call, head, part + 1);
-    for (int64_t row = first; row < last; row += kRows)
-        backward_item<R>(call, item_at(call, head, row), own);
+    if (call.dtype == DS_FLOAT32)
+        return {static_cast<float *>(call.grad_key) + head * numel, static_cast<float *>(call.grad_value) + head * numel,
+                begun};
+    return {call.key_sums + thread * numel, call.value_sums + thread * numel, begun};
+}
+
+template <int64_t R>
+DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, const Sums &to) {
+    const int64_t first = edge_of(call, head, part), last = edge_of(call, head, part + 1), block = kRows * call.size;
+    for (int64_t row = first; row < last; row += kRows) backward_item<R>(call, item_at(call, head, row), to);
+    for (int64_t b = 0; b < call.tokens / kRows; ++b)
+        if (!to.begun[b]) {  // nothing sees these
+            std::fill(to.keys + b * block, to.keys + (b + 1) * block, 0.0f);
+            std::fill(to.values + b * block, to.values + (b + 1) * block, 0.0f);
+        }
+    if (call.parts > 1 || call.dtype == DS_FLOAT32) return;
+    const int64_t numel = call.tokens * call.size;
+    ds::narrow(ds::at(call.grad_key, head * numel, call.dtype), call.dtype, to.keys, numel);
+    ds::narrow(ds::at(call.grad_value, head * numel, call.dtype), call.dtype, to.values, numel);
 }
 
 // ---- instruction sets -----------------------------------------------------------------------------------------------
@@ -368,10 +412,10 @@ DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, int64
 #if defined(__x86_64__)
 #define DS_BY_REGISTERS(name, parameters, arguments)                                                          \
     __attribute__((target("arch=x86-64-v4,prefer-vector-width=512"))) static void name##_avx512 parameters { \
-        name<8> arguments;                                                                                  \
+        name<16> arguments;                                                                                  \
     }                                                                                                       \
-    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name<2> arguments; }     \
-    static void name##_plain parameters { name<2> arguments; }                                              \
+    __attribute__((target("arch=x86-64-v3"))) static void name##_avx2 parameters { name<4> arguments; }     \
+    static void name##_plain parameters { name<4> arguments; }                                              \
     static void name##_any parameters {                                                                     \
         switch (ds_isa()) {                                                                                 \
             case 2: return name##_avx512 arguments;                                                         \
@@ -385,21 +429,11 @@ DS_INLINE void backward_head(const Call &call, int64_t head, int64_t part, int64
 #endif
 
 DS_BY_REGISTERS(forward_item, (const Call &call, Item item), (call, item))
-DS_BY_REGISTERS(backward_head, (const Call &call, int64_t head, int64_t part, int64_t thread),
-                (call, head, part, thread))
+DS_BY_REGISTERS(backward_head, (const Call &call, int64_t head, int64_t part, const Sums &to), (call, head, part, to))
 
-DS_INLINE void transpose_run_body(const Call &call, const void *tensor, float *panels, int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) transpose(call, tensor, panels, i * kRows, i * kRows);
-}
-
-DS_KERNEL(transpose_run, (const Call &call, const void *tensor, float *panels, int64_t first, int64_t last),
-          (call, tensor, panels, first, last))
-
-void transpose_all(const Call &call, const void *tensor, float *panels, int threads) {
-    const int64_t count = call.batch * call.heads * call.tokens / kRows;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; ++t)
-        transpose_run(call, tensor, panels, count * t / threads, count * (t + 1) / threads);
+void prepare(const Call &call, void *result) {
+    const int64_t numel = call.batch * call.heads * call.tokens * call.size;
+    ds::ask_for_large_pages(result, numel * ds::item_size(call.dtype));
 }
 
 int64_t this_thread() {
@@ -439,7 +473,7 @@ DS_KERNEL(join_run, (const Call &call, float *sums, void *output, int64_t first,
 int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads) {
     if (!fits(*call)) return 0;
     if (threads < 1) threads = 1;
-    transpose_all(*call, call->key, call->keys, threads);
+    prepare(*call, call->output);
     const int64_t per_head = call->tokens / kRows, count = call->batch * call->heads * per_head;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
     for (int64_t i = 0; i < count; ++i)
@@ -450,9 +484,15 @@ int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t thr
 int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads) {
     if (!fits(*call)) return 0;
     if (threads < 1) threads = 1;
+    for (void *result : {call->grad_query, call->grad_key, call->grad_value}) prepare(*call, result);
     const int64_t count = call->batch * call->heads * call->parts;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; ++i) backward_head_any(*call, i / call->parts, i % call->parts, this_thread());
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t head = i / call->parts, part = i % call->parts;
+        std::vector<uint8_t> begun(size_t(call->tokens / kRows));
+        backward_head_any(*call, head, part, sums_of(*call, head, part, this_thread(), begun.data()));
+    }
+    if (call->parts == 1) return 1;
     const int64_t numel = call->batch * call->heads * call->tokens * call->size;
     ds::for_each_run(
         2, threads, [&](int64_t) { return numel; },

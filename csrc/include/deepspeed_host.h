@@ -330,12 +330,11 @@ typedef struct ds_sparse_attention {
     const int64_t *layout_of; /* [heads] */
     const float *key_bias;    /* [batch, tokens], added to the scores, or null */
     const float *score_bias;  /* [tokens, tokens], or null */
-    float *keys;              /* scratch: forward [batch, heads, tokens, size], backward [threads, tokens, size] */
     /* Of backward. */
     const void *grad_output;
     void *grad_query, *grad_key, *grad_value;
-    float *values;                /* scratch like `keys` */
-    float *key_sums, *value_sums; /* scratch: [parts, batch, heads, tokens, size]; may be results in fp32 */
+    /* Scratch: of several parts [parts, batch, heads, tokens, size]; of one [threads, tokens, size], none in fp32. */
+    float *key_sums, *value_sums;
     int64_t batch, heads, tokens, size; /* size: a multiple of 16 */
     int64_t block;                      /* tokens, a multiple of 16 */
     int64_t parts; /* ranges of rows of one head whose sums for keys and values are made apart, then added */
@@ -347,6 +346,21 @@ typedef struct ds_sparse_attention {
 /* Both return 0, and do nothing, where they are not available. */
 DS_API int32_t ds_sparse_attention_forward(const ds_sparse_attention *call, int32_t threads);
 DS_API int32_t ds_sparse_attention_backward(const ds_sparse_attention *call, int32_t threads);
+
+/* c = a b + bias, all of fp32. a(m, k) is a[m * a_row + k * a_step], b(k, n) is b[k * b_step + n * b_column]. */
+typedef struct ds_matrix_product {
+    const float *a, *b;
+    const float *bias; /* [columns], or null */
+    float *c;          /* rows of consecutive columns, c_row apart */
+    int64_t rows, columns, depth;
+    int64_t a_row, a_step, b_step, b_column, c_row;
+} ds_matrix_product;
+
+/* Whether this is a processor that adds beside multiplying, at a width of which MKL uses the half. */
+DS_API int32_t ds_matrix_product_is_fast(void);
+
+/* Returns 0, and does nothing, where it is not available. */
+DS_API int32_t ds_matrix_product_run(const ds_matrix_product *call, int32_t threads);
 
 enum ds_kind {
     DS_EMBEDDING = 0,

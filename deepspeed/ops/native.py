@@ -72,6 +72,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
     "ds_run": (None, (_pointer, _int64, _pointer, _int32)),
     "ds_paged_attention": (None, (_pointer, _pointer, _int64, _int32)),
+    "ds_matrix_product_is_fast": (_int32, ()),
+    "ds_matrix_product_run": (_int32, (_pointer, _int32)),
     "ds_dropout": (None, (_pointer, _int32)),
     "ds_sparse_attention_forward": (_int32, (_pointer, _int32)),
     "ds_sparse_attention_backward": (_int32, (_pointer, _int32)),

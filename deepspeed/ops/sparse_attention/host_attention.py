@@ -1,7 +1,7 @@
 """Block-sparse attention on the host: calls of the native kernel (``csrc/attention/sparse_attention.cpp``).
 
-Beside inputs and results it needs transposed keys (and values, in backward) and sums in fp32: memory proportional to
-the tokens, whatever the layout.
+Keys and values are read where they lie, and gradients summed where they belong. Scratch is needed for sums of 16-bit
+gradients (one head for each thread), and where heads are so few that each is cut into parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POINTERS = (
     "key_bias",
     "score_bias",
 )
-_BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "values", "key_sums", "value_sums")
+_BACKWARD = ("grad_output", "grad_query", "grad_key", "grad_value", "key_sums", "value_sums")
 _SIZES = ("batch", "heads", "tokens", "size", "block", "parts")
 
 
@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
     """``struct ds_sparse_attention``."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in (*_POINTERS, "keys", *_BACKWARD)),
+        *((name, ctypes.c_void_p) for name in (*_POINTERS, *_BACKWARD)),
         *((name, ctypes.c_int64) for name in _SIZES),
         ("scale", ctypes.c_float),
         ("dtype", ctypes.c_int32),
@@ -104,8 +104,7 @@ class HostAttention(torch.autograd.Function):
             "key_bias": None if keys is None else keys.float().contiguous(),
             "score_bias": None if scores is None else scores.float().contiguous(),
         }
-        scratch = torch.empty(q.shape, dtype=torch.float32)
-        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, "keys": scratch, **masks}
+        tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
         _run("ds_sparse_attention_forward", tensors, rows, block, causal, scale, parts=1)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = (masks, rows, block, causal, scale)
@@ -118,16 +117,12 @@ class HostAttention(torch.autograd.Function):
         masks, rows, block, causal, scale = ctx.rest
         parts = max(1, _HEADS // (q.shape[0] * q.shape[1]))
         results = [torch.empty_like(x) for x in (q, k, v)]
-        direct = parts == 1 and q.dtype is torch.float32  # sums are made where the results are
         tensors = {"query": q, "key": k, "value": v, "output": out, "lse": lse, **masks}
         tensors |= {"grad_output": grads[0].contiguous()}
         tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), results, strict=True))
-        threads = torch.get_num_threads()
-        tensors |= {
-            name: torch.empty((threads, *q.shape[2:]), dtype=torch.float32) for name in ("keys", "values")
-        }
-        for name, result in (("key_sums", results[1]), ("value_sums", results[2])):
-            tensors[name] = result if direct else torch.empty((parts, *q.shape), dtype=torch.float32)
+        if parts > 1 or q.dtype is not torch.float32:  # else sums are made where the results are
+            shape = (parts, *q.shape) if parts > 1 else (torch.get_num_threads(), *q.shape[2:])
+            tensors |= {name: torch.empty(shape, dtype=torch.float32) for name in ("key_sums", "value_sums")}
         _run("ds_sparse_attention_backward", tensors, rows, block, causal, scale, parts=parts)
         return *results, None, None, None, None, None, None
 

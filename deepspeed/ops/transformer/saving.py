@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.ops.transformer.dropout import dropped, new_seed, runs_here
+from deepspeed.ops.transformer.products import linear, of_linear
 
 
 class InvertibleLayerNorm(torch.autograd.Function):
@@ -45,16 +46,16 @@ class GeluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return functional.linear(functional.gelu(x), weight)
+        return linear(functional.gelu(x), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = grad.flatten(0, -2).mT @ functional.gelu(x).flatten(0, -2)
-        of_x = torch.ops.aten.gelu_backward(grad @ weight, x) if ctx.needs_input_grad[0] else None
+        needs = ctx.needs_input_grad
+        inner = functional.gelu(x) if needs[1] else x
+        of_inner, of_weight = of_linear(grad, inner, weight, x_needs=needs[0], weight_needs=needs[1])
+        of_x = None if of_inner is None else torch.ops.aten.gelu_backward(of_inner, x)
         return of_x, of_weight
 
 

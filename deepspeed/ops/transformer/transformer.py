@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from deepspeed.ops.transformer.added_norm import added_norm
 from deepspeed.ops.transformer.dropout import dropout
+from deepspeed.ops.transformer.products import linear
 from deepspeed.ops.transformer.saving import DroppedWeights, GeluLinear, InvertibleLayerNorm
 
 
@@ -290,7 +291,7 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     def _attention(self, x: Tensor, mask: Tensor | None) -> Tensor:
         heads = self.config.heads
-        fused = functional.linear(x, self.attn_qkvw, self.attn_qkvb).unflatten(-1, (3, heads, -1))
+        fused = linear(x, self.attn_qkvw, self.attn_qkvb).unflatten(-1, (3, heads, -1))
         query, key, value = fused.permute(2, 0, 3, 1, 4)
         mask = None if mask is None else _broadcastable(mask, x.dtype)
         ratio = self.config.attn_dropout_ratio if self.training else 0.0
@@ -298,7 +299,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         else:
             context = self._with_dropout(query, key, value, mask, ratio)
-        return functional.linear(context.transpose(1, 2).flatten(2), self.attn_ow, self.attn_ob)
+        return linear(context.transpose(1, 2).flatten(2), self.attn_ow, self.attn_ob)
 
     def _with_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ratio: float
@@ -312,10 +313,10 @@ class DeepSpeedTransformerLayer(nn.Module):
         return dropout(weights, ratio) @ value
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        inner = functional.linear(x, self.inter_w, self.inter_b)
+        inner = linear(x, self.inter_w, self.inter_b)
         if self.config.gelu_checkpoint and torch.is_grad_enabled():
             return GeluLinear.apply(inner, self.output_w) + self.output_b
-        return functional.linear(functional.gelu(inner), self.output_w, self.output_b)
+        return linear(functional.gelu(inner), self.output_w, self.output_b)
 
     def _added(self, residual: Tensor, x: Tensor) -> Tensor:
         """A part's output, after dropout, added to what went into the part."""

@@ -1,0 +1,105 @@
+"""Products with the weights of a layer, for training on the host.
+
+torch computes fp32 products by way of MKL, which uses half the width of the vectors of AMD's processors that have
+AVX-512. Where that is so, layers take the products of the native library (``csrc/linear/matrix_products.cpp``), forward
+and backward; elsewhere torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from deepspeed.ops import native
+
+_WORTHWHILE = 1 << 22
+"""Multiplications of a product from which on it is a call of its own."""
+
+
+class _Call(ctypes.Structure):
+    """``struct ds_matrix_product``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "bias", "c")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "depth")),
+        *((name, ctypes.c_int64) for name in ("a_row", "a_step", "b_step", "b_column", "c_row")),
+    ]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, x [..., columns]."""
+    if not runs_here(x, weight) or (bias is not None and bias.dtype is not torch.float32):
+        return functional.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias)
+
+
+def runs_here(one: Tensor, other: Tensor) -> bool:
+    """Whether the native library computes products of rows of the one with the other matrix, and faster than torch.
+    Whoever watches torch's operations sees torch's."""
+    return (
+        one.device.type == other.device.type == "cpu"
+        and one.dtype is other.dtype is torch.float32
+        and one.numel() * max(other.shape) >= _WORTHWHILE
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and is_faster()
+        and not has_torch_function((one, other))
+        and not _get_current_dispatch_mode_stack()
+    )
+
+
+def is_faster() -> bool:
+    """Whether this processor has vectors of which torch's products use a half."""
+    lib = native.library()
+    return lib is not None and bool(lib.ds_matrix_product_is_fast())
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b + bias`` of matrices in fp32 on the host, each of which may be transposed."""
+    lib = native.library()
+    assert lib is not None
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    call = _Call(
+        a.data_ptr(),
+        b.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        *(*out.shape, a.shape[1]),
+        *(*a.stride(), *b.stride(), out.shape[1]),
+    )
+    done = lib.ds_matrix_product_run(ctypes.addressof(call), torch.get_num_threads())
+    assert done, "the library was built without this product"
+    return out
+
+
+def of_linear(
+    grad: Tensor, x: Tensor, weight: Tensor, *, x_needs: bool = True, weight_needs: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``x`` and ``weight`` from that of `linear`."""
+    rows, grad_rows = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    # With a graph of the gradients themselves, operations have to be torch's.
+    own = not torch.is_grad_enabled() and runs_here(grad, weight)
+    multiply = product if own else torch.matmul
+    of_x = multiply(grad_rows, weight).view(x.shape) if x_needs else None
+    return of_x, multiply(grad_rows.mT, rows) if weight_needs else None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        own = None if bias is None else bias.contiguous()
+        return product(x.reshape(-1, x.shape[-1]), weight.mT, own).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), needs = grads, ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = of_linear(grad, x, weight, x_needs=needs[0], weight_needs=needs[1])
+        return of_x, of_weight, grad.flatten(0, -2).sum(0) if needs[2] else None
