@@ -56,6 +56,7 @@ STATE = {
     "checkpoint/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
     "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",
     "runtime/zero/gathering/shard_server.py:_open": "open servers, weakly, for the end of the process",
+    "ops/adam/cpu_adam.py:DeepSpeedCPUAdam._ids": "numbers of optimizers, so that none occurs twice",
     "runtime/zero/params.py:_ids": "numbers of parameters, so that none occurs twice",
     # The documented logger and its level.
     "launcher/agent.py:logger": "the launcher's logger",
