@@ -82,6 +82,7 @@ STATE = {
     "step_plan/calibrated.py:UNLIMITED": "a frozen value",
     "step_plan/command.py:LOCAL": "a frozen value",
     "ops/adam/multi_tensor_adam.py:_has_triton()": "of the installation",
+    "ops/adam/fused_adam.py:multi_tensor_applier": "documented: a function; holds only the size of its chunks",
     "ops/gpu/__init__.py:_has_triton()": "of the installation",
     "ops/gpu/__init__.py:_RUNS": "of the machine",
     "ops/aio/engine.py:library()": "native library",

@@ -35,7 +35,6 @@ INSTEAD = {
     "deepspeed.runtime.compression": "CompressedBackend of deepspeed.runtime.comm needs no CuPy.",
     "deepspeed.runtime.domino": "Set tensor_parallel.autotp_size in the config, which splits each layer.",
     "deepspeed.runtime.engine": "deepspeed.initialize() makes all parts of an engine.",
-    "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine.generate decodes without graphs.",
     "deepspeed.runtime.model_checkpointing": "deepspeed.check_config reads and checks the section checkpoint.",
     "deepspeed.runtime.swap_tensor": "offload_optimizer and offload_param with device nvme do this.",
     "deepspeed.runtime.tensor_parallel": "Set tensor_parallel.autotp_size in the config, or call tp_model_init().",
