@@ -255,14 +255,20 @@ def clip_grad_norm_(
     """Scales the gradients in place so that their norm is at most ``max_norm``; returns the norm before scaling.
 
     With a model-parallel unit the norm is that of the whole model: parameters partitioned across its
-    ranks count on each rank, replicated ones count once.
+    ranks count on each rank, replicated ones count once. With experts among the parameters every rank
+    calls this, and the norm is the mean over the data-parallel ranks, so that all scale alike.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    experts = any(not getattr(param, "allreduce", True) for param in params)
     params = [param for param in params if param.grad is not None]
     group, rank = _model_parallel(mpu)
     device = params[0].device if params else torch.device(get_accelerator().current_device_name())
     counted = [p for p in params if group is None or rank == 0 or is_model_parallel_parameter(p)]
     norm = _norm([p.grad for p in counted if p.grad is not None], float(norm_type), group, device)
+    if experts and torch.distributed.is_initialized():
+        replicas = groups._get_data_parallel_group()
+        norm /= torch.distributed.get_world_size(replicas)
+        torch.distributed.all_reduce(norm, group=replicas)
     _scale_down([p.grad for p in params if p.grad is not None], norm, max_norm, CLIP_EPSILON)
     return norm
 
