@@ -57,6 +57,8 @@ _NAMES = {
     "DeepSpeedSchedulerCallable": "deepspeed.runtime.engine",
     "DeepSpeedTransformerConfig": "deepspeed.ops.transformer.transformer",
     "DeepSpeedTransformerLayer": "deepspeed.ops.transformer.transformer",
+    "DualPipeVEngine": "deepspeed.runtime.pipe.dualpipev",
+    "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
     "InferenceEngine": "deepspeed.inference.engine",
     "LAMB_OPTIMIZER": "deepspeed.runtime.config",
     "MUON_OPTIMIZER": "deepspeed.runtime.config",

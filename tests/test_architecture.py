@@ -74,6 +74,7 @@ LAYER_OF = {
     "deepspeed.runtime.assembly": "assemblies",
     "deepspeed.runtime.initialize": "assemblies",
     "deepspeed.runtime.pipe.engine*": "assemblies",
+    "deepspeed.runtime.pipe.dualpipev": "assemblies",
     "deepspeed.runtime.zenflow.engine": "assemblies",
     "deepspeed.runtime.observers*": "assemblies",
     "deepspeed.inference.quantization*": "mechanisms",

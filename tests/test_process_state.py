@@ -38,7 +38,7 @@ STATE = {
     "runtime/comm/coalesced_collectives.py:_CODEC": "how 4 bits are packed: holds nothing else",
     "ops/update.py:FOREIGN": "a frozen value",
     "ops/direct_updates.py:_made": "documented: optimizers of the ops by the caller's numbers",
-    "accelerator/select.py:_Selected.accelerator": "the accelerator of this process",
+    "accelerator/select.py:ds_accelerator": "the accelerator of this process",
     # Which engine is the newest, for documented functions that name none; engines are not kept alive.
     "runtime/activation_checkpointing/checkpointing.py:_running": "whose forward runs, per thread",
     "runtime/activation_checkpointing/checkpointing.py:_state": "settings before any engine, and the newest engine's",
@@ -49,11 +49,13 @@ STATE = {
     "module_inject/tp_shard.py:_numbers": "documented: numbers of the model that scripts cut themselves",
     "utils/debug.py:_names": "names of the model registered last, weakly",
     # Active only inside a with statement.
+    "runtime/activation_checkpointing/offload_activations.py:_contexts": "open contexts, and the patch while there are",
     "inference/model/packed.py:_running": "the forward whose layers call our attention, per thread",
     "config/sections.py:_notes": "collects notes while one config is read, per thread",
     "runtime/zero/gathering/init_context.py:_active": "patches of an active zero.Init",
     # Resources of the process that end with it, or with their owner.
     "checkpoint/flush.py:_pending": "files on their way to disk, in order: the process's end waits for them",
+    "ops/aio/native_pins.py:get_native_pinned_memory()": "documented: the pinned memory of the process",
     "ops/aio/memory.py:_mappings": "addresses of page-locked memory that is in use",
     "runtime/zero/gathering/shard_server.py:_open": "open servers, weakly, for the end of the process",
     "ops/adam/cpu_adam.py:DeepSpeedCPUAdam._ids": "numbers of optimizers, so that none occurs twice",

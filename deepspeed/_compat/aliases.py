@@ -278,6 +278,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_model_profile": "deepspeed.profiling.flops_profiler.profiler",
     },
     "deepspeed.runtime.pipe": {
+        "DualPipeVModule": "deepspeed.runtime.pipe.dualpipev",
         "LayerSpec": "deepspeed.runtime.pipe.module",
         "PipelineModule": "deepspeed.runtime.pipe.module",
         "ProcessTopology": "deepspeed.runtime.pipe.topology",
@@ -348,6 +349,10 @@ NAMES: dict[str, dict[str, str]] = {
         "auto_wrap_model_for_sp": "deepspeed.sequence.auto_sp",
         "detect_model_sp_info": "deepspeed.sequence.autosp_detector",
     },
+    "deepspeed.utils.pin_memory": dict.fromkeys(
+        ("NativePinnedMemory", "get_active_native_pinned_memory", "get_native_pinned_memory"),
+        "deepspeed.ops.aio.native_pins",
+    ),
     "deepspeed.utils.groups": {
         "_init_tp_mesh_device": "deepspeed.runtime.tensor_parallel.ranks:init_tp_mesh_device",
     },

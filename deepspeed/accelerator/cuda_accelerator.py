@@ -12,6 +12,11 @@ import torch.distributed
 
 from .abstract_accelerator import DeepSpeedAccelerator
 
+try:
+    import nvtx  # ranges with domains; torch's have none
+except ImportError:
+    nvtx: Any = None
+
 VOLTA = 7  # the first compute capability with fp16 matrix units, and the minimum for Triton's kernels
 
 
@@ -20,6 +25,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
 
     def __init__(self) -> None:
         super().__init__("cuda", "nccl")
+        self._nvtx_domains: dict[str, Any] = {}
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()
@@ -57,11 +63,23 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return torch.cuda._lazy_call(callback)
 
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        torch.cuda.nvtx.range_push(msg if domain is None else f"{domain}: {msg}")
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        """In a domain if the package nvtx is installed."""
+        found = self._nvtx_domain(domain)
+        if found is None:
+            return torch.cuda.nvtx.range_push(msg)
+        return found.push_range(message=msg, category=category)
 
-    def range_pop(self, domain: str | None = None) -> None:
-        torch.cuda.nvtx.range_pop()
+    def range_pop(self, domain: str | None = None) -> Any:
+        found = self._nvtx_domain(domain)
+        return torch.cuda.nvtx.range_pop() if found is None else found.pop_range()
+
+    def _nvtx_domain(self, name: str | None) -> Any:
+        if nvtx is None or name is None:
+            return None
+        if name not in self._nvtx_domains:
+            self._nvtx_domains[name] = nvtx.get_domain(name)
+        return self._nvtx_domains[name]
 
     def create_graph(self) -> Any:
         return torch.cuda.CUDAGraph()

@@ -14,6 +14,7 @@ from .torch_device import MPS_Accelerator, TorchDevice_Accelerator
 
 ENVIRONMENT_VARIABLE = "DS_ACCELERATOR"
 SUPPORTED_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa")
+SUPPORTED_ACCELERATOR_LIST = SUPPORTED_ACCELERATORS
 OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
     "cpu": CPU_Accelerator,
     "cuda": CUDA_Accelerator,
@@ -21,23 +22,23 @@ OWN_CLASS: dict[str, Callable[[], DeepSpeedAccelerator]] = {
 }
 
 
-class _Selected:
-    """The one accelerator of this process."""
-
-    accelerator: DeepSpeedAccelerator | None = None
+ds_accelerator: DeepSpeedAccelerator | None = None
+"""The one accelerator of this process; None: not chosen yet."""
 
 
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator of this process, chosen on the first call."""
-    if _Selected.accelerator is None:
+    global ds_accelerator
+    if ds_accelerator is None:
         name = os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower()
-        _Selected.accelerator = _make(name) if name else _make(_found_by_torch())
-    return _Selected.accelerator
+        ds_accelerator = _make(name) if name else _make(_found_by_torch())
+    return ds_accelerator
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
     """Replaces the accelerator of this process."""
-    _Selected.accelerator = accel_obj
+    global ds_accelerator
+    ds_accelerator = accel_obj
     return accel_obj
 
 

@@ -15,6 +15,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeo
 
 from .backend import Backend
 from .functions import (
+    P2POp,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -25,6 +26,7 @@ from .functions import (
     all_to_all_single,
     allgather_fn,
     barrier,
+    batch_isend_irecv,
     broadcast,
     broadcast_object_list,
     destroy_process_group,
@@ -80,6 +82,7 @@ from .torch import TorchBackend
 __all__ = [
     "Backend",
     "CommunicationError",
+    "P2POp",
     "ProcessGroup",
     "ReduceOp",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
@@ -94,6 +97,7 @@ __all__ = [
     "all_to_all_single",
     "allgather_fn",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
     "comms_logger",

@@ -41,8 +41,28 @@ send = timed_op(backend.send)
 recv = timed_op(backend.recv)
 isend = timed_op(backend.isend)
 irecv = timed_op(backend.irecv)
+batch_isend_irecv = timed_op(backend.batch_isend_irecv, "")
 barrier = timed_op(backend.barrier, "")
 monitored_barrier = timed_op(backend.monitored_barrier, "")
+
+
+class P2POp:
+    """A message for ``batch_isend_irecv``. ValueError: ``op`` is not this package's ``isend`` or ``irecv``.
+
+    ``peer``: the global rank that gets ``tensor``, or from which it comes.
+    """
+
+    def __init__(
+        self, op: Any, tensor: Tensor, peer: int, group: ProcessGroup | None = None, tag: int = 0
+    ) -> None:
+        if op not in (isend, irecv):
+            raise ValueError(
+                f"P2POp: op={getattr(op, '__name__', op)!r} of {getattr(op, '__module__', '?')}: pass "
+                "deepspeed.comm.isend or deepspeed.comm.irecv"
+            )
+        self.op = "isend" if op is isend else "irecv"
+        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+
 
 # ---- not recorded separately
 

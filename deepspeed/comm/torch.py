@@ -334,6 +334,15 @@ class TorchBackend(Backend):
     ) -> Any:
         return dist.irecv(tensor, src, group, tag)
 
+    def batch_isend_irecv(self, p2p_op_list: Sequence[Any]) -> list[Any]:
+        """Start all of them together; what each waits with. Where two ranks exchange, none has to come first."""
+        return dist.batch_isend_irecv(
+            [
+                dist.P2POp(getattr(dist, each.op), each.tensor, each.peer, each.group, each.tag)
+                for each in p2p_op_list
+            ]
+        )
+
     def barrier(
         self, group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
     ) -> Any:

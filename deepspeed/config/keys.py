@@ -44,6 +44,22 @@ def keys_of(model: type[BaseModel]) -> dict[str, Key]:
     return table
 
 
+def constant_of(name: str, sections: Mapping[str, type[BaseModel]]) -> Any:
+    """A documented constant of a section, for the module that has them: ``PREFIX_KEY`` is the spelling of a key,
+    ``PREFIX_KEY_DEFAULT`` its default.
+
+    ``sections``: prefix -> model; the longest prefix that fits counts. AttributeError: there is no such constant.
+    """
+    for prefix in sorted(sections, key=len, reverse=True):
+        key = name.removeprefix(f"{prefix}_").lower()
+        fields = sections[prefix].model_fields
+        if name.startswith(f"{prefix}_") and key in fields:
+            return key
+        if name.startswith(f"{prefix}_") and key.removesuffix("_default") in fields:
+            return fields[key.removesuffix("_default")].get_default(call_default_factory=True)
+    raise AttributeError(f"no constant is called {name!r}")
+
+
 def documented_name(name: str, field: FieldInfo) -> str:
     """The documented spelling: `stage3_*` aliases take precedence over the field's name, others do not."""
     return field.alias if field.alias and field.alias.endswith(name) and field.alias != name else name

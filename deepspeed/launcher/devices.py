@@ -14,7 +14,11 @@ from pathlib import Path
 from deepspeed.launcher import cores
 from deepspeed.launcher.constants import SLURM_LAUNCHER
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.hostfile import fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.launcher.hostfile import (
+    apply_num_nodes_and_gpus,
+    fetch_hostfile,
+    parse_inclusion_exclusion,
+)
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -53,10 +57,7 @@ def choose_devices(args: argparse.Namespace) -> OrderedDict[str, list[int]]:
         active = _same_on_each(choose_local_devices(args), args)
     else:
         active = parse_inclusion_exclusion(hosts, args.include, args.exclude)
-        if args.num_nodes > 0:
-            active = OrderedDict(list(active.items())[: args.num_nodes])
-        if args.num_gpus > 0:
-            active = OrderedDict((host, slots[: args.num_gpus]) for host, slots in active.items())
+        active = apply_num_nodes_and_gpus(active, args.num_nodes, args.num_gpus)
     if not active:
         raise LaunchError("--include and --exclude leave no device")
     return active

@@ -14,7 +14,9 @@ from deepspeed.launcher.supervision import RUNNER_PID
 ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 # Variables that configure communication, Python and this package. Nothing else leaves this machine: an environment
 # holds tokens and paths that are no one else's.
-PREFIXES = ("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "GLOO_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_")
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+"""Beginnings of names. A program that calls ``deepspeed.launcher.runner.main`` may add some."""
+PREFIXES = ("NCCL", "GLOO_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_")
 NAMES = ("LD_LIBRARY_PATH", "PATH")
 LOCAL = (RUNNER_PID, "DS_ENV_FILE")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -30,10 +32,11 @@ def exports(
         LaunchError: a line of such a file is not of this form.
     """
     environment = os.environ if environment is None else environment
+    prefixes = (*PREFIXES, *EXPORT_ENVS)
     found = {
         name: value
         for name, value in environment.items()
-        if (name.startswith(PREFIXES) or name in NAMES) and name not in LOCAL and _NAME.fullmatch(name)
+        if (name.startswith(prefixes) or name in NAMES) and name not in LOCAL and _NAME.fullmatch(name)
     }
     for folder in folders or (os.path.expanduser("~"), "."):
         path = Path(folder, ENVIRONMENT_NAME)

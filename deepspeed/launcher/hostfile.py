@@ -125,7 +125,9 @@ def parse_resource_filter(
             raise LaunchError(f"host {host!r} is not among those available: {', '.join(pool)}")
         missing = [slot for slot in slots if slot not in pool[host]]
         if missing:
-            raise LaunchError(f"host {host!r} has no slot {missing[0]}; it has {_spell(pool[host])}")
+            raise LaunchError(
+                f"No slot '{missing[0]}' specified on host '{host}': it has {_spell(pool[host])}"
+            )
     for host, slots in pool.items():
         chosen = (named[host] or slots) if host in named else []
         pool[host] = chosen if include_str else [slot for slot in slots if slot not in chosen]
@@ -137,6 +139,14 @@ def parse_inclusion_exclusion(
 ) -> OrderedDict[str, list[int]]:
     """`parse_resource_filter` for a pool that holds numbers of slots, as `fetch_hostfile` returns it."""
     return parse_resource_filter(resource_pool, include_str=inclusion, exclude_str=exclusion)
+
+
+def apply_num_nodes_and_gpus(
+    active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int
+) -> OrderedDict[str, list[int]]:
+    """The first ``num_nodes`` hosts, with the first ``num_gpus`` of the slots of each; not positive: all."""
+    hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
+    return OrderedDict((host, list(slots[: num_gpus if num_gpus > 0 else None])) for host, slots in hosts)
 
 
 def _spell(slots: Sequence[int]) -> str:

@@ -87,6 +87,10 @@ class MultiNodeRunner(ABC):
     def validate_args(self) -> None:  # noqa: B027 - most have no limits
         """Raises LaunchError (a ValueError) for options that the program cannot serve."""
 
+    @classmethod  # noqa: B027 - most take any
+    def validate_active_resources(cls, active_resources: Resources) -> None:
+        """Raises LaunchError (a ValueError) for slots that the program cannot serve."""
+
     def launcher_arguments(self) -> list[str]:
         return shlex.split(self.args.launcher_args)
 
@@ -207,7 +211,7 @@ class _StartsRanks(MultiNodeRunner):
         if len(counts) > 1:
             raise LaunchError(
                 f"--launcher {self.name} starts equally many ranks on each machine, but the hosts have "
-                f"{', '.join(f'{host}: {len(each)}' for host, each in slots.items())}; choose with --include"
+                f"{_spelled(slots)}; choose with --include"
             )
         return counts.pop()
 
@@ -312,14 +316,40 @@ class SlurmRunner(_StartsRanks):
     def backend_exists(self) -> bool:
         return shutil.which("sinfo") is not None and super().backend_exists()
 
+    @classmethod
+    def validate_active_resources(cls, active_resources: Resources) -> None:
+        slots = slots_of(active_resources)
+        if len(set(map(len, slots.values()))) > 1:
+            raise LaunchError(
+                "--launcher slurm needs the same slot count on every host, as srun starts equally many ranks on each; "
+                f"here: {_spelled(slots)}. Choose with --include"
+            )
+
     def get_cmd(self, environment: MutableMapping[str, str], active_resources: Resources) -> list[str]:
+        self.validate_active_resources(active_resources)
         slots = slots_of(active_resources)
         each = self.slots_each(slots)
         command = [self.program, "-n", str(each * len(slots)), "--nodes", str(len(slots))]
-        command += ["--ntasks-per-node", str(each), "--nodelist", ",".join(slots), "--kill-on-bad-exit=1"]
+        # scripts that look for the hosts that a filter has left find them by the long option
+        hosts = "--nodelist" if self.args.include or self.args.exclude else "-w"
+        command += ["--ntasks-per-node", str(each), hosts, ",".join(slots), "--kill-on-bad-exit=1"]
+        if self.args.num_gpus > 0 and self._may_ask_for_gpus():
+            command += ["--gpus-per-node", str(self.args.num_gpus)]
         command += self.own_binding_off("--cpu-bind=none")
         self.exported(environment)
         return [*command, "--export=ALL", *self.launcher_arguments(), *self.helper()]
+
+    def _may_ask_for_gpus(self) -> bool:
+        """Slurm refuses where it knows no GPUs: in an allocation without any, and where ranks compute on CPUs."""
+        if "SLURM_JOB_ID" in os.environ:
+            return any(name in os.environ for name in ("SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE"))
+        words = self.launcher_arguments()
+        given = any(word.startswith(("--gpus", "--gres", "-G")) for word in words)
+        return os.environ.get("DS_ACCELERATOR") != "cpu" and not given
+
+
+def _spelled(slots: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{host}: {len(each)}" for host, each in slots.items())
 
 
 RUNNERS: dict[str, type[MultiNodeRunner]] = {

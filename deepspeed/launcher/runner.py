@@ -21,8 +21,10 @@ from deepspeed.launcher.constants import PDSH_LAUNCHER
 from deepspeed.launcher.devices import DLTS_HOSTFILE, choose_devices, is_this_machine
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.exports import ENVIRONMENT_NAME as DEEPSPEED_ENVIRONMENT_NAME
+from deepspeed.launcher.exports import EXPORT_ENVS
 from deepspeed.launcher.hostfile import (
     _parse_hostfile,
+    apply_num_nodes_and_gpus,
     fetch_hostfile,
     parse_inclusion_exclusion,
     parse_node_config,
@@ -30,6 +32,7 @@ from deepspeed.launcher.hostfile import (
     parse_resource_filter,
 )
 from deepspeed.launcher.launch import add_common_arguments, configure_logging, logger, pid_file
+from deepspeed.launcher.multinode_runner import RUNNERS
 from deepspeed.launcher.shim import INTERRUPTED, USAGE_ERROR
 from deepspeed.launcher.supervision import supervise
 from deepspeed.tool_arguments import ArgumentParser
@@ -37,7 +40,9 @@ from deepspeed.tool_arguments import ArgumentParser
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "DLTS_HOSTFILE",
+    "EXPORT_ENVS",
     "_parse_hostfile",
+    "apply_num_nodes_and_gpus",
     "encode_world_info",
     "fetch_hostfile",
     "main",
@@ -255,6 +260,11 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
     code, and the port to hold until it ends.
     """
     check_elastic(args)
+    active = choose_devices(args)
+    if args.launcher_given and args.launcher in RUNNERS:
+        RUNNERS[args.launcher].validate_active_resources(
+            active
+        )  # also where one host is left, which is started here
     if args.module and args.no_python:
         raise LaunchError("--module and --no_python exclude each other: a module is run by Python")
     if args.no_python and shutil.which(args.user_script) is None:
@@ -265,7 +275,6 @@ def prepare(args: argparse.Namespace) -> tuple[Callable[[], int], ports.Reservat
         )
     if args.bind_core_list and not args.bind_cores_to_rank:
         logger.warning("--bind_core_list=%s has no effect without --bind_cores_to_rank", args.bind_core_list)
-    active = choose_devices(args)
     if args.no_ssh:
         return _this_machine_of_several(args, active)
     if args.node_rank >= 0:

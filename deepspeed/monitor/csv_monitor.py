@@ -19,6 +19,8 @@ class csvMonitor(FolderBackend):
 
     def __init__(self, csv_config: object) -> None:
         self.log_dir: str | None = None
+        self.filenames: list[str] = []
+        """Of the curves written so far, without folder and ".csv"."""
         super().__init__(csv_config)
 
     def setup_log_dir(self, base: str | None = None) -> str:
@@ -35,6 +37,8 @@ class csvMonitor(FolderBackend):
         for name, value, samples in points:
             curves.setdefault(name, []).append((samples, value))
         for name, rows in curves.items():
+            if (file_name := name.translate(_UNDERSCORES)) not in self.filenames:
+                self.filenames.append(file_name)
             with open(self.path_of(name), "a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 if file.tell() == 0:

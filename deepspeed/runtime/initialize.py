@@ -119,9 +119,10 @@ def _kind(model: nn.Module, config: DeepSpeedConfig, trains: bool) -> type[DeepS
         note(f"hybrid_engine.enabled has no effect on {type(model).__name__}, which has no generate()")
     if not isinstance(model, Staged):
         return DeepSpeedEngine
-    from deepspeed.runtime.pipe.engine import PipelineEngine  # imports of pipelines
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule  # imports of pipelines
+    from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    return PipelineEngine
+    return DualPipeVEngine if isinstance(model, DualPipeVModule) else PipelineEngine
 
 
 def _one_config(args: Any, config: Any) -> Any:

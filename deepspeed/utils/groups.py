@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from deepspeed.accelerator import get_accelerator
+
 from .exceptions import DeprecatedException
 from .newest import Newest
 
@@ -51,6 +53,8 @@ class _Registered:
     tensor_parallel: dict[str, int] = field(default_factory=dict)
     # Made by ``_create_expert_and_data_parallel`` before there is an engine, by name.
     experts: dict[str, _ExpertGroups] = field(default_factory=dict)
+    # Other groups of which this rank is one, made by the functions at the end: by name, with the ranks they are of.
+    made: dict[str, tuple[ProcessGroup, ProcessGroup | None]] = field(default_factory=dict)
 
 
 _registered = _Registered()
@@ -74,6 +78,7 @@ def set_mesh(mesh: Mesh | None) -> None:
     if mesh is None:
         _registered.engines.clear()
         _registered.experts.clear()
+        _registered.made.clear()
     _registered.tensor_parallel.clear()
 
 
@@ -371,3 +376,95 @@ def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
 
 def _global_rank() -> int:
     return torch.distributed.get_rank() if _initialized() else 0
+
+
+def _get_max_expert_size() -> int | None:
+    """Over how many ranks experts are spread most widely, of the groups made by hand; None: there are none."""
+    return max(map(_expert_parallel_size, _get_expert_parallel_group_dict()), default=None)
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> ProcessGroup | None:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+# --- Groups for scripts, apart from those of engines. Every rank calls what makes them; they are made once. -----------
+
+
+def _made(name: str) -> ProcessGroup | None:
+    group, world = _registered.made.get(name, (None, None))
+    return group if world is torch.distributed.group.WORLD else None
+
+
+def _make(name: str, *parts: range) -> ProcessGroup:
+    """This rank's one of groups that hold every rank once."""
+    if not _initialized():
+        raise RuntimeError(f"the group {name} needs a process group: call deepspeed.init_distributed() first")
+    found = _made(name)
+    if found is None:
+        everyone: list[Any] = [torch.distributed.new_group(list(ranks)) for ranks in parts]
+        found = next(g for g, ranks in zip(everyone, parts, strict=True) if _global_rank() in ranks)
+        _registered.made[name] = (found, torch.distributed.group.WORLD)
+    return found
+
+
+def _clone_world_group() -> ProcessGroup:
+    """All ranks, in a group of its own."""
+    return _make("world", range(torch.distributed.get_world_size() if _initialized() else 1))
+
+
+def _create_zero_param_parallel_group(group_size: int) -> None:
+    """Runs of ``group_size`` neighbours, or all ranks if there are fewer, for ``zero_hpz_partition_size``; an engine
+    makes its own. ValueError: they do not divide the ranks, or such groups were made before."""
+    everyone = torch.distributed.get_world_size() if _initialized() else 1
+    size = min(group_size, everyone)
+    if size < 1 or everyone % size:
+        raise ValueError(f"group_size={group_size} does not divide the {everyone} ranks")
+    if _made("parameters") is not None:
+        raise ValueError("ZeRO parameter intra parallel group is already initialized: use that one")
+    _make("parameters", *(range(first, first + size) for first in range(0, everyone, size)))
+
+
+def _zero_param_parallel_is_initialized() -> bool:
+    return _made("parameters") is not None
+
+
+def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
+    """What ``_create_zero_param_parallel_group`` made; None: nothing, and all ranks in the functions below."""
+    return _made("parameters")
+
+
+def _get_zero_param_intra_parallel_group_world_size() -> int:
+    return torch.distributed.get_world_size(_made("parameters"))
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
+    return torch.distributed.get_rank(_made("parameters"))
+
+
+def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
+    group = _made("parameters") or torch.distributed.group.WORLD
+    assert group is not None
+    return torch.distributed.get_process_group_ranks(group)
+
+
+def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
+    """The groups of ``all_to_all_quant_reduce``: "local_i", the ranks of the i-th host, and with several hosts
+    "global_j", the j-th rank of each. A host has as many ranks as the accelerator counts devices.
+
+    Of each kind a rank finds the one that it is in. ValueError: the hosts have unequal numbers of ranks.
+    """
+    everyone = torch.distributed.get_world_size() if _initialized() else 1
+    each = min(get_accelerator().device_count(), everyone)
+    if everyone % each:
+        raise ValueError(f"{everyone} ranks are not {each} on each host: give every host as many")
+    hosts = [range(first, first + each) for first in range(0, everyone, each)]
+    host, place = divmod(_global_rank(), each)
+    found = {f"local_{host}": _make(f"hosts of {each}", *hosts)}
+    if len(hosts) > 1:
+        places = [range(first, everyone, each) for first in range(each)]
+        found[f"global_{place}"] = _make(f"across hosts of {each}", *places)
+    return found

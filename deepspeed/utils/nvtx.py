@@ -10,6 +10,12 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
+enable_nvtx = True
+"""Whether calls become ranges. A program may set it."""
+DEEPSPEED_NVTX_DOMAIN = "DeepSpeed"
+"""Of the ranges, where the accelerator has domains."""
+is_compiling = torch.compiler.is_compiling
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -19,13 +25,15 @@ def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if not enable_nvtx or is_compiling():
             return func(*args, **kwargs)
         accelerator = get_accelerator()
-        accelerator.range_push(func.__qualname__)
+        has_domains = getattr(accelerator, "supports_nvtx_domain", False)
+        domain: dict[str, str] = {"domain": DEEPSPEED_NVTX_DOMAIN} if has_domains else {}
+        accelerator.range_push(func.__qualname__, **domain)
         try:
             return func(*args, **kwargs)
         finally:
-            accelerator.range_pop()
+            accelerator.range_pop(**domain)
 
     return ranged

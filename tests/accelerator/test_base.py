@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator import DeepSpeedAccelerator, cuda_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.accelerator.torch_device import MPS_Accelerator, TorchDevice_Accelerator
@@ -188,6 +188,31 @@ def test_mps_speaks_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     mps.synchronize()
     with mps.device(0), mps.stream(None):
         assert mps.memory_stats()["reserved_bytes.all.current"] == 30
+
+
+def test_ranges_of_cuda_have_domains_where_nvtx_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def domain(name: str) -> SimpleNamespace:
+        calls.append(("domain", name))
+        return SimpleNamespace(
+            push_range=lambda message, category: calls.append((message, category)),
+            pop_range=lambda: calls.append(("pop",)),
+        )
+
+    cuda = CUDA_Accelerator()
+    monkeypatch.setattr(cuda_accelerator, "nvtx", SimpleNamespace(get_domain=domain))
+    for name in "ab":
+        cuda.range_push(name, domain="DeepSpeed", category="zero")
+        cuda.range_pop(domain="DeepSpeed")
+    assert calls == [("domain", "DeepSpeed"), ("a", "zero"), ("pop",), ("b", "zero"), ("pop",)]
+    plain = SimpleNamespace(range_push=calls.append, range_pop=lambda: calls.append(("popped",)))
+    monkeypatch.setattr(torch.cuda, "nvtx", plain)
+    calls.clear()
+    monkeypatch.setattr(cuda_accelerator, "nvtx", None)
+    cuda.range_push("c", domain="DeepSpeed")
+    cuda.range_pop(domain="DeepSpeed")
+    assert calls == ["c", ("popped",)]
 
 
 def test_cuda_without_a_gpu() -> None:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def not_chosen(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(select._Selected, "accelerator", None)
+    monkeypatch.setattr(select, "ds_accelerator", None)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     return monkeypatch
 

@@ -10,14 +10,14 @@ import torch.distributed as torch_dist
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import CommunicationError, ReduceOp
+from deepspeed.comm import CommunicationError, ReduceOp, pg_utils
 from deepspeed.comm.init import NotInitializedError
 from tests.comm.transports import TRANSPORTS, using, values
 from tests.pool import distributed
 
 RECORDED = """all_gather all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced
-all_to_all_single barrier broadcast gather inference_all_reduce irecv isend monitored_barrier recv reduce
-reduce_scatter reduce_scatter_tensor scatter send""".split()
+all_to_all_single barrier batch_isend_irecv broadcast gather inference_all_reduce irecv isend monitored_barrier recv
+reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -232,6 +232,24 @@ def test_tensors_out_of_the_ordinary(transport):
         phases = torch.tensor([1 + 1j * comm.rank])
         dist.broadcast(phases, 1)
         assert phases[0] == 1 + 1j
+
+
+@distributed(world_size=2)
+def test_a_batch_of_messages() -> None:
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    received = [torch.zeros(3), torch.zeros(2)]
+    messages = [dist.P2POp(dist.isend, torch.full((3,), float(rank)), other)]
+    messages += [
+        dist.P2POp(dist.irecv, received[0], other),
+        dist.P2POp(dist.irecv, received[1], other, tag=1),
+    ]
+    messages.append(dist.P2POp(dist.isend, torch.full((2,), 7.0 + rank), other, tag=1))
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    assert received[0].eq(other).all() and received[1].eq(7 + other).all()
+    with pytest.raises(ValueError, match="pass deepspeed.comm.isend"):
+        dist.P2POp(torch_dist.isend, received[0], other)
+    assert pg_utils.is_parallel(torch_dist.group.WORLD) and not pg_utils.is_parallel(None)
 
 
 @distributed(world_size=2)

@@ -180,6 +180,31 @@ def test_the_schedule_against_its_formula() -> None:
     assert scheduler.get_current_seq() == 3
 
 
+@pytest.mark.parametrize(("minimum", "unit", "first"), [(8, 16, 16), (10, 8, 16), (16, 8, 16), (1, 1, 1)])
+def test_a_schedule_begins_at_the_first_multiple_from_its_minimum_on(
+    minimum: int, unit: int, first: int
+) -> None:
+    details = {"require_steps": 50, "seq_per_step": unit}
+    schedule = {
+        "min_value": minimum, "max_value": 64, "schedule_type": "fixed_linear", "schedule_config": details,
+    }  # fmt: skip
+    scheduler = RandomLTDScheduler({**SECTION, "random_ltd_schedule": schedule})
+    lengths = [scheduler.get_value(step) for step in range(51)]
+    assert lengths[0] == first == min(lengths) and lengths[-1] == 64 and lengths == sorted(lengths)
+    assert all(length % unit == 0 for length in lengths)
+
+
+def test_tokens_that_were_cut_away_are_not_counted() -> None:
+    scheduler = RandomLTDScheduler(SECTION)  # 2 of 4 layers keep 4 of 16 tokens, 2 sequences
+    scheduler.update_seq(0, longest=10)
+    scheduler.update_seq(1, longest=3)
+    scheduler.update_seq(2, longest=99)
+    kept = [scheduler.get_value(step) for step in range(3)]
+    assert scheduler.state["consumed_layer_tokens"] == sum(
+        2 * (2 * min(own, length) + 2 * length) for own, length in zip(kept, (10, 3, 16), strict=True)
+    )
+
+
 def test_what_a_schedule_needs() -> None:
     schedule = SECTION["random_ltd_schedule"]
     for wrong, told in (

@@ -81,7 +81,7 @@ def mpirun(arguments: list[str]) -> int:
 
 def srun(arguments: list[str]) -> int:
     each = int(arguments[arguments.index("--ntasks-per-node") + 1])
-    hosts = arguments[arguments.index("--nodelist") + 1].split(",")
+    hosts = arguments[arguments.index("--nodelist" if "--nodelist" in arguments else "-w") + 1].split(",")
     places = [(host, slot) for host in hosts for slot in range(each)]
     return started(arguments, places, {"SLURM_PROCID": 0, "SLURM_LOCALID": 1}, dict(os.environ))
 

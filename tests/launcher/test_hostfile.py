@@ -71,7 +71,7 @@ def test_filters(include, exclude, left):
     [
         ("worker-0", "worker-1", "mutually exclusive"),
         ("jeff", "", "jeff"),
-        ("", "worker-0:7", "no slot 7"),
+        ("", "worker-0:7", "No slot '7' specified on host 'worker-0'"),
         ("worker-0:1:2", "", "1:2"),
         ("worker-0:", "", "worker-0:"),
         ("worker-0:3-1", "", "backwards"),

@@ -304,6 +304,41 @@ def test_command_lines_that_bind_ranks_to_cores(folder, kind, off):
         assert "none" not in " ".join(made.get_cmd({}, hosts))
 
 
+@pytest.mark.parametrize(("options", "resources", "expected"), [
+    ("", {"a": 4, "b": 4}, {"-w": "a,b", "--nodes": "2", "-n": "8"}),
+    ("--exclude b", {"a": 4}, {"--nodelist": "a", "--nodes": "1", "-n": "4"}),
+    ("--include a:0,1@b:0,1", {"a": 2, "b": 2}, {"--nodelist": "a,b", "--nodes": "2", "-n": "4"}),
+    ("--num_gpus 2", {"a": 2, "b": 2}, {"--gpus-per-node": "2", "-n": "4", "--nodes": "2"}),
+    ("--num_nodes 1", {"a": 4}, {"--nodes": "1", "-n": "4"}),
+])  # fmt: skip
+def test_command_line_of_slurm(folder, monkeypatch, options, resources, expected):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    made, hosts = runner_of(multinode_runner.SlurmRunner, *options.split())
+    left = runner.parse_inclusion_exclusion(dict.fromkeys("ab", 4), made.args.include, made.args.exclude)
+    left = runner.apply_num_nodes_and_gpus(left, made.args.num_nodes, made.args.num_gpus)
+    assert {host: len(slots) for host, slots in left.items()} == resources
+    command = made.get_cmd({}, left)
+    assert all(command.count(flag) == 1 and command[command.index(flag) + 1] == value
+               for flag, value in expected.items())  # fmt: skip
+    flags = {"--nodelist", "-w", "--gpus-per-node"} & set(command)
+    assert flags - set(expected) <= {"-w"}
+    monkeypatch.setenv("SLURM_JOB_ID", "1")  # an allocation without GPUs has none to give
+    assert "--gpus-per-node" not in made.get_cmd({}, left)
+
+
+def test_slots_that_a_launcher_cannot_serve(folder):
+    uneven = {"a": [0, 1], "b": [0]}
+    for kind in multinode_runner.RUNNERS.values():
+        if kind is not multinode_runner.SlurmRunner:
+            kind.validate_active_resources(uneven)
+    with pytest.raises(ValueError, match="same slot count on every host.*a: 2, b: 1"):
+        multinode_runner.SlurmRunner.validate_active_resources(uneven)
+    (folder / "hosts").write_text("a slots=4\nb slots=4\n")
+    with pytest.raises(ValueError, match="same slot count"):
+        runner.main(["--hostfile", str(folder / "hosts"), "--launcher", "slurm", "--exclude", "b:0", "t.py"])
+
+
 def test_command_line_of_pdsh(folder):
     made, hosts = runner_of(multinode_runner.PDSHRunner, "--ssh_port", "2222")
     made.add_export("AWKWARD", "100% 'sure'")
@@ -398,6 +433,16 @@ def test_what_is_exported(folder, monkeypatch):
     with pytest.raises(LaunchError, match="line 1: each line must read NAME=VALUE") as refusal:
         read_environment_file(folder / "bad")
     assert SECRET not in str(refusal.value)
+
+
+def test_more_can_be_exported(monkeypatch):
+    monkeypatch.setenv("MINE_TOO", "1")
+    assert "MINE_TOO" not in exports(folders=("nowhere",))
+    runner.EXPORT_ENVS.append("MINE")
+    try:
+        assert exports(folders=("nowhere",))["MINE_TOO"] == "1"
+    finally:
+        runner.EXPORT_ENVS.remove("MINE")
 
 
 def test_number_of_nodes():

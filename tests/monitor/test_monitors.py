@@ -67,12 +67,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_csv_has_a_file_per_curve(tmp_path: Path) -> None:
     monitor = csvMonitor(config(csv_monitor={"output_path": str(tmp_path), "job_name": "bert"}).csv_monitor)
+    assert monitor.filenames == []
     monitor.write_events([(LOSS, 1.5, 8), (LR, torch.tensor(0.1), 8), ("time per step", 3, 8)])
     monitor.write_events([(LOSS, torch.tensor([1.25]), 16)])
     folder = tmp_path / "bert"
     assert sorted(path.name for path in folder.iterdir()) == [
         "Train_Samples_lr.csv", "Train_Samples_train_loss.csv", "time_per_step.csv",
     ]  # fmt: skip
+    assert monitor.filenames == ["Train_Samples_train_loss", "Train_Samples_lr", "time_per_step"]
     assert rows(folder / "Train_Samples_train_loss.csv") == [
         ["step", "train_loss"],
         ["8", "1.5"],

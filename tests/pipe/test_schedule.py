@@ -9,7 +9,9 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
+    CommitP2P,
     DataParallelSchedule,
+    DualPipeVSchedule,
     ForwardPass,
     InferenceSchedule,
     LoadMicroBatch,
@@ -92,8 +94,91 @@ def test_evaluation_only_goes_forward(stages: int, micro_batches: int) -> None:
         assert len(steps) == micro_batches + stages - 1 and own.num_pipe_buffers() == 2
         where = [n for n, step in enumerate(steps) if any(isinstance(i, ForwardPass) for i in step)]
         assert where == list(range(stage, stage + micro_batches))
+        sent = [n for n, step in enumerate(steps) if any(isinstance(i, SendActivation) for i in step)]
+        assert sent == ([] if own.is_last_stage else [n + 1 for n in where])
         assert not any(isinstance(i, (BackwardPass, SendGrad, RecvGrad)) for step in steps for i in step)
     meet([InferenceSchedule(micro_batches, stages, stage) for stage in range(stages)])
+
+
+def meet_in_commits(schedules: list[DualPipeVSchedule]) -> list[list[tuple[str, int, int]]]:
+    """Run all stages, of which each waits at a commit until the other end of every message is announced; what each
+    computed."""
+    stages, count = len(schedules), schedules[0].micro_batches
+    todo = [[instruction for step in own for instruction in step] for own in schedules]
+    position, computed = [0] * stages, [[] for _ in schedules]
+    announced: dict[
+        tuple[str, int, int], list[list[int]]
+    ] = {}  # (what, from, to): micro-batches at both ends
+    waits: list[list[tuple[tuple[str, int, int], int, int, int]]] = [[] for _ in schedules]
+    here: list[set[tuple[str, int]]] = [set() for _ in schedules]
+
+    def do(stage: int, now: PipeInstruction) -> bool:
+        at_ends = (stage == 0, stage == stages - 1)
+        if isinstance(now, CommitP2P):
+            if not all(len(announced[channel][1 - end]) > place for channel, end, place, _ in waits[stage]):
+                return False
+            for channel, end, place, buffer in waits[stage]:
+                assert announced[channel][0][place] == announced[channel][1][place]
+                here[stage] |= {(channel[0], buffer)} if end else set()
+            waits[stage] = []
+        elif isinstance(now, LoadMicroBatch):
+            here[stage].add(("activation", now.buffer_id))
+        elif isinstance(now, ForwardPass):
+            turned = at_ends[1] and now.phase == 1  # type: ignore[attr-defined]
+            source = ("forward", now.buffer_id - count) if turned else ("activation", now.buffer_id)
+            assert source in here[stage]
+            here[stage].add(("forward", now.buffer_id))
+        elif isinstance(now, BackwardPass):
+            turned, has_loss = at_ends[1] and not now.phase, at_ends[0] and now.phase  # type: ignore[attr-defined]
+            source = ("backward", now.buffer_id + count) if turned else ("gradient", now.buffer_id)
+            assert ("forward", now.buffer_id) in here[stage] and (has_loss or source in here[stage])
+            here[stage].add(("backward", now.buffer_id))
+        elif isinstance(now, (SendActivation, RecvActivation, SendGrad, RecvGrad)):
+            sends, forth = isinstance(now, (SendActivation, SendGrad)), isinstance(now, TO_NEXT)
+            what, made = ("activation", "forward") if forth else ("gradient", "backward")
+            assert not sends or (made, now.buffer_id) in here[stage]
+            toward = 1 if (now.phase == 0) is forth else -1  # type: ignore[attr-defined]
+            ends = (stage, stage + toward) if sends else (stage - toward, stage)
+            both = announced.setdefault((what, *ends), [[], []])[not sends]
+            waits[stage].append(((what, *ends), int(not sends), len(both), now.buffer_id))
+            both.append(now.buffer_id)
+        if isinstance(now, (ForwardPass, BackwardPass)):
+            computed[stage].append((now.name, now.phase, now.buffer_id % count))  # type: ignore[attr-defined]
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, own in enumerate(todo):
+            while position[stage] < len(own) and do(stage, own[position[stage]]):
+                position[stage] += 1
+                moved = True
+    assert position == [len(own) for own in todo], "stages wait for each other"
+    assert not any(waits)
+    return computed
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 2), (1, 5), (2, 4), (2, 7), (3, 6), (4, 13)])
+def test_dual_pipe_goes_forth_and_back(stages: int, micro_batches: int, forward_only: bool) -> None:
+    schedules = [
+        DualPipeVSchedule(micro_batches, stages, stage, forward_only=forward_only) for stage in range(stages)
+    ]
+    kinds = ["ForwardPass"] if forward_only else ["ForwardPass", "BackwardPass"]
+    expected = {(kind, phase, i) for kind in kinds for phase in (0, 1) for i in range(micro_batches)}
+    for own in meet_in_commits(schedules):
+        assert set(own) == expected and len(own) == len(expected)
+    assert len({len(list(own)) for own in schedules}) == 1
+    assert schedules[0].num_pipe_buffers() == 2 * micro_batches
+    last = list(schedules[0])[-1]
+    assert (last[-3:] == [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]) is not forward_only
+
+
+def test_dual_pipe_needs_enough_micro_batches() -> None:
+    with pytest.raises(
+        ValueError, match="at least 6 micro-batches, not 5: raise gradient_accumulation_steps"
+    ):
+        DualPipeVSchedule(5, 3, 0)
 
 
 def test_one_stage_accumulates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,6 +365,25 @@ def test_the_printed_form(capsys: pytest.CaptureFixture[str]) -> None:
             assert line in flat, (line, out)
     assert "depth 3" not in out  # the innermost
     assert "(unused): Linear(12, 0.02% Params, 0 MACs, 0.00% MACs, 0.0 s" in out
+
+
+def test_ranks_of_an_engine_that_has_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    engine = SimpleNamespace(
+        world_size=8,
+        dp_world_size=None,
+        seq_dp_world_size=4,
+        mp_world_size=2,
+        train_micro_batch_size_per_gpu=lambda: 3,
+    )
+    profiler = FlopsProfiler(model, engine)
+    profiler.start_profile()
+    model(torch.ones(2, 8))
+    profiler.print_model_profile(detailed=False)
+    profiler.end_profile()
+    printed = capsys.readouterr().out
+    for label, value in (("world size", 8), ("data parallel size", 4), ("model parallel size", 2)):
+        assert re.search(rf"{label}:\s+{value}\b", printed), printed
 
 
 def test_files_and_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ NAMES: dict[str, str | None] = {
     "torch._dynamo.config.ignore_logger_methods": None,
     "torch._dynamo.list_backends": "exclude_tags",
     "torch._dynamo.mark_dynamic": "t index",
+    "torch._dynamo.mark_static_address": "t",
     "torch._foreach_add": None,
     "torch._foreach_add_": None,
     "torch._foreach_copy_": None,
@@ -52,6 +53,7 @@ NAMES: dict[str, str | None] = {
     "torch._inductor.compile_fx.compile_fx_inner": "gm example_inputs",
     "torch._inductor.list_mode_options": "mode",
     "torch._int_mm": None,
+    "torch._subclasses.fake_tensor.FakeTensor": None,  # told apart: a tensor without memory
     "torch._subclasses.fake_tensor.FakeTensorMode": None,  # a context manager: memory_plan/counted.py
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "",
     "torch._utils._flatten_dense_tensors": "tensors",

@@ -25,7 +25,7 @@ from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.swap_tensor import utils as swapping
 from deepspeed.runtime.zero import offload_states
 from deepspeed.runtime.zero import utils as zero
-from deepspeed.utils import bwc
+from deepspeed.utils import bwc, groups
 from deepspeed.utils.torch import (
     is_functorch_transforming,
     jit_script_compat,
@@ -77,6 +77,19 @@ def test_an_overflow_on_one_rank_is_one_on_all() -> None:
     norm = -1.0 if dist.get_rank() == 0 else 3.0
     assert check.check_using_norm([norm]) is True
     assert check.check_using_norm([norm], reduce_overflow=False) is (dist.get_rank() == 0)
+
+
+@distributed(world_size=2)
+def test_experts_that_differ_between_ranks_are_clipped_and_checked_alike() -> None:
+    groups._create_expert_and_data_parallel(2)
+    dense, expert = with_grads([3.0], [4.0 * dist.get_rank()])
+    expert.allreduce = False  # type: ignore[attr-defined]
+    assert ds.clip_grad_norm_([dense, expert], 2.0).item() == 4.0  # the mean of 3 and 5
+    assert dense.grad is not None
+    assert dense.grad.item() == pytest.approx(1.5)
+    check = ds.CheckOverflow([[dense, expert]])
+    norm = -1.0 if dist.get_rank() == 1 else 3.0
+    assert check.check_using_norm([norm], reduce_overflow=False) is True
 
 
 def test_norms_and_zeros_of_gradients() -> None:

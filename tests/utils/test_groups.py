@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm.mesh import ProcessMesh
+from deepspeed.runtime.comm.coalesced_collectives import all_to_all_quant_reduce
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import DeprecatedException
 from tests.pool import distributed
@@ -70,6 +71,37 @@ def test_groups_of_experts_before_there_is_an_engine(data_before_experts: bool) 
     finally:
         groups.set_mesh(None)
     assert groups._get_expert_parallel_group_dict() == {}
+
+
+@distributed(world_size=4)
+def test_groups_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, first = dist.get_rank(), dist.get_rank() // 2 * 2
+    assert groups._get_max_expert_size() is None and not groups._zero_param_parallel_is_initialized()
+    assert groups._get_zero_param_intra_parallel_group_ranks() == [0, 1, 2, 3]
+    groups._create_expert_and_data_parallel(2)
+    groups._create_expert_and_data_parallel(4)
+    assert groups._get_max_expert_size_name() == "ep_size_4"
+    assert dist.get_world_size(groups._get_max_expert_parallel_group()) == 4
+    clone = groups._clone_world_group()
+    assert clone is groups._clone_world_group() is not dist.group.WORLD and dist.get_world_size(clone) == 4
+    with pytest.raises(ValueError, match="group_size=3"):
+        groups._create_zero_param_parallel_group(3)
+    groups._create_zero_param_parallel_group(2)
+    assert groups._get_zero_param_intra_parallel_group_ranks() == [first, first + 1]
+    assert groups._get_zero_param_intra_parallel_rank_in_mygroup() == rank % 2
+    with pytest.raises(ValueError, match="already initialized"):
+        groups._create_zero_param_parallel_group(2)
+    assert list(groups._get_local_all_to_all_group()) == ["local_0"]  # one host
+    monkeypatch.setattr(groups.get_accelerator(), "device_count", lambda: 2)
+    found = {
+        name: dist.get_process_group_ranks(g) for name, g in groups._get_local_all_to_all_group().items()
+    }
+    assert found == {f"local_{rank // 2}": [first, first + 1], f"global_{rank % 2}": [rank % 2, rank % 2 + 2]}
+    value = torch.full((8, 16), -(rank + 1.0))
+    for part in all_to_all_quant_reduce([value, value[0].clone()], groups._get_local_all_to_all_group()):
+        torch.testing.assert_close(part, torch.full_like(part, -2.5))
+    groups.set_mesh(None)
+    assert not groups._zero_param_parallel_is_initialized()
 
 
 def test_groups_of_experts_need_processes() -> None:

@@ -12,8 +12,9 @@ from torch import nn
 
 import deepspeed.utils
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import debug, instrument_w_nvtx
+from deepspeed.utils import debug, instrument_w_nvtx, nvtx
 from deepspeed.utils.memory import memory_usage, see_memory_usage
+from deepspeed.utils.module_utils import recursive_getattr, recursive_setattr
 
 
 def test_memory_is_shown_only_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +60,42 @@ def test_instrumented_functions_are_themselves() -> None:
     assert len(spans) == 2
     compiled = torch.compile(instrument_w_nvtx(torch.sin), backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin())
+
+
+def test_ranges_have_a_domain_where_the_accelerator_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class WithDomains:
+        supports_nvtx_domain = True
+
+        def range_push(self, msg: str, domain: str | None = None) -> None:
+            calls.append((msg, domain))
+
+        def range_pop(self, domain: str | None = None) -> None:
+            calls.append(domain)
+
+    class Without:
+        def range_push(self, msg: str) -> None:
+            calls.append(msg)
+
+        def range_pop(self) -> None:
+            calls.append("pop")
+
+    wrapped = instrument_w_nvtx(len)
+    for kind in (WithDomains, Without):
+        monkeypatch.setattr(nvtx, "get_accelerator", kind)
+        assert wrapped([1]) == 1
+    assert calls == [("len", "DeepSpeed"), "DeepSpeed", "len", "pop"]
+    monkeypatch.setattr(nvtx, "enable_nvtx", False)
+    assert wrapped([]) == 0 and len(calls) == 4
+
+
+def test_attributes_by_dotted_names() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    assert recursive_getattr(model, "0.0.weight") is model[0][0].weight
+    recursive_setattr(model, "0.1", nn.Tanh())
+    recursive_setattr(model, "head", nn.Linear(3, 1))
+    assert isinstance(model[0][1], nn.Tanh) and model.head.in_features == 3
 
 
 def test_names_for_debugging() -> None:

@@ -199,7 +199,10 @@ class FlopsProfiler:
             output_file: Path of a file, whose folder is made; None prints to standard output.
         """
         totals = self.totals
-        lines = report.summary(totals, profile_step, self.recompute_fwd_factor, self.times, self.ranks)
+        ranks = self.ranks
+        if ranks is None and self.ds_engine is not None:
+            ranks = report.ranks_of(self.ds_engine, totals)
+        lines = report.summary(totals, profile_step, self.recompute_fwd_factor, self.times, ranks)
         lines += ["", report.AGGREGATED, *report.aggregated(self.model, module_depth, top_modules)]
         if detailed:
             lines += ["", report.DETAILED, *report.detailed(self.model, totals)]

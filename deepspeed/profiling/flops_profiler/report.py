@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from torch import nn
 
@@ -96,6 +96,18 @@ class Totals:
     """Bytes that the forward left alive."""
     peak: int = 0
     """Bytes that the forward made and that were alive at once."""
+
+
+def ranks_of(engine: Any, totals: Totals) -> Ranks:
+    """Without asking the others: as if all had done the same. Where ranks share sequences, those of one sequence count
+    as data-parallel ones."""
+    data = engine.dp_world_size
+    if data is None:
+        data = engine.seq_dp_world_size
+    forward = totals.forward.flops * engine.world_size
+    return Ranks(
+        engine.world_size, data, engine.mp_world_size, engine.train_micro_batch_size_per_gpu(), forward
+    )
 
 
 def rate(flops: float, seconds: float) -> str:

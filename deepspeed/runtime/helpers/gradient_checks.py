@@ -10,6 +10,7 @@ import torch.distributed
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 
 
 class DummyOptim:
@@ -80,7 +81,7 @@ class CheckOverflow:
         self.params = [param for group in param_groups for param in group] if param_groups else None
         self.zero_reduce_scatter = zero_reduce_scatter
         self.deepspeed = deepspeed
-        self.has_moe_params = False
+        self.has_moe_params = any(not getattr(param, "allreduce", True) for param in self.params or [])
 
     def check(self, param_groups: Iterable[Iterable[Tensor]] | None = None) -> bool:
         """Like `has_overflow`, for these parameter groups or those given to the constructor."""
@@ -90,10 +91,19 @@ class CheckOverflow:
         return self.has_overflow(params)
 
     def check_using_norm(self, norm_group: Iterable[float | Tensor], reduce_overflow: bool = True) -> bool:
-        """Whether any of the norms, in which -1 also stands for "not finite", indicates an overflow."""
+        """Whether any of the norms, in which -1 also stands for "not finite", indicates an overflow.
+
+        Args:
+            reduce_overflow: Ask all ranks. Otherwise only those this rank shares a layer with: the ranks of the
+                model-parallel unit, and those that hold other experts if the constructor was given experts.
+        """
         norms = torch.as_tensor([float(norm) for norm in norm_group], dtype=torch.float64)
         overflow = bool((~torch.isfinite(norms) | (norms == -1)).any())
-        return self._anywhere(overflow) if reduce_overflow else overflow
+        if reduce_overflow:
+            return self._anywhere(overflow)
+        if self.has_moe_params:
+            overflow = self._anywhere(overflow, groups._get_max_expert_parallel_group())
+        return overflow if self.mpu is None else self._anywhere(overflow, self.mpu.get_model_parallel_group())
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient on this rank is not finite."""
@@ -103,11 +113,11 @@ class CheckOverflow:
         """Whether a gradient on any rank is not finite; every rank takes part."""
         return self._anywhere(self.has_overflow_serial(params))
 
-    def _anywhere(self, overflow: bool) -> bool:
+    def _anywhere(self, overflow: bool, group: Any = None) -> bool:
         if not torch.distributed.is_initialized():
             return overflow
         flag = torch.tensor([overflow], dtype=torch.float32, device=get_accelerator().current_device_name())
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=group)
         return bool(flag.item())
 
     @staticmethod

@@ -78,7 +78,9 @@ class RandomLTD:
     def follow(self, **_: Any) -> None:
         if not self.engine.module.training:
             return
-        self.scheduler.update_seq(self.engine.global_steps)
+        step = self.engine.global_steps
+        curriculum = getattr(self.engine, "curriculum_scheduler_legacy", None)  # which cuts sequences
+        self.scheduler.update_seq(step, curriculum and curriculum.update_difficulty(step + 1))
         if not self.initialized:
             self.initialized = True
             logger.warning(

@@ -71,6 +71,7 @@ class PipelineEngine(PipelineFacts):
         self._additional: dict[str, Tensor] = {}
         self._compute_loss = True
         self._outputs: Any = None
+        self._run: StageRun | None = None
         section = self._config.pipeline
         if section["activation_checkpoint_interval"] > 0:
             module.set_checkpoint_interval(section["activation_checkpoint_interval"])
@@ -90,7 +91,9 @@ class PipelineEngine(PipelineFacts):
             self.device,
             may_share_memory=self._network.may_share_memory(),
         )
-        self._choice = OrderChoice(str(section["schedule"]), self.layout, int(section["max_held"]))
+        self._choice = OrderChoice(
+            self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
+        )
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
         self._split: list[nn.Linear] = []
         self._most_held = 0
@@ -160,6 +163,7 @@ class PipelineEngine(PipelineFacts):
                 timed=self._choice.timed,
                 on_backward=self._count_micro_batch,
             )
+            self._run = run
             losses = run.run(order.actions[self.stage_id])
             self._most_held = run.most_held
             core.reducer.sync_enabled = True
@@ -169,6 +173,7 @@ class PipelineEngine(PipelineFacts):
             self._connections.clear()
             raise
         finally:
+            self._run = None
             self._weights.active = False
             self._weights.clear()
             core.reducer.sync_enabled = True
@@ -176,6 +181,10 @@ class PipelineEngine(PipelineFacts):
         super().step()
         self._choice.learn(run.seconds, self.stage_id, self.device)
         return loss
+
+    def _schedule(self, asked: str) -> str:
+        """What ``pipeline.schedule`` stands for here."""
+        return asked
 
     def _order(self, micro_batches: int) -> Order:
         """Of the next batch, as the key ``pipeline.schedule`` says."""
@@ -248,6 +257,16 @@ class PipelineEngine(PipelineFacts):
         if bcast_loss:
             return self._from_last_stage(loss)
         return loss if self.has_loss else None
+
+    @property
+    def pipe_buffers(self) -> dict[str, list[Any]]:
+        """What this stage holds of the batch that is being trained, at ``chunk * micro_batches + micro_batch``: inputs,
+        outputs, labels; None where it holds nothing, as after a batch. Gradients and losses ("grads", "losses") are
+        used as they come."""
+        count = self.micro_batches
+        run = self._run or StageRun(self, self._links, self.stage_id, training=True)
+        held = run.buffers(count)
+        return held | {name: [None] * (count * len(self._links)) for name in ("grads", "losses")}
 
     # The work of this stage -----------------------------------------------------------------------------------
 

@@ -265,6 +265,22 @@ class PipelineModule(Staged, nn.Module):
         modules = [function for function in functions if isinstance(function, nn.Module)]
         return any(True for module in modules for _ in module.parameters())
 
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """For each run of ``activation_checkpoint_interval`` layers of this stage, whether it is recomputed."""
+        interval = self.activation_checkpoint_interval
+        if interval < 1:
+            return []
+        bounds = zip(self._ends[:-1], self._ends[1:], strict=True)
+        starts = [(start, end) for begin, end in bounds for start in range(begin, end, interval)]
+        return [
+            self._is_checkpointable(self.forward_funcs[start : min(start + interval, end)])
+            for start, end in starts
+        ]
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Kept for old scripts: ``is_checkpointable_results`` always is that of the present interval."""
+
     def set_checkpoint_interval(self, interval: int) -> None:
         if interval < 0:
             raise ValueError(f"activation_checkpoint_interval={interval}: at least 0, which is off")

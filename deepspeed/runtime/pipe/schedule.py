@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "BackwardPass",
     "BufferOpInstruction",
+    "CommitP2P",
     "DataParallelSchedule",
+    "DualPipeVSchedule",
     "ForwardPass",
     "InferenceSchedule",
     "LoadMicroBatch",
@@ -98,6 +100,11 @@ class RecvGrad(BufferOpInstruction):
     """Receive the gradients of the outputs from the next stage."""
 
 
+class CommitP2P(PipeInstruction):
+    """Do the sends and receives since the last one, all at once, and wait for them: where a schedule has this
+    instruction, the others only announce."""
+
+
 class PipeSchedule(ABC):
     """The instructions of stage ``stage_id`` of ``stages`` for a batch of ``micro_batches``.
 
@@ -167,18 +174,19 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward only: micro-batch ``i`` is on stage ``s`` in step ``i + s``."""
+    """Forward only: micro-batch ``i`` is on stage ``s`` in step ``i + s``, and its outputs leave in the step after."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in range(self.micro_batches + self.stages - 1):
-            micro_batch = step - self.stage_id
-            if not 0 <= micro_batch < self.micro_batches:
-                yield []
-                continue
-            buffer = self._buffer(micro_batch)
-            instructions = [*self._before_forward(buffer), ForwardPass(buffer)]
-            if not self.is_last_stage:
-                instructions.append(SendActivation(buffer))
+            now = step - self.stage_id
+            arrives = self._valid_micro_batch(now)
+            instructions: list[PipeInstruction] = self._before_forward(self._buffer(now)) if arrives else []
+            if self._valid_micro_batch(now - 1) and not self.is_last_stage:
+                send = SendActivation(self._buffer(now - 1))
+                # neighbours differ in who sends first, so that sends which wait do not wait for each other
+                instructions.insert(0 if self.stage_id % 2 == 0 else len(instructions), send)
+            if arrives:
+                instructions.append(ForwardPass(self._buffer(now)))
             yield instructions
 
     def num_pipe_buffers(self) -> int:
@@ -246,3 +254,110 @@ class DataParallelSchedule(PipeSchedule):
 
     def num_pipe_buffers(self) -> int:
         return 1
+
+
+class DualPipeVSchedule(PipeSchedule):
+    """Two runs of layers per stage, passed forth and back: rank ``s`` of n has chunk ``s`` (``phase`` 0) and chunk
+    ``2n - 1 - s`` (``phase`` 1), so that the first rank reads the data and has the loss (DeepSeek-V3, 2024).
+
+    In each step every rank computes at most one forward or backward, then all announce what they exchange and commit:
+    both ends of a message are in the same step, in which all ranks announce in one order of channels; so nobody waits
+    in a circle. Backwards come first, and at most ``2n`` micro-batches are under way. Micro-batch ``i`` of a phase has
+    buffer ``phase * micro_batches + i``.
+
+    ``forward_only``: evaluation. ValueError: fewer than ``2n`` micro-batches.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        check_dual_pipe(stages, micro_batches)
+        self.forward_only = forward_only
+
+    def num_pipe_buffers(self) -> int:
+        return 2 * self.micro_batches
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        rounds = list(_v_rounds(self.stages, self.micro_batches, self.forward_only))
+        for number, done in enumerate(rounds):
+            instructions = self._computed(done.get(self.stage_id))
+            exchanged = self._exchanged(done)
+            if exchanged:
+                instructions += [*exchanged, CommitP2P()]
+            if number == len(rounds) - 1 and not self.forward_only:
+                instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield instructions
+
+    def _computed(self, own: _Computation | None) -> list[PipeInstruction]:
+        if own is None:
+            return []
+        buffer = own.phase * self.micro_batches + own.micro_batch
+        if own.is_backward:
+            return [BackwardPass(buffer, phase=own.phase)]
+        reads = self.is_first_stage and own.phase == 0
+        return [*([LoadMicroBatch(buffer)] if reads else []), ForwardPass(buffer, phase=own.phase)]
+
+    def _exchanged(self, done: dict[int, _Computation]) -> list[PipeInstruction]:
+        """What this stage sends and receives of what all stages have computed."""
+        found: list[tuple[tuple[bool, int, int], PipeInstruction]] = []
+        for sender, made in done.items():
+            onward = (made.phase == 0) is not made.is_backward  # to the next rank
+            receiver = sender + (1 if onward else -1)
+            if not self._valid_stage(receiver) or self.stage_id not in (sender, receiver):
+                continue  # the ends of the way, and where it turns
+            kinds = (SendGrad, RecvGrad) if made.is_backward else (SendActivation, RecvActivation)
+            buffer = made.phase * self.micro_batches + made.micro_batch
+            instruction = kinds[self.stage_id == receiver](buffer, phase=made.phase)
+            found.append(((made.is_backward, made.phase, sender), instruction))
+        return [instruction for _, instruction in sorted(found, key=lambda pair: pair[0])]
+
+
+def check_dual_pipe(stages: int, micro_batches: int) -> None:
+    """ValueError: too few micro-batches for DualPipeV."""
+    if micro_batches < 2 * stages:
+        raise ValueError(
+            f"DualPipeV over {stages} stages needs at least {2 * stages} micro-batches, not {micro_batches}: raise "
+            "gradient_accumulation_steps (or num_micro_batches)"
+        )
+
+
+class _Computation(NamedTuple):
+    is_backward: bool
+    phase: int
+    micro_batch: int
+
+
+def _v_rounds(stages: int, micro_batches: int, forward_only: bool) -> Iterator[dict[int, _Computation]]:
+    """What each stage computes, round by round: whatever is ready, backwards first."""
+    last = stages - 1
+    kinds = [(kind, phase) for kind in (True, False) for phase in (1, 0)]
+    following = {
+        (stage, *kind): 0 for stage in range(stages) for kind in kinds
+    }  # micro-batches keep their order
+    done: set[tuple[int, _Computation]] = set()
+
+    def is_ready(stage: int, what: _Computation) -> bool:
+        micro_batch = what.micro_batch
+        if what == (False, 0, micro_batch) and stage == 0:
+            left = (0, False, 1) if forward_only else (0, True, 0)
+            return micro_batch - following[left] < 2 * stages
+        if what == (True, 1, micro_batch) and stage == 0:
+            return (0, _Computation(False, 1, micro_batch)) in done
+        turns = stage == last and what.phase != what.is_backward
+        if turns:
+            return (last, _Computation(what.is_backward, 1 - what.phase, micro_batch)) in done
+        before = stage + (-1 if (what.phase == 0) is not what.is_backward else 1)
+        return (before, what) in done
+
+    total = stages * micro_batches * (2 if forward_only else 4)
+    while len(done) < total:
+        now: dict[int, _Computation] = {}
+        for stage in range(stages):
+            for kind in kinds[2:] if forward_only else kinds:
+                what = _Computation(*kind, following[(stage, *kind)])
+                if what.micro_batch < micro_batches and is_ready(stage, what):
+                    now[stage] = what
+                    break
+        for stage, what in now.items():
+            following[stage, what.is_backward, what.phase] += 1
+            done.add((stage, what))
+        yield now

@@ -112,6 +112,18 @@ class StageRun:
             links.flush()
         return self.results
 
+    def buffers(self, micro_batches: int) -> dict[str, list[Any]]:
+        """What is held now, at ``chunk * micro_batches + micro_batch``; None: nothing."""
+        found: dict[str, list[Any]] = {
+            name: [None] * (micro_batches * len(self.links)) for name in ("inputs", "outputs", "labels")
+        }
+        for (micro_batch, chunk), held in self._held.items():
+            found["inputs"][chunk * micro_batches + micro_batch] = held.inputs
+            found["outputs"][chunk * micro_batches + micro_batch] = held.outputs
+        for micro_batch, labels in self._labels.items():
+            found["labels"][micro_batch] = labels
+        return found
+
     def _forward(self, action: Action, left: int) -> None:
         links = self.links[action.chunk]
         inputs, labels = self._data(action)

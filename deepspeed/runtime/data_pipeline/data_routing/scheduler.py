@@ -23,7 +23,7 @@ class BaseScheduler:
 
     def get_value(self, global_steps: int) -> int:
         """The length at a step, counted from 0: min + (max - min) step / require_steps, rounded down to a multiple of
-        ``seq_per_step``, which is the least, and max from ``require_steps`` on.
+        ``seq_per_step``, at least min (rounded up to a multiple), and max from ``require_steps`` on.
 
         RuntimeError: another type than ``fixed_linear``.
         """
@@ -36,7 +36,8 @@ class BaseScheduler:
         low, high, details = state[MIN_VALUE], state[MAX_VALUE], state[SCHEDULE_CONFIG]
         unit = details["seq_per_step"]
         length = math.floor(low + (high - low) * (global_steps / details["require_steps"]))
-        return min(max(length - length % unit, unit), high)
+        least = max(-(-low // unit) * unit, unit)
+        return min(max(length - length % unit, least), high)
 
 
 class RandomLTDScheduler(BaseScheduler):
@@ -87,20 +88,22 @@ class RandomLTDScheduler(BaseScheduler):
             self.update_seq(step)
         return self.state[CONSUMED_LAYER_TOKENS]
 
-    def update_seq(self, global_steps: int) -> None:
-        """Be at a step. Its layer tokens are counted once: sequences are taken to be of ``max_value`` tokens."""
+    def update_seq(self, global_steps: int, longest: int | None = None) -> None:
+        """Be at a step. Its layer tokens are counted once: sequences are taken to be of ``max_value`` tokens, or of
+        ``longest`` where something has cut them shorter."""
         state = self.state
         if state[CURRENT_VALUE] < state[MAX_VALUE]:
             state[CURRENT_VALUE] = self.get_value(global_steps)
         if global_steps != state[CURRENT_STEP]:
             state[CURRENT_STEP] = global_steps
-            state[CONSUMED_LAYER_TOKENS] += self.layer_tokens()
+            state[CONSUMED_LAYER_TOKENS] += self.layer_tokens(longest)
 
-    def layer_tokens(self) -> int:
+    def layer_tokens(self, longest: int | None = None) -> int:
         """Of a step with the present length."""
         dropping = self.random_ltd_layer_num
-        whole = self.state[MAX_VALUE] * (self.model_layer_num - dropping)
-        return self.global_batch_size * (self.state[CURRENT_VALUE] * dropping + whole)
+        whole = self.state[MAX_VALUE] if longest is None else min(longest, self.state[MAX_VALUE])
+        kept = min(self.state[CURRENT_VALUE], whole)
+        return self.global_batch_size * (kept * dropping + whole * (self.model_layer_num - dropping))
 
     def get_state(self) -> dict[str, Any]:
         return self.state
