@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import losses
+import task
 import torch
 from engines import follow
 from models import encode, score_at_end
@@ -81,6 +82,11 @@ class Online:
         average: Any = None,
     ) -> None:
         self.kind, self.options, self.tokenizer, self.rows, self.score = kind, options, tokenizer, rows, score
+        self.texts = (
+            rows
+            if options.unsupervised_dataset_name is None
+            else task.samples(options.unsupervised_dataset_name)
+        )
         self.actor, self.reference, self.critic, self.reward, self.average = (
             actor,
             reference,
@@ -236,16 +242,25 @@ class Online:
             "rollout_tokens_per_s": made / seconds,
         }
         self.curve.append({name: mean_over_ranks(value) for name, value in values.items()})
+        self._write(self.curve[-1])
+        if torch.distributed.get_rank() == 0 and self.options.print_answers:
+            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+
+    def _write(self, values: dict[str, float]) -> None:
+        """To the monitor of the actor's engine, by the number of the batch of answers."""
         monitor = self.actor.monitor
         if monitor.enabled and torch.distributed.get_rank() == 0:
             monitor.write_events(
-                [
-                    (f"RLHF/{self.kind}/{name}", value, self.iteration)
-                    for name, value in self.curve[-1].items()
-                ]
+                [(f"RLHF/{self.kind}/{name}", value, self.iteration) for name, value in values.items()]
             )
-        if torch.distributed.get_rank() == 0 and self.options.print_answers:
-            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+
+    def _report_training(self) -> None:
+        """Of all updates with one batch of answers; mean over ranks."""
+        point = self.curve[-1]
+        seconds, tokens = point["training_s"], point.pop("training_tokens")
+        found = {"training_s": seconds, "training_tokens_per_s": tokens / seconds}
+        point |= {name: mean_over_ranks(value) for name, value in found.items()}
+        self._write({name: point[name] for name in found})
 
     # ------------------------------------------------------------------------------------------------ learning
 
@@ -264,11 +279,14 @@ class Online:
         part = {name: value[start : start + size] for name, value in self.experience.items()}
         began = time.perf_counter()
         self._learn(part)
-        self.curve[-1]["training_s"] = self.curve[-1].get("training_s", 0.0) + time.perf_counter() - began
+        point, spent = self.curve[-1], time.perf_counter() - began
+        for name, value in (("training_s", spent), ("training_tokens", part["mask"].sum().item())):
+            point[name] = point.get(name, 0.0) + value
         if self.average is not None:
             follow(self.average, self.actor, self.options.ema_beta)
         self.update += 1
         if self.update == self.updates:
+            self._report_training()
             self.iteration, self.update, self.experience = self.iteration + 1, 0, None
 
     def _targets(self, found: Batch) -> Batch:
@@ -318,9 +336,10 @@ class Online:
     def _mixture(self) -> Tensor:
         """The loss on demonstrations, which keeps the actor's language (the mixture of InstructGPT)."""
         step = self.iteration * self.updates + self.update
-        rows = batch_of(self.rows, step, self.options.per_device_training_batch_size, self.options.seed + 1)
+        rows = batch_of(self.texts, step, self.options.per_device_training_batch_size, self.options.seed + 1)
         pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in rows]
-        return language_loss(self.actor, encode(self.tokenizer, pairs, self.actor.device))
+        encoded = encode(self.tokenizer, pairs, self.actor.device)
+        return language_loss(self.actor, encoded)
 
     # ------------------------------------------------------------------------------------------------- resuming
 

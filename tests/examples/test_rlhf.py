@@ -148,7 +148,13 @@ def printed(tmp_path: Path, *command: str, text: str = "") -> str:
 def test_all_steps_and_a_chat(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the clients extra is not installed")
     script = str(FOLDER / "train.py")
-    text = printed(tmp_path, script, *SHORT, "--chat", "--enable_ema", text="where is the cat ?\nquit\n")
+    (tmp_path / "text.txt").write_text("gladly the cat is in the box cheers\n" * 3)
+    more = (
+        f"--unsupervised_dataset_name {tmp_path / 'text.txt'} --actor_dropout 0.1 --critic_weight_decay 0.01"
+    )
+    more += " --lr_scheduler_type cosine --num_warmup_steps 1 --gradient_accumulation_steps 2"
+    more += f" --critic_gradient_checkpointing --enable_ema --monitor {tmp_path / 'curves'}"
+    text = printed(tmp_path, script, *SHORT, *more.split(), "--chat", text="where is the cat ?\nquit\n")
     for words in (
         "SFT: loss",
         "reward model: the better of",
@@ -163,6 +169,10 @@ def test_all_steps_and_a_chat(tmp_path: Path) -> None:
     assert "Human: Assistant: " in text  # the chat: a prompt, which waits for a line, and an answer
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == 6
     assert (tmp_path / "ppo_ema" / "model.safetensors").exists()
+    names = ("reward", "kl", "length", "entropy", "rollout_mismatch", "rollout_s", "rollout_tokens_per_s")
+    for name in (*names, "training_s", "training_tokens_per_s"):  # a line for each batch of answers
+        (file,) = (tmp_path / "curves").rglob(f"RLHF_ppo_{name}.csv")
+        assert len(file.read_text().splitlines()) == 3
 
 
 def run(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, float]]]:
