@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,16 +60,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_bits_of_autograd(name: str, dtype: torch.dtype) -> None:
+def test_the_bits_of_autograd(name: str, dtype: torch.dtype | str) -> None:
     make, inputs_of = LAYERS[name]
     torch.manual_seed(4)
-    layer, inputs = make().to(dtype), inputs_of()
-    if inputs.is_floating_point():
-        inputs = inputs.detach().to(dtype).requires_grad_()
+    layer, inputs = make(), inputs_of()
+    if isinstance(dtype, torch.dtype):
+        layer = layer.to(dtype)
+        if inputs.is_floating_point():
+            inputs = inputs.detach().to(dtype).requires_grad_()
     params = list(layer.parameters())
-    outputs = layer(inputs)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            return layer(inputs)
+
+    outputs = forward()
     grad = torch.randn_like(outputs)
     outputs.backward(grad)
     expected, of_inputs = [param.grad for param in params], inputs.grad
@@ -79,8 +87,8 @@ def test_the_bits_of_autograd(name: str, dtype: torch.dtype) -> None:
     split = split_layers(nn.Sequential(layer), {id(p): n for n, p in enumerate(params)}, queue)
     assert split == [layer]
     queue.active, queue.part = True, (0, 0)
-    again = layer(inputs)
-    assert torch.equal(again, outputs)
+    again = forward()
+    assert again.dtype == outputs.dtype and torch.equal(again, outputs)
     again.backward(grad)
     assert not found and all(param.grad is None for param in params)
     assert (inputs.grad is None) == (of_inputs is None)
@@ -88,7 +96,7 @@ def test_the_bits_of_autograd(name: str, dtype: torch.dtype) -> None:
     queue.compute((0, 0))
     assert sorted(found) == list(range(len(params)))
     for number, value in enumerate(expected):
-        assert value is not None and torch.equal(found[number], value)
+        assert value is not None and found[number].dtype == value.dtype and torch.equal(found[number], value)
     join_layers(split)
     layer(inputs).backward(grad)
     assert params[0].grad is not None
@@ -122,6 +130,20 @@ def test_what_is_not_split() -> None:
     assert single.weight.grad is not None
 
 
+def test_a_copy_of_a_split_layer_is_whole() -> None:
+    layer = nn.Linear(3, 2)
+    queue = WeightQueue(lambda number, value: None)
+    split_layers(nn.Sequential(layer), {id(p): n for n, p in enumerate(layer.parameters())}, queue)
+    queue.active = True
+    twin = copy.deepcopy(layer)
+    inputs = torch.randn(4, 3)
+    with torch.no_grad():
+        twin.weight.add_(1.0)
+    twin(inputs).sum().backward()
+    assert torch.equal(twin.weight.grad, inputs.sum(0).expand(2, 3)) and layer.weight.grad is None
+    assert torch.equal(twin(inputs), functional.linear(inputs, layer.weight + 1.0, layer.bias))
+
+
 def images() -> list[nn.Module]:
     """A small AlexNet."""
     return [
@@ -141,7 +163,7 @@ def pairs() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(2, 3, 8, 8, generator=source), torch.randint(10, (2,), generator=source)
 
 
-def trained(schedule: str, stage: int) -> tuple[list[Tensor], list[Tensor], int]:
+def trained(schedule: str, stage: int, autocast: bool) -> tuple[list[Tensor], list[Tensor], int]:
     torch.manual_seed(1)
     module = PipelineModule(
         images(), num_stages=2, loss_fn=functional.cross_entropy, partition_method="uniform"
@@ -153,6 +175,7 @@ def trained(schedule: str, stage: int) -> tuple[list[Tensor], list[Tensor], int]
         "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "pipeline": {"schedule": schedule},
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
     }
     engine = deepspeed.initialize(model=module, config=config)[0]
     assert isinstance(engine, PipelineEngine)
@@ -164,10 +187,10 @@ def trained(schedule: str, stage: int) -> tuple[list[Tensor], list[Tensor], int]
     return losses, weights, split
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "autocast"), [(1, False), (3, False), (2, True)])
 @distributed(world_size=2)
-def test_convolutions_train_to_the_same_bits(stage: int) -> None:
-    losses, weights, split = trained("1f1b", stage)
-    others, values, parts = trained("zero-bubble", stage)
+def test_convolutions_train_to_the_same_bits(stage: int, autocast: bool) -> None:
+    losses, weights, split = trained("1f1b", stage, autocast)
+    others, values, parts = trained("zero-bubble", stage, autocast)
     assert split == 0 and parts == sum(weight.dim() > 1 for weight in weights) > 0
     assert all(map(torch.equal, losses, others)) and all(map(torch.equal, weights, values))

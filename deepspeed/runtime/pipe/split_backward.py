@@ -7,6 +7,7 @@ at once. Cf. Qi et al.: Zero bubble pipeline parallelism, ICLR 2024.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ class WeightQueue:
         for layer, inputs, grad in self._waiting.pop(part, ()):
             gradients = layer.form.of_weights(inputs, grad, self._memory)
             for number, gradient in zip(layer.numbers, gradients, strict=False):
-                self.add(number, gradient)
+                self.add(number, gradient.to(layer.dtype))
 
     def _memory(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """For a product: each gradient is added up before the next is computed. New memory for each would be cleared by
@@ -65,22 +66,34 @@ class _PutOff:
     def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
         self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PutOff:
+        """Of a copied module, such as an average of the weights: it does all of its backward at once."""
+        return _PutOff(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_nowhere))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight, which autocast may have narrowed for the product."""
+        weight: Any = self.own.weight
+        return weight.dtype
+
     def forward(self, inputs: Tensor, *rest: Any, **named: Any) -> Tensor:
         own, queue = self.own, self.queue
         weight: Any = own.weight
         whole = not queue.active or not torch.is_grad_enabled() or not weight.requires_grad
-        if (
-            whole
-            or rest
-            or named
-            or torch.is_autocast_enabled(inputs.device.type)
-            or not self.form.takes(inputs)
-        ):
+        if whole or rest or named or not self.form.takes(inputs):
             return type(own).forward(own, inputs, *rest, **named)
         bias: Any = getattr(own, "bias", None)
-        return _InTwoParts.apply(
-            queue.anchor, inputs, weight.detach(), bias.detach() if bias is not None else None, self
-        )
+        tensors = [inputs, weight.detach(), bias.detach() if bias is not None else None]
+        kind = inputs.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _InTwoParts.apply(queue.anchor, *tensors, self)
+        if self.form.narrows:  # what autocast does for such an operation
+            dtype = torch.get_autocast_dtype(kind)
+            tensors = [
+                each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
+            ]
+        with torch.autocast(kind, enabled=False):
+            return _InTwoParts.apply(queue.anchor, *tensors, self)
 
 
 class _InTwoParts(torch.autograd.Function):
@@ -126,6 +139,10 @@ def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQue
             vars(own)["forward"] = _PutOff(own, form, [numbers[id(p)] for p in params], queue).forward
             found.append(own)
     return found
+
+
+def _nowhere(number: int, grad: Tensor) -> None:
+    """Of a queue that is never active."""
 
 
 def join_layers(layers: list[nn.Module]) -> None:

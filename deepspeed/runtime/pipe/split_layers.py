@@ -20,6 +20,9 @@ Memory = Callable[[tuple[int, ...], Tensor], Tensor]
 class SplitLayer(Protocol):
     """What is kept of a weight is its shape: it may be elsewhere when its gradient is computed."""
 
+    narrows: bool
+    """Whether ``torch.autocast`` lets it compute in the narrower dtype."""
+
     def takes(self, inputs: Tensor) -> bool:
         """Whether a call with ``inputs`` comes apart."""
         ...
@@ -41,7 +44,7 @@ def split_layer_of(layer: nn.Module) -> SplitLayer | None:
     kind = type(layer)
     if kind is nn.Linear:
         return _Linear()
-    if kind is nn.Embedding:
+    if isinstance(layer, nn.Embedding) and kind is nn.Embedding:
         plain = layer.max_norm is None and not layer.sparse
         return _Embedding(layer) if plain else None
     if kind in _CONVOLUTIONS:
@@ -58,6 +61,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 class _Linear:
     """Weight [out, in]."""
+
+    narrows = True
 
     def takes(self, inputs: Tensor) -> bool:
         return True
@@ -77,6 +82,8 @@ class _Linear:
 class _TransposedLinear:
     """Weight [in, out], and always a bias."""
 
+    narrows = True
+
     def takes(self, inputs: Tensor) -> bool:
         return True
 
@@ -95,6 +102,8 @@ class _TransposedLinear:
 
 class _Embedding:
     """Has no gradient of inputs."""
+
+    narrows = False
 
     def __init__(self, layer: nn.Embedding) -> None:
         self.rows = layer.num_embeddings
@@ -127,6 +136,8 @@ _CONVOLUTIONS = (
 
 
 class _Convolution:
+    narrows = True
+
     def __init__(self, layer: Any) -> None:
         self.shape = _shape_of(layer)
         self.biases = [layer.out_channels] if layer.bias is not None else None
