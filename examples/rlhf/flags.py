@@ -59,6 +59,8 @@ def _models_and_data(parser: argparse.ArgumentParser) -> None:
     add("--monitor", type=Path, help="a folder for curves as CSV")
     add("--enable_tensorboard", action="store_true", help="the curves for TensorBoard too")
     add("--tensorboard_path", type=Path, default=Path(tempfile.gettempdir(), "ds_rlhf_tensorboard"))
+    add("--save_interval", type=int, default=0, help="updates between checkpoints of a step; 0: none")
+    add("--resume", action="store_true", help="each step from its last checkpoint")
     add("--seed", type=int, default=1234)
     add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
 
@@ -138,5 +140,3 @@ def _generation(parser: argparse.ArgumentParser) -> None:
         help="generate() of the model, continuous batching, or the latter one batch of answers ahead of training",
     )
     add("--importance_cap", type=float, default=2.0, help="of the weights of answers that are behind")
-    add("--save_interval", type=int, default=0, help="updates between checkpoints of the third step; 0: none")
-    add("--resume", action="store_true", help="of the third step, from its last checkpoint")

@@ -13,7 +13,7 @@ import task
 import torch
 from engines import follow
 from models import encode, score_at_end
-from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks
+from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks, same_noise
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -24,6 +24,7 @@ from deepspeed.runtime.rollout import (
     SamplingConfig,
     build_rollout,
     importance_weights,
+    rollout_mismatch,
 )
 
 Batch = dict[str, Tensor]
@@ -237,7 +238,9 @@ class Online:
             "kl": ((found["then"] - found["reference"]).sum(1)).mean(),
             "length": mask.sum(1).float().mean(),
             "entropy": -losses.row_mean(found["then"], mask),  # an estimate from the tokens that were drawn
-            "rollout_mismatch": 0.0 if rolled is None else (rolled - found["then"]).abs().max(),
+            "rollout_mismatch": 0.0
+            if rolled is None
+            else rollout_mismatch(found["then"], rolled, mask)["largest"],
             "rollout_s": seconds,
             "rollout_tokens_per_s": made / seconds,
         }
@@ -314,6 +317,7 @@ class Online:
 
     def _learn(self, part: Batch) -> None:
         options, mask = self.options, part["answers"][:, 1:]
+        same_noise(options.seed + 1, self.iteration * self.updates + self.update)
         self.actor.train()
         now = log_probs(self.actor, part)
         loss = losses.clipped_policy_loss(

@@ -70,8 +70,8 @@ class Steps:
             print(text, flush=True)
 
     def _run(self, name: str, engine: Any, loss: Callable[[int], Any], steps: int) -> None:
-        seen: list[float] = []
-        supervised.run(engine, loss, steps, lambda _, value: seen.append(value))
+        folder = self.options.output_dir / f"{name.lower().replace(' ', '_')}_checkpoint"
+        seen = supervised.run(engine, loss, steps, folder, self.options)
         tenth = max(1, len(seen) // 10)
         self.say(f"{name}: loss {sum(seen[:tenth]) / tenth:.4f} -> {sum(seen[-tenth:]) / tenth:.4f}")
 

@@ -205,6 +205,35 @@ def test_resumes_between_two_updates_of_a_rollout(tmp_path: Path, kind: str, rol
         assert [point[name] for point in straight[kind]] == [point[name] for point in resumed[kind]]
 
 
+@distributed(world_size=2)
+def test_resumes_in_the_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT, the reward model and DPO: each is one update behind its last checkpoint, and has dropout in DPO."""
+    pytest.importorskip("transformers", reason="the clients extra is not installed")
+    from safetensors.torch import load_file
+
+    from tests.clients.kit import clean_clients
+
+    train, done = part("train"), []
+    language_loss = train.supervised.language_loss
+    monkeypatch.setattr(
+        train.supervised, "language_loss", lambda *given: (done.append(1), language_loss(*given))[1]
+    )
+    flags = ["--sft_steps", "31", "--reward_steps", "11", "--dpo_steps", "11", "--save_interval", "10"]
+    flags += ["--run", "dpo", "ppo", "--iterations", "1", "--zero_stage", "3", "--actor_dropout", "0.2"]
+    flags = [*SHORT, "--output", str(tmp_path), *flags]
+    with clean_clients(deepspeed_state=False):
+        train.main(flags)
+    names = [tmp_path / folder / "model.safetensors" for folder in ("sft", "reward", "dpo")]
+    wanted = [load_file(name) for name in names]
+    assert len(done) == 31
+    torch.distributed.barrier()
+    with clean_clients(deepspeed_state=False):
+        train.main([*flags, "--resume"])
+    assert len(done) == 32
+    for one, other in zip([load_file(name) for name in names], wanted, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.slow
 @distributed(world_size=2)
 def test_same_curve_at_other_stages(tmp_path: Path) -> None:
