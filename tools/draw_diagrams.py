@@ -218,11 +218,34 @@ def house() -> Drawing:
     return d
 
 
+@dataclass
+class Pictured:
+    """What the package draws itself."""
+
+    text: str
+
+    def svg(self) -> str:
+        return self.text
+
+
+def pipeline_orders() -> Pictured:
+    """1F1B, and both with split backwards, for four stages and eight micro-batches."""
+    from deepspeed.runtime.pipe import orders
+    from deepspeed.runtime.pipe.picture import picture
+
+    whole = orders.simulate(orders.one_forward_one_backward(4, 8))
+    split = orders.simulate(orders.zero_bubble(4, 8))
+    half = orders.Durations(0.5, 0.5, 0.5)  # of a chunk that is half of a stage
+    shaped = orders.simulate(orders.zero_bubble_v(4, 8, durations=half), half)
+    return Pictured(picture([whole, split, shaped]))
+
+
 DIAGRAMS = {
     "house": house,
     "one_step": one_step,
     "life_of_a_parameter": life_of_a_parameter,
     "resharding": resharding,
+    "pipeline_orders": pipeline_orders,
 }
 
 

@@ -178,7 +178,8 @@ def _who(each: Standing) -> str:
 def _missing_rank(each: Standing, lacks: str) -> str:
     where = f", at {each.at}" if each.at else ""
     module = f", in module {each.module}" if each.module else ""
-    return f"{_who(each)} {lacks}; it is {each.doing}{module}{where}"
+    position = f"; {each.position}" if each.position else ""
+    return f"{_who(each)} {lacks}; it is {each.doing}{module}{where}{position}"
 
 
 def _waiting_lines(waiting: Mapping[int, Standing], late: Mapping[int, str]) -> list[str]:

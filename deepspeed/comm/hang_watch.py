@@ -144,11 +144,14 @@ class Watch:
         """What changes as communication goes on; None while this rank does something else."""
         frames = main_frames()
         counts = [(each.name, each.count) for each in self._histories()]
-        if is_communicating(frames):
-            return counts, _torch_counts(), place(frames)
-        if counts and _uses_devices():  # the code runs ahead of the device, and waits for it in any place
-            return counts, _torch_counts(), place(frames)
+        # the code runs ahead of a device, and waits for it in any place
+        if is_communicating(frames) or (counts and _uses_devices()):
+            return counts, _torch_counts(), place(frames), self._positions()
         return None
+
+    def _positions(self) -> list[str]:
+        """Messages between stages are in no history, but the part of the batch that a stage is at changes."""
+        return [each.names.position() for each in list(self.networks) if each.names is not None]
 
     def _standing(self) -> Standing:
         frames = main_frames()

@@ -23,6 +23,7 @@ from deepspeed.runtime.loss_scaler import LossScaler
 from deepspeed.runtime.optim.elementwise import check_partitioning
 from deepspeed.runtime.optim.flags import set_optimizer_flags
 from deepspeed.runtime.optim.registry import build_optimizer
+from deepspeed.runtime.pipe.staged import is_idle
 from deepspeed.runtime.zero.access import StateAccess
 from deepspeed.runtime.zero.bucket import ParamBucket, WeightPublisher
 from deepspeed.runtime.zero.buffer_pool import BufferPool
@@ -107,6 +108,8 @@ def resolve_optimizer(
     if isinstance(client, torch.optim.Optimizer) or (client is not None and hasattr(client, "param_groups")):
         return _unwrapped(client)
     groups = _groups(model_parameters, module)
+    if not groups and is_idle(module):
+        groups = [{PARAMS: []}]
     if callable(client):
         return client(groups)
     if client is not None:
@@ -152,13 +155,13 @@ def require_optimizer(plan: Plan, given: bool) -> None:
 
 
 def check_optimizer(
-    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes
+    plan: Plan, optimizer: torch.optim.Optimizer, trained: TrainedParams, scopes: Scopes, module: nn.Module
 ) -> None:
     if traits_of(optimizer).whole_matrices:
         _check_whole(optimizer, trained, scopes)
     if not plan.zero.shard_state:
         return
-    if not trained.params:
+    if not trained.params and not is_idle(module):
         raise DeepSpeedConfigError(
             f"zero_optimization.stage={plan.zero.stage} shards the state of trainable parameters, but the optimizer "
             "holds none with requires_grad=True; unfreeze some, or use stage 0."
@@ -197,7 +200,7 @@ def build_core(
     """Wire the gradient path and the step. ``sharded``: the module's parameters, if stage 3 has partitioned them.
     ``spare``: frozen parameters that join the optimizer's group when they are unfrozen."""
     trained = trained_params(module, optimizer.param_groups)
-    check_optimizer(plan, optimizer, trained, scopes)
+    check_optimizer(plan, optimizer, trained, scopes, module)
     if sharded is None:
         weights = _whole_buckets(module, plan, scopes, trained, traits_of(optimizer).grain)
     else:

@@ -144,6 +144,14 @@ class EngineBase(EngineAccessors, nn.Module):
         """What also writes the files of single layers into the folder of a checkpoint, if this engine has any."""
         return None
 
+    def position_in_batch(self) -> str:
+        """Of an engine that runs whole batches: at what it is, for a report about a hang."""
+        return ""
+
+    def of_all_stages(self, weights: Any) -> Any:
+        """For an export: ``weights`` of this rank's module, with those of other ranks' modules if there are any."""
+        return weights
+
     # Facts --------------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:

@@ -94,7 +94,7 @@ def save_16bit_model(
         )
         return False
     ranks, path = Ranks(), Path(save_dir) / save_filename
-    source = _WholeWeights(engine, exclude_frozen_parameters)
+    source = engine.of_all_stages(_WholeWeights(engine, exclude_frozen_parameters))
     with ranks.together("saving the model"), source:
         if ranks.rank == 0:
             save_weights(
@@ -126,7 +126,7 @@ def consolidated_16bit_state_dict(
 ) -> dict[str, Tensor] | None:
     """The whole model's state dict on rank 0's host in the weights' own dtype, None on the others, as it would be
     without transforms of the module. Collective."""
-    with _WholeWeights(engine, exclude_frozen_parameters) as source:
+    with engine.of_all_stages(_WholeWeights(engine, exclude_frozen_parameters)) as source:
         if engine.global_rank != 0:
             return None
         made = {

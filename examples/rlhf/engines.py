@@ -10,30 +10,55 @@ from torch import nn
 import deepspeed
 
 
-def trained(
-    model: nn.Module, options: Namespace, *, stage: int, lr: float, rows: int, hybrid: bool = False
-) -> Any:
+def trained(model: nn.Module, options: Namespace, *, stage: int, lr: float, rows: int, role: str = "") -> Any:
     """An engine that trains.
 
     Args:
         rows: of one forward.
-        hybrid: it generates too.
+        role: ``actor`` (which generates too) or ``critic``, in the third step.
     """
     config = _shared(options, stage, rows)
+    decay = getattr(options, f"{role}_weight_decay") if role else options.weight_decay
     config["optimizer"] = {
         "type": "AdamW",
-        "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": options.weight_decay},
+        "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": decay},
     }
     config["gradient_clipping"] = 1.0
+    if role:
+        config["gradient_accumulation_steps"] = options.gradient_accumulation_steps
+        config |= _schedule(options, lr)
     if options.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    if options.gradient_checkpointing:
+    if getattr(options, f"{role}_gradient_checkpointing") if role else options.gradient_checkpointing:
         inner = getattr(model, "base", model)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         if getattr(options, "lora_dim", 0):
             inner.enable_input_require_grads()
-    if hybrid:
-        config["hybrid_engine"] = {
+    if role == "actor":
+        config |= _generation(options) | _monitors(options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
+
+
+def _schedule(options: Namespace, lr: float) -> dict[str, Any]:
+    """Of the learning rate, over the updates of the third step."""
+    warmup, kind = options.num_warmup_steps, options.lr_scheduler_type
+    if kind == "constant" and not warmup:
+        return {}
+    each = options.per_device_generation_batch_size // options.per_device_training_batch_size
+    updates = options.iterations * options.ppo_epochs * each // options.gradient_accumulation_steps
+    if kind == "cosine":
+        params = {"total_num_steps": updates, "warmup_num_steps": warmup}
+        return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+    params = {"warmup_min_lr": 0.0, "warmup_max_lr": lr, "warmup_num_steps": warmup, "warmup_type": "linear"}
+    if kind == "linear":
+        return {"scheduler": {"type": "WarmupDecayLR", "params": params | {"total_num_steps": updates}}}
+    return {"scheduler": {"type": "WarmupLR", "params": params}}
+
+
+def _generation(options: Namespace) -> dict[str, Any]:
+    return {
+        "hybrid_engine": {
             "enabled": options.enable_hybrid_engine,
             "max_out_tokens": options.max_prompt_seq_len + options.max_answer_seq_len,
             "inference_tp_size": options.inference_tp_size,
@@ -41,14 +66,18 @@ def trained(
             "pin_parameters": not options.unpin_actor_parameters,
             "tp_gather_partition_size": options.tp_gather_partition_size,
         }
-        if options.monitor is not None:
-            config["csv_monitor"] = {
-                "enabled": True,
-                "output_path": str(options.monitor),
-                "job_name": "rlhf",
-            }
-    params = [param for param in model.parameters() if param.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
+    }
+
+
+def _monitors(options: Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, wanted, folder in (
+        ("csv_monitor", options.monitor is not None, options.monitor),
+        ("tensorboard", options.enable_tensorboard, options.tensorboard_path),
+    ):
+        if wanted:
+            found[name] = {"enabled": True, "output_path": str(folder), "job_name": "rlhf"}
+    return found
 
 
 def frozen(model: nn.Module, options: Namespace, *, stage: int, offload: bool = False) -> Any:

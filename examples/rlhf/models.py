@@ -10,6 +10,7 @@ import torch
 from losses import last, positions_of
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -48,8 +49,16 @@ def small_model(tokenizer: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(sizes)
 
 
-def load_policy(folder: Path) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def _dropouts(folder: Path, share: float | None) -> dict[str, float]:
+    """What the config of the model calls its dropouts, and what they are to be."""
+    if share is None:
+        return {}
+    known = AutoConfig.from_pretrained(folder).to_dict()
+    return {name: share for name in known if name.endswith(("dropout", "pdrop"))}
+
+
+def load_policy(folder: Path, dropout: float | None = None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **_dropouts(folder, dropout))
     for name in ("temperature", "top_p", "top_k"):  # sampling is ours
         setattr(model.generation_config, name, None)
     return model
@@ -80,9 +89,9 @@ class ScoredModel(nn.Module):
         return self.head(hidden)[..., 0].float()
 
     @classmethod
-    def load(cls, folder: Path) -> ScoredModel:
+    def load(cls, folder: Path, dropout: float | None = None) -> ScoredModel:
         """From a policy's folder, or from one that ``save`` wrote."""
-        model = cls(AutoModel.from_pretrained(folder, dtype=torch.float32))
+        model = cls(AutoModel.from_pretrained(folder, dtype=torch.float32, **_dropouts(folder, dropout)))
         if (head := folder / "head.pt").exists():
             model.head.load_state_dict(torch.load(head, weights_only=True))
         return model

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import losses
+import task
 import torch
 from engines import follow
 from models import encode, score_at_end
-from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks
+from supervised import Row, batch_of, language_loss, log_probs, mean_over_ranks, same_noise
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -23,6 +24,7 @@ from deepspeed.runtime.rollout import (
     SamplingConfig,
     build_rollout,
     importance_weights,
+    rollout_mismatch,
 )
 
 Batch = dict[str, Tensor]
@@ -81,6 +83,11 @@ class Online:
         average: Any = None,
     ) -> None:
         self.kind, self.options, self.tokenizer, self.rows, self.score = kind, options, tokenizer, rows, score
+        self.texts = (
+            rows
+            if options.unsupervised_dataset_name is None
+            else task.samples(options.unsupervised_dataset_name)
+        )
         self.actor, self.reference, self.critic, self.reward, self.average = (
             actor,
             reference,
@@ -231,21 +238,32 @@ class Online:
             "kl": ((found["then"] - found["reference"]).sum(1)).mean(),
             "length": mask.sum(1).float().mean(),
             "entropy": -losses.row_mean(found["then"], mask),  # an estimate from the tokens that were drawn
-            "rollout_mismatch": 0.0 if rolled is None else (rolled - found["then"]).abs().max(),
+            "rollout_mismatch": 0.0
+            if rolled is None
+            else rollout_mismatch(found["then"], rolled, mask)["largest"],
             "rollout_s": seconds,
             "rollout_tokens_per_s": made / seconds,
         }
         self.curve.append({name: mean_over_ranks(value) for name, value in values.items()})
+        self._write(self.curve[-1])
+        if torch.distributed.get_rank() == 0 and self.options.print_answers:
+            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+
+    def _write(self, values: dict[str, float]) -> None:
+        """To the monitor of the actor's engine, by the number of the batch of answers."""
         monitor = self.actor.monitor
         if monitor.enabled and torch.distributed.get_rank() == 0:
             monitor.write_events(
-                [
-                    (f"RLHF/{self.kind}/{name}", value, self.iteration)
-                    for name, value in self.curve[-1].items()
-                ]
+                [(f"RLHF/{self.kind}/{name}", value, self.iteration) for name, value in values.items()]
             )
-        if torch.distributed.get_rank() == 0 and self.options.print_answers:
-            print(f"[{self.kind} {self.iteration}] {text}", flush=True)
+
+    def _report_training(self) -> None:
+        """Of all updates with one batch of answers; mean over ranks."""
+        point = self.curve[-1]
+        seconds, tokens = point["training_s"], point.pop("training_tokens")
+        found = {"training_s": seconds, "training_tokens_per_s": tokens / seconds}
+        point |= {name: mean_over_ranks(value) for name, value in found.items()}
+        self._write({name: point[name] for name in found})
 
     # ------------------------------------------------------------------------------------------------ learning
 
@@ -264,11 +282,14 @@ class Online:
         part = {name: value[start : start + size] for name, value in self.experience.items()}
         began = time.perf_counter()
         self._learn(part)
-        self.curve[-1]["training_s"] = self.curve[-1].get("training_s", 0.0) + time.perf_counter() - began
+        point, spent = self.curve[-1], time.perf_counter() - began
+        for name, value in (("training_s", spent), ("training_tokens", part["mask"].sum().item())):
+            point[name] = point.get(name, 0.0) + value
         if self.average is not None:
             follow(self.average, self.actor, self.options.ema_beta)
         self.update += 1
         if self.update == self.updates:
+            self._report_training()
             self.iteration, self.update, self.experience = self.iteration + 1, 0, None
 
     def _targets(self, found: Batch) -> Batch:
@@ -296,6 +317,7 @@ class Online:
 
     def _learn(self, part: Batch) -> None:
         options, mask = self.options, part["answers"][:, 1:]
+        same_noise(options.seed + 1, self.iteration * self.updates + self.update)
         self.actor.train()
         now = log_probs(self.actor, part)
         loss = losses.clipped_policy_loss(
@@ -318,9 +340,10 @@ class Online:
     def _mixture(self) -> Tensor:
         """The loss on demonstrations, which keeps the actor's language (the mixture of InstructGPT)."""
         step = self.iteration * self.updates + self.update
-        rows = batch_of(self.rows, step, self.options.per_device_training_batch_size, self.options.seed + 1)
+        rows = batch_of(self.texts, step, self.options.per_device_training_batch_size, self.options.seed + 1)
         pairs = [(row["prompt"], row.get("demonstration", row["chosen"])) for row in rows]
-        return language_loss(self.actor, encode(self.tokenizer, pairs, self.actor.device))
+        encoded = encode(self.tokenizer, pairs, self.actor.device)
+        return language_loss(self.actor, encoded)
 
     # ------------------------------------------------------------------------------------------------- resuming
 

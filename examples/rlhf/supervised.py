@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,14 +45,31 @@ def _causal(engine: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def run(engine: Any, loss: Callable[[int], Tensor], steps: int, seen: Callable[[int, float], None]) -> None:
-    """``seen`` is told each step's loss, the mean over ranks."""
+def run(
+    engine: Any, loss: Callable[[int], Tensor], steps: int, folder: Path, options: Namespace
+) -> list[float]:
+    """The loss of each step, mean over ranks. A checkpoint in ``folder`` every ``save_interval`` steps; with ``resume``
+    on from the last one, to the same bits: what a step learns from, and its random numbers, follow from its number."""
+    first, losses = 0, list[float]()
+    if options.resume and folder.exists():
+        _, state = engine.load_checkpoint(str(folder))
+        first, losses = state["steps"], state["losses"]
     engine.train()
-    for step in range(steps):
+    for step in range(first, steps):
+        same_noise(options.seed, step)
         value = loss(step)
         engine.backward(value)
         engine.step()
-        seen(step, mean_over_ranks(value.detach()))
+        losses.append(mean_over_ranks(value.detach()))
+        if options.save_interval and (step + 1) % options.save_interval == 0:
+            engine.save_checkpoint(str(folder), client_state={"steps": step + 1, "losses": losses})
+    return losses
+
+
+def same_noise(seed: int, step: int) -> None:
+    """Let what is random in a step, such as dropout, follow from its number and the rank."""
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    torch.manual_seed((seed * 1_000_003 + step) * ranks + rank)
 
 
 def mean_over_ranks(value: Tensor | float) -> float:

@@ -60,3 +60,8 @@ def read(path: Path | None, count: int, seed: int) -> list[dict[str, str]]:
     if path is None:
         return rows(count, seed)
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def samples(path: Path) -> list[dict[str, str]]:
+    """A text file, of which each line is learned as it is."""
+    return [{"prompt": "", "chosen": line.strip()} for line in path.read_text().splitlines() if line.strip()]

@@ -11,13 +11,12 @@ program (task.py), which GRPO and RLOO take as their reward, and by which all cu
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import engines
 import supervised
 import task
 import torch
+from flags import arguments
 from models import (
     ScoredModel,
     load_policy,
@@ -42,7 +42,6 @@ from transformers.utils import logging as transformers_logging
 
 import deepspeed
 
-KINDS = ("ppo", "grpo", "rloo", "dpo")
 ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -52,89 +51,10 @@ ALONE = {
 }
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--model_name_or_path", type=Path, help="a folder of save_pretrained; default: a small new model")
-    add(
-        "--data_path",
-        type=Path,
-        help="JSON lines: prompt, chosen, rejected, and demonstration if there is one",
-    )
-    add(
-        "--reward_function",
-        help="FILE.py:NAME of a function (prompt, answer) -> number; default: the toy task's",
-    )
-    add("--output_dir", "--output", type=Path, default=Path(tempfile.gettempdir(), "ds_rlhf"))
-    add("--run", nargs="*", choices=KINDS, default=list(KINDS), help="after SFT and the reward model")
-    add("--chat", action="store_true", help="talk to the result in the terminal")
-    add("--print_answers", action="store_true")
-    add("--monitor", type=Path, help="a folder for curves as CSV")
-    add("--seed", type=int, default=1234)
-    add("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    # the first two steps, and DPO
-    add("--zero_stage", type=int, default=2)
-    add("--sft_steps", type=int, default=120)
-    add("--reward_steps", type=int, default=60)
-    add("--dpo_steps", type=int, default=40)
-    add("--dpo_beta", type=float, default=0.1)
-    add("--per_device_train_batch_size", type=int, default=16)
-    add("--learning_rate", type=float, default=3e-3)
-    # the third step
-    add("--iterations", type=int, default=25, help="batches of answers")
-    add("--per_device_generation_batch_size", type=int, default=32)
-    add("--per_device_training_batch_size", type=int, default=16)
-    add("--ppo_epochs", type=int, default=2)
-    add("--num_answers", type=int, default=8, help="to each prompt: GRPO, RLOO")
-    add("--max_prompt_seq_len", type=int, default=32)
-    add("--max_answer_seq_len", type=int, default=12)
-    add("--actor_learning_rate", type=float, default=1e-3)
-    add("--critic_learning_rate", type=float, default=3e-3)
-    add("--weight_decay", type=float, default=0.0)
-    add("--temperature", type=float, default=1.0)
-    add("--kl_coef", type=float, default=0.05)
-    add(
-        "--missing_eos_penalty", type=float, default=5.0, help="off a reward model's score of what has no end"
-    )
-    add("--clip_reward", type=float, default=5.0)
-    add("--clip_range", type=float, default=0.2)
-    add("--clip_value", type=float, default=0.2)
-    add("--gamma", type=float, default=1.0)
-    add("--lam", type=float, default=0.95)
-    add("--unsup_coef", type=float, default=0.05, help="of the loss on demonstrations in the third step")
-    add("--actor_zero_stage", type=int, default=2)
-    add("--critic_zero_stage", type=int, default=2)
-    add("--offload", action="store_true", help="optimizer states in host memory")
-    add("--offload_reference_model", action="store_true")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
-    add("--gradient_checkpointing", action="store_true")
-    add("--actor_lora_dim", "--lora_dim", dest="lora_dim", type=int, default=0)
-    add("--only_optimize_lora", action="store_true")
-    add("--enable_ema", action="store_true", help="an average of the actor's weights, which is saved too")
-    add("--ema_beta", type=float, default=0.95)
-    add("--enable_hybrid_engine", action=argparse.BooleanOptionalAction, default=True)
-    add("--inference_tp_size", type=int, default=1)
-    add("--tp_gather_partition_size", type=int, default=8)
-    add("--unpin_actor_parameters", action="store_true")
-    add("--release_inference_cache", action="store_true")
-    add(
-        "--rollout_engine",
-        choices=("hybrid_engine", "serving", "serving_ahead"),
-        default="hybrid_engine",
-        help="generate() of the model, continuous batching, or the latter one batch of answers ahead of training",
-    )
-    add("--importance_cap", type=float, default=2.0, help="of the weights of answers that are behind")
-    add("--save_interval", type=int, default=0, help="updates between checkpoints of the third step; 0: none")
-    add("--resume", action="store_true", help="of the third step, from its last checkpoint")
-    return parser.parse_args(given)
-
-
 class Steps:
     """The steps, each from the folder that another one wrote."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Namespace) -> None:
         self.options = options
         self.is_first = torch.distributed.get_rank() == 0
         self.rows = task.read(options.data_path, 512, options.seed)
@@ -150,8 +70,8 @@ class Steps:
             print(text, flush=True)
 
     def _run(self, name: str, engine: Any, loss: Callable[[int], Any], steps: int) -> None:
-        seen: list[float] = []
-        supervised.run(engine, loss, steps, lambda _, value: seen.append(value))
+        folder = self.options.output_dir / f"{name.lower().replace(' ', '_')}_checkpoint"
+        seen = supervised.run(engine, loss, steps, folder, self.options)
         tenth = max(1, len(seen) // 10)
         self.say(f"{name}: loss {sum(seen[:tenth]) / tenth:.4f} -> {sum(seen[-tenth:]) / tenth:.4f}")
 
@@ -177,7 +97,7 @@ class Steps:
         """Step 2."""
         options = self.options
         engine = engines.trained(
-            ScoredModel.load(self.sft),
+            ScoredModel.load(options.critic_model_name_or_path or self.sft),
             options,
             stage=options.zero_stage,
             lr=options.learning_rate,
@@ -193,13 +113,14 @@ class Steps:
 
     def _actor(self) -> Any:
         options = self.options
+        policy = load_policy(self.sft, options.actor_dropout)
         return engines.trained(
-            with_adapters(load_policy(self.sft), options.lora_dim, options.only_optimize_lora),
+            with_adapters(policy, options.lora_dim, options.only_optimize_lora),
             options,
             stage=options.actor_zero_stage,
             lr=options.actor_learning_rate,
             rows=options.per_device_training_batch_size,
-            hybrid=True,
+            role="actor",
         )
 
     def _reference(self) -> Any:
@@ -229,11 +150,12 @@ class Steps:
         made: dict[str, Any] = {"actor": self._actor(), "reference": self._reference()}
         if kind == "ppo":
             made["critic"] = engines.trained(
-                ScoredModel.load(self.reward),
+                ScoredModel.load(self.reward, options.critic_dropout),
                 options,
                 stage=options.critic_zero_stage,
                 lr=options.critic_learning_rate,
                 rows=options.per_device_training_batch_size,
+                role="critic",
             )
             made["reward"] = engines.frozen(
                 ScoredModel.load(self.reward), options, stage=options.critic_zero_stage
@@ -310,7 +232,7 @@ def chat(folder: Path, typed: bool, questions: list[str]) -> None:
 
 def main(given: list[str] | None = None) -> dict[str, list[dict[str, float]]]:
     """The curves of what was run."""
-    options = arguments(given)
+    options = arguments(__doc__, given)
     if options.local_rank < 0:
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)

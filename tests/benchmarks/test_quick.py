@@ -26,6 +26,7 @@ SCRIPTS = {
     "long_sequence.py": ["x plain", "and attention in chunks"],
     "moe.py": ["ours, top-2", "dispatch and combine"],
     "pipeline.py": ["one rank, plain", "ours, zero-bubble"],
+    "pipeline_bubbles.py": ["1f1b", "zero-bubble-v, 4 chunks"],
     "scale.py": ["stage 3, tiny GPT, fp32, one rank", "files opened"],
     "compact_adam.py": ["bf16 masters, 8-bit moments", "held out"],
     "fp_quantizer.py": ["float32, 6 bits", "dequantize"],

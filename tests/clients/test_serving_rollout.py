@@ -15,6 +15,7 @@ from deepspeed.runtime.rollout import (
     SamplingConfig,
     build_rollout,
     importance_weights,
+    rollout_mismatch,
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -181,6 +182,26 @@ def test_importance_weights_against_a_loop() -> None:
         importance_weights(now, then, mask, level="row")
     with pytest.raises(ValueError, match="cap=0"):
         importance_weights(now, then, mask, cap=0)
+
+
+def test_mismatch_against_a_loop() -> None:
+    source = torch.Generator().manual_seed(6)
+    training, rollout = (-torch.rand(3, 5, generator=source) for _ in range(2))
+    mask = (torch.rand(3, 5, generator=source) < 0.6).long()
+    apart = [
+        rollout[row, at].item() - training[row, at].item()
+        for row in range(3)
+        for at in range(5)
+        if mask[row, at]
+    ]
+    assert rollout_mismatch(training, rollout, mask) == pytest.approx(
+        {
+            "largest": max(map(abs, apart)),
+            "mean": sum(map(abs, apart)) / len(apart),
+            "kl": sum(apart) / len(apart),
+        }
+    )
+    assert rollout_mismatch(training, rollout, mask * 0) == {"largest": 0.0, "mean": 0.0, "kl": 0.0}
 
 
 @distributed(world_size=1)

@@ -213,6 +213,27 @@ SCENARIOS: dict[str, tuple[str, str, str]] = {
         r"rank 0 waiting for rank 1.*it is running other code, in module 1, at script.py:\d+ in forward: .*"
         r"stack of rank 1.*in forward",
     ),
+    "stage of a pipeline": (
+        "shared_memory",
+        """
+        from deepspeed.pipe import LayerSpec, PipelineModule
+        class Block(torch.nn.Linear):
+            calls = 0
+            def forward(self, x):
+                Block.calls += 1
+                if rank == 1 and Block.calls == 4:
+                    wait_for_the_report()
+                return super().forward(x)
+        stages = PipelineModule([LayerSpec(Block, 8, 8) for _ in range(4)], num_stages=2,
+                                loss_fn=lambda x, y: x.mean())
+        config["gradient_accumulation_steps"] = 4
+        pipeline = deepspeed.initialize(model=stages, config=config)[0]
+        pipeline.train_batch(iter(lambda: (torch.ones(2, 8), torch.ones(2)), None))
+        """,
+        r"rank 0 waiting for rank 1.*missing: rank 1 \(.*\) is not in receiving from a neighbour; it is running "
+        r"other code, in module 3, at script.py:\d+ in wait_for_the_report.*stage 1, micro-batch 1, forward"
+        r".*waiting: rank 0 in receiving from a neighbour among ranks 0, 1; .*stage 0, micro-batch 1, backward",
+    ),
     "torch's own collective": (
         "shared_memory",
         """

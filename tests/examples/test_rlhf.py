@@ -148,7 +148,13 @@ def printed(tmp_path: Path, *command: str, text: str = "") -> str:
 def test_all_steps_and_a_chat(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the clients extra is not installed")
     script = str(FOLDER / "train.py")
-    text = printed(tmp_path, script, *SHORT, "--chat", "--enable_ema", text="where is the cat ?\nquit\n")
+    (tmp_path / "text.txt").write_text("gladly the cat is in the box cheers\n" * 3)
+    more = (
+        f"--unsupervised_dataset_name {tmp_path / 'text.txt'} --actor_dropout 0.1 --critic_weight_decay 0.01"
+    )
+    more += " --lr_scheduler_type cosine --num_warmup_steps 1 --gradient_accumulation_steps 2"
+    more += f" --critic_gradient_checkpointing --enable_ema --monitor {tmp_path / 'curves'}"
+    text = printed(tmp_path, script, *SHORT, *more.split(), "--chat", text="where is the cat ?\nquit\n")
     for words in (
         "SFT: loss",
         "reward model: the better of",
@@ -163,6 +169,10 @@ def test_all_steps_and_a_chat(tmp_path: Path) -> None:
     assert "Human: Assistant: " in text  # the chat: a prompt, which waits for a line, and an answer
     assert (tmp_path / "curves.svg").read_text().count("<polyline") == 6
     assert (tmp_path / "ppo_ema" / "model.safetensors").exists()
+    names = ("reward", "kl", "length", "entropy", "rollout_mismatch", "rollout_s", "rollout_tokens_per_s")
+    for name in (*names, "training_s", "training_tokens_per_s"):  # a line for each batch of answers
+        (file,) = (tmp_path / "curves").rglob(f"RLHF_ppo_{name}.csv")
+        assert len(file.read_text().splitlines()) == 3
 
 
 def run(tmp_path: Path, *flags: str) -> dict[str, list[dict[str, float]]]:
@@ -193,6 +203,35 @@ def test_resumes_between_two_updates_of_a_rollout(tmp_path: Path, kind: str, rol
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     for name in ("reward", "kl", "entropy"):
         assert [point[name] for point in straight[kind]] == [point[name] for point in resumed[kind]]
+
+
+@distributed(world_size=2)
+def test_resumes_in_the_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SFT, the reward model and DPO: each is one update behind its last checkpoint, and has dropout in DPO."""
+    pytest.importorskip("transformers", reason="the clients extra is not installed")
+    from safetensors.torch import load_file
+
+    from tests.clients.kit import clean_clients
+
+    train, done = part("train"), []
+    language_loss = train.supervised.language_loss
+    monkeypatch.setattr(
+        train.supervised, "language_loss", lambda *given: (done.append(1), language_loss(*given))[1]
+    )
+    flags = ["--sft_steps", "31", "--reward_steps", "11", "--dpo_steps", "11", "--save_interval", "10"]
+    flags += ["--run", "dpo", "ppo", "--iterations", "1", "--zero_stage", "3", "--actor_dropout", "0.2"]
+    flags = [*SHORT, "--output", str(tmp_path), *flags]
+    with clean_clients(deepspeed_state=False):
+        train.main(flags)
+    names = [tmp_path / folder / "model.safetensors" for folder in ("sft", "reward", "dpo")]
+    wanted = [load_file(name) for name in names]
+    assert len(done) == 31
+    torch.distributed.barrier()
+    with clean_clients(deepspeed_state=False):
+        train.main([*flags, "--resume"])
+    assert len(done) == 32
+    for one, other in zip([load_file(name) for name in names], wanted, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

@@ -86,6 +86,25 @@ def test_a_plain_module_loads_a_pipeline(stage: int, tmp_path: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 3), (4, 1)])
+@distributed(world_size=4)
+def test_one_file_of_all_stages(stages: int, stage: int, tmp_path: Path) -> None:
+    """A tie, which lies on the first stage and the last one, is there once."""
+    engine = engine_of(stages, stage)
+    train(engine, 1, batches(0))
+    own = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, own)
+    expected = {name: value for each in everyone for name, value in each.items()}
+    engine._config.zero_config.gather_16bit_weights_on_model_save = True
+    assert engine.save_16bit_model(str(tmp_path), "whole.bin")
+    dist.barrier()
+    found = torch.load(tmp_path / "whole.bin", weights_only=True)
+    assert found.keys() == expected.keys() == set(Plain(layers(tied=True), lr=0.1).params)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    engine.destroy()
+
+
 @distributed(world_size=4)
 def test_names_of_files() -> None:
     module = PipelineModule(

@@ -14,7 +14,6 @@ import deepspeed
 from deepspeed.module_inject import LinearAllreduce, LinearLayer
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from tests.pipe.test_engine import (
     COUNT,
@@ -78,13 +77,41 @@ def test_frozen_weights(stage: int, schedule: str) -> None:
     engine.destroy()
 
 
-@distributed(world_size=2)
-def test_a_stage_that_trains_nothing_is_named() -> None:
-    module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of)
-    if module.stage_id == 0:
-        module.requires_grad_(False)
-    with pytest.raises(PipelineError, match="stage 0 trains nothing"):
-        make_engine(module)
+def layers_without_weights() -> list[Any]:
+    """On two stages: all weights are on the first one."""
+    return [*layers(1), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+
+
+@pytest.mark.parametrize(("which", "stage"), [("first", 0), ("first", 3), ("last", 1), ("no weights", 2)])
+@distributed(world_size=4)
+def test_a_stage_that_trains_nothing(which: str, stage: int, tmp_path: Path) -> None:
+    """Frozen layers, or none with weights, at one end: it takes part in every step, and in checkpoints."""
+    specs = layers_without_weights() if which == "no weights" else layers()
+    kept = {"first": range(3, 6), "last": range(3), "no weights": range(6)}[which]
+
+    def freeze_all_but_kept(params: Any) -> None:
+        for name, param in params:
+            param.requires_grad_(int(name.split(".")[0]) in kept)
+
+    def engine_of() -> PipelineEngine:
+        module = PipelineModule(specs, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+        freeze_all_but_kept(module.named_parameters())
+        return make_engine(module, stage, clip=0.1, **ZERO_BUBBLE)
+
+    engine, plain = engine_of(), Plain(specs, lr=0.01, clip=0.1)
+    freeze_all_but_kept(plain.params.items())
+    assert engine.stage_module.idle == (engine.stage_id == (0 if which == "first" else 1))
+    train_both(engine, plain, steps=2)
+    compare(engine, plain)
+    engine.save_checkpoint(tmp_path)
+    again = engine_of()
+    again.load_checkpoint(tmp_path)
+    pairs = [next(batches(9))] * COUNT
+    for each in (engine, again):
+        each.train_batch(iter(pairs))
+    assert engine.train_batch(iter(pairs)).item() == again.train_batch(iter(pairs)).item()
+    engine.destroy()
+    again.destroy()
 
 
 @distributed(world_size=2)
@@ -161,6 +188,7 @@ def test_the_first_stage_sums_while_its_last_backward_runs(stage: int) -> None:
     module = PipelineModule(layers(), num_stages=2, loss_fn=loss_of, partition_method="uniform")
     zero = {"stage": stage, "reduce_bucket_size": 200, "overlap_comm": True}
     engine, plain = make_engine(module, clip=0.1, zero_optimization=zero), Plain(layers(), lr=0.01, clip=0.1)
+    assert ("once per batch" in engine.when_gradients_are_summed()) == (stage == 2)
     reducer, seen = engine._require_core("").reducer, []
     launch, end = reducer.launch, engine._end_backward
     reducer.launch = lambda b: (seen.append("sum"), launch(b))[1]  # type: ignore[method-assign]

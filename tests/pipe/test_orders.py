@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -22,6 +23,7 @@ from deepspeed.runtime.pipe.orders import (
     zero_bubble,
     zero_bubble_v,
 )
+from deepspeed.runtime.pipe.picture import picture
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 8), (3, 7), (4, 8), (4, 2), (8, 16)]  # stages, micro-batches
 
@@ -74,11 +76,21 @@ def test_the_bubble_of_more_chunks() -> None:
     assert simulate(zero_bubble_v(4, 8, chunks=4)).bubble == pytest.approx(3 / 99)
 
 
-def test_the_bubble_of_unequal_durations() -> None:
-    """Less than half of that of 1F1B, still with its activations."""
-    measured = Durations(forward=0.9, backward=1.1, weights=0.8, send=0.02)  # of one chunk
-    order = zero_bubble_v(4, 8, chunks=4, durations=measured)
-    assert simulate(order, measured).bubble < 0.11 and max(map(order.held, range(4))) <= 16
+@pytest.mark.parametrize(
+    ("durations", "most"),
+    [
+        (TYPICAL, 0.03),
+        (Durations(1.0, 1.5, 0.66), 0.03),
+        (Durations(1.0, 1.1, 0.95), 0.03),
+        (Durations(0.9, 1.1, 0.8, send=0.02), 0.04),  # of one chunk: it is sent eight times
+    ],
+)
+def test_the_bubble_of_unequal_durations(durations: Durations, most: float) -> None:
+    """A tenth of that of 1F1B, with its activations."""
+    order = zero_bubble_v(4, 8, chunks=8, durations=durations)
+    assert simulate(order, durations).bubble < most and max(map(order.held, range(4))) <= 8 * 4
+    coarse = zero_bubble_v(4, 8, chunks=4, durations=durations)
+    assert simulate(coarse, durations).bubble < 0.055
 
 
 def test_orders_of_an_engine_that_has_measured_nothing() -> None:
@@ -110,6 +122,16 @@ def test_a_circle_is_found() -> None:
         simulate(replace(order, actions=(first, last)))
     with pytest.raises(ValueError, match="stage 1 lacks or misplaces"):
         replace(order, actions=(order.actions[0], order.actions[1][:-1])).check()
+
+
+def test_a_picture() -> None:
+    run = simulate(zero_bubble_v(2, 2))
+    root = ElementTree.fromstring(picture([simulate(one_forward_one_backward(2, 2)), run]))
+    boxes = [each for each in root.iter() if each.tag.endswith("rect")]
+    # the ground, a row for each stage, 8 actions of the first order and 2 x 2 x 2 x 3 of the second, three colours
+    assert len(boxes) == 1 + 2 + 2 + 8 + 24 + 3
+    text = " ".join("".join(each.itertext()) for each in root.iter() if each.tag.endswith("text"))
+    assert f"zero-bubble-v, 2 chunks per stage: {run.bubble:.1%} of the time is waiting" in text
 
 
 def test_a_chart() -> None:

@@ -43,5 +43,5 @@ class NamesOfEngine:
         engine = self._engine()
         if engine is None:
             return ""
-        phase = engine._network.phase
-        return f"step {engine.global_steps}" + (f", {phase}" if phase else "")
+        facts = (f"step {engine.global_steps}", engine.position_in_batch(), engine._network.phase)
+        return ", ".join(filter(None, facts))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.runtime.pipe.errors import PipelineError
-from deepspeed.runtime.pipe.stage_run import tensors_in
+from deepspeed.runtime.pipe.values import tensors_in
 
 BATCH, LENGTH = 2, 3  # of the sequences
 

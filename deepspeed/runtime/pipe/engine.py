@@ -22,8 +22,10 @@ from deepspeed.runtime.pipe.engine_facts import PipelineFacts
 from deepspeed.runtime.pipe.errors import PipelineError
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.orders import Action, Kind, Order, stage_on_chain
-from deepspeed.runtime.pipe.split_backward import WeightQueue, join_linears, split_linears
+from deepspeed.runtime.pipe.split_backward import WeightQueue, join_layers, split_layers
 from deepspeed.runtime.pipe.stage_run import Links, StageRun, backward_from
+from deepspeed.runtime.pipe.values import mean_of, to_device
+from deepspeed.runtime.pipe.whole_model import WholeModel
 from deepspeed.runtime.precision import autocast_context
 from deepspeed.runtime.zero.scopes import SHARED_BY
 from deepspeed.utils.logging import log_dist
@@ -45,9 +47,11 @@ class PipelineEngine(PipelineFacts):
 
     change_batch: Callable[[Any], Any] | None = None
     """What is done to every pair (inputs, labels) that is read, after ``batch_fn``."""
+    _action: Action | None = None
+    """At which this stage is, within a batch."""
 
     def __init__(self, has_bool_tensors: bool = False, *super_args: Any, **super_kwargs: Any) -> None:
-        _check_stages(super_kwargs.get("model"))
+        _find_idle(super_kwargs.get("model"))
         super().__init__(*super_args, **super_kwargs)
         module = self.module
         if not isinstance(module, PipelineModule):
@@ -95,14 +99,16 @@ class PipelineEngine(PipelineFacts):
             self._schedule(str(section["schedule"])), self.layout, int(section["max_held"])
         )
         self._weights = WeightQueue(self.core.reducer.add if self.core is not None else _nowhere)
-        self._split: list[nn.Linear] = []
+        self._split: list[nn.Module] = []
         self._most_held = 0
         self._summed_in: Action | None = None
         if self.core is not None:
             self._order(self.clock.steps)  # what does not fit is told at once
             if self._choice.may_split:
                 numbers = {id(param): number for number, param in enumerate(self.core.reducer.params)}
-                self._split = split_linears(module, numbers, self._weights)
+                self._split = split_layers(module, numbers, self._weights)
+            if said := self.when_gradients_are_summed():
+                log_dist(said, ranks=[0])
 
     def _transform_module(
         self, model: nn.Module, optimizer: Any, model_parameters: list[Any] | None
@@ -174,6 +180,7 @@ class PipelineEngine(PipelineFacts):
             raise
         finally:
             self._run = None
+            self._action = None
             self._weights.active = False
             self._weights.clear()
             core.reducer.sync_enabled = True
@@ -235,6 +242,7 @@ class PipelineEngine(PipelineFacts):
                 order = orders.forward_only(layout.stages, count, layout.chunks, zigzag=layout.zigzag)
                 results = run.run(order.actions[self.stage_id])
         finally:
+            self._action = None
             self.train(mode)
             self.data_iterator, self._compute_loss = iterator, True
         outputs, self._outputs = self._outputs, None
@@ -247,7 +255,7 @@ class PipelineEngine(PipelineFacts):
         if not compute_loss:
             if not self.has_loss:
                 return None
-            return _mean(results) if reduce_output == "avg" else results
+            return mean_of(results) if reduce_output == "avg" else results
         if reduce_output is None:
             losses = torch.stack([loss.float() for loss in results]) if results else torch.zeros(count)
             if bcast_loss:
@@ -270,6 +278,16 @@ class PipelineEngine(PipelineFacts):
 
     # The work of this stage -----------------------------------------------------------------------------------
 
+    def begin(self, action: Action) -> None:
+        self._action = action
+
+    def position_in_batch(self) -> str:
+        action = self._action
+        if action is None:
+            return ""
+        chunk = f" of chunk {action.chunk}" if self.layout.chunks > 1 else ""
+        return f"stage {self.stage_id}, micro-batch {action.micro_batch}, {action.kind.name.lower()}{chunk}"
+
     def load(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch, on the device."""
         if self.data_iterator is None:
@@ -286,7 +304,7 @@ class PipelineEngine(PipelineFacts):
             )
         if self.change_batch is not None:
             batch = self.change_batch(batch)
-        inputs, labels = (_to_device(part, self.device) for part in batch)
+        inputs, labels = (to_device(part, self.device) for part in batch)
         return inputs, labels
 
     def forward_stage(self, action: Action, inputs: Any, labels: Any) -> Any:
@@ -430,6 +448,11 @@ class PipelineEngine(PipelineFacts):
     def reset_activation_shape(self) -> None:
         """Kept for old scripts: a shape that has changed is noticed."""
 
+    def of_all_stages(self, weights: Any) -> Any:
+        if self.num_stages == 1:
+            return weights
+        return WholeModel(weights, self.grid.pp_group, self.grid.get_pipe_parallel_group(), self.device)
+
     def layer_writer(self, exclude_frozen: bool) -> Callable[[Path], None]:
         """Writes the files of this stage's layers ("layer_03-model_00-model_states.pt"), and of its experts."""
         experts = self._expert_writer(exclude_frozen)
@@ -452,7 +475,7 @@ class PipelineEngine(PipelineFacts):
         raise PipelineError("a stage alone has no step(): call train_batch()")
 
     def destroy(self) -> None:
-        join_linears(self._split)
+        join_layers(self._split)
         self._connections.close()
         super().destroy()
 
@@ -469,33 +492,15 @@ class PipelineEngine(PipelineFacts):
             log_dist(" ".join(map(str, msg)), ranks=[0])
 
 
-def _check_stages(model: Any) -> None:
-    """PipelineError, on all ranks of a pipeline: some stages train nothing, others do. They could not step together."""
+def _find_idle(model: Any) -> None:
+    """Mark a stage that trains nothing (it is frozen, or has no parameters) although others do."""
     if not isinstance(model, PipelineModule) or model.num_stages == 1:
         return
     trained: list[Any] = [None] * model.num_stages
     own = any(param.requires_grad for param in model.parameters())
     dist.all_gather_object(trained, own, group=model.mpu().get_pipe_parallel_group())
-    if any(trained) and not all(trained):
-        raise PipelineError(
-            f"stage {trained.index(False)} trains nothing: all its parameters are frozen. Cut the model so that every "
-            "stage trains some, with partition_method='parameters', or leave one small weight of it trained"
-        )
+    model.idle = any(trained) and not own
 
 
 def _nowhere(number: int, grad: Tensor) -> None:
     """An engine without an optimizer only evaluates."""
-
-
-def _mean(results: list[Any]) -> Any:
-    if isinstance(results[0], Tensor):
-        return torch.stack(results).mean(dim=0)
-    return type(results[0])(_mean([result[i] for result in results]) for i in range(len(results[0])))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    return type(value)(_to_device(item, device) for item in value) if type(value) in (tuple, list) else value

@@ -19,6 +19,18 @@ class PipelineFacts(DeepSpeedEngine):
     stage_id: int
     num_stages: int
 
+    def when_gradients_are_summed(self) -> str:
+        """With ZeRO 2 and 3, and what it costs; empty where nothing is to be said."""
+        zero, core = self.plan.zero, self.core
+        if core is None or not zero.shard_grads or self.dp_world_size == 1 or self.num_stages == 1:
+            return ""
+        whole = sum(bucket.layout.padded_numel * bucket.dtype.itemsize for bucket in core.reducer.buckets)
+        return (
+            f"ZeRO stage {zero.stage} in a pipeline: gradients are summed over the {self.dp_world_size} replicas of "
+            f"stage {self.stage_id} once per batch; while it lasts, each rank holds those of the whole stage, "
+            f"{whole / 2**20:.1f} MiB instead of {whole / self.dp_world_size / 2**20:.1f} MiB"
+        )
+
     @property
     def micro_batches(self) -> int:
         """Of a batch: the accumulation steps. Setting them changes the size of the batch."""

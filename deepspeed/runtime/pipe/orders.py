@@ -261,7 +261,10 @@ def zero_bubble(
     With ``2 stages - 1`` no bubble is left between the first B and the last.
     """
     limit = stages if held is None else held
-    found = [_greedy("zero-bubble", stages, micro_batches, 1, False, durations, limit)]
+    found = [
+        _greedy("zero-bubble", stages, micro_batches, 1, False, assumed, limit)
+        for assumed in _assumptions(durations, stages * micro_batches)
+    ]
     if limit >= stages:
         found.append(_with_lag(stages, micro_batches))
     return min(found, key=lambda order: simulate(order, durations).makespan)
@@ -301,11 +304,21 @@ def zero_bubble_v(
     name = "zero-bubble-v" if zigzag else "zero-bubble"
     found = [
         _greedy(name, stages, micro_batches, chunks, zigzag, assumed, limit)
-        for assumed in dict.fromkeys(
-            (durations, Durations())
-        )  # greed for the exact durations is not always best
+        for assumed in _assumptions(durations, stages * micro_batches * chunks**2)
     ]
     return min(found, key=lambda order: simulate(order, durations).makespan)
+
+
+_OTHER_ASSUMPTIONS = (Durations(1.2, 1.2, 0.5), Durations(1.0, 1.0, 0.75))
+_LARGE = 4096
+"""Of so much work, only the two assumptions that matter most are tried: each takes seconds."""
+
+
+def _assumptions(durations: Durations, work: int) -> list[Durations]:
+    """For which durations to be greedy: being so for the exact ones is not always best in the end. The others are those
+    that won most often among many, for 4 stages and what stages of transformers take."""
+    others = _OTHER_ASSUMPTIONS if work <= _LARGE else ()
+    return list(dict.fromkeys((durations, Durations(), *others)))
 
 
 _ORDERINGS: tuple[Callable[[Action], tuple[int, ...]], ...] = (
@@ -352,29 +365,34 @@ def _run_greedily(
         for _ in range(stages)
     ]  # the next micro-batch of each kind: they keep their order
     weights: list[list[Action]] = [[] for _ in range(stages)]
-    while any(left) or any(weights):
+
+    def next_of(stage: int) -> tuple[float, int, int, tuple[int, ...], Action] | None:
+        """What the stage would do next, behind its key: when it could begin, and how much others wait for it."""
         best: tuple[float, int, int, tuple[int, ...], Action] | None = None
-        for stage in range(stages):
-            for (kind, chunk), micro_batch in left[stage].items():
-                action = Action(kind, micro_batch, chunk)
-                ready = _needs(action, stage, ends, plan)
-                if action.kind is Kind.BACKWARD:
-                    own = ends.get((Kind.FORWARD, action.micro_batch, plan.chain(action.chunk, stage)))
-                    ready = None if ready is None or own is None else max(ready, own)
-                elif held[stage] + (chunks - 1 - action.chunk) >= limit:
-                    ready = None
-                if ready is None:
-                    continue
-                start = max(free[stage], ready + durations.send if ready else 0.0)
-                rank = 0 if action.kind is Kind.BACKWARD else 1
-                key = (start, rank, stage, ordering(action), action)
-                if best is None or key[:4] < best[:4]:
-                    best = key
-            if weights[stage]:
-                start = free[stage] + (0.0 if not eager else 1e-9)
-                key = (start, 2, stage, (0,), weights[stage][0])
-                if best is None or key[:4] < best[:4]:
-                    best = key
+        for (kind, chunk), micro_batch in left[stage].items():
+            action = Action(kind, micro_batch, chunk)
+            ready = _needs(action, stage, ends, plan)
+            if action.kind is Kind.BACKWARD:
+                own = ends.get((Kind.FORWARD, action.micro_batch, plan.chain(action.chunk, stage)))
+                ready = None if ready is None or own is None else max(ready, own)
+            elif held[stage] + (chunks - 1 - action.chunk) >= limit:
+                ready = None
+            if ready is None:
+                continue
+            start = max(free[stage], ready + durations.send if ready else 0.0)
+            key = (start, 0 if action.kind is Kind.BACKWARD else 1, stage, ordering(action), action)
+            if best is None or key[:4] < best[:4]:
+                best = key
+        if weights[stage]:
+            start = free[stage] + (0.0 if not eager else 1e-9)
+            key = (start, 2, stage, (0,), weights[stage][0])
+            if best is None or key[:4] < best[:4]:
+                best = key
+        return best
+
+    coming = [next_of(stage) for stage in range(stages)]
+    while any(left) or any(weights):
+        best = min((each for each in coming if each is not None), key=lambda each: each[:4], default=None)
         if best is None:
             return None
         start, _, stage, _, action = best
@@ -384,13 +402,20 @@ def _run_greedily(
         if action.kind is Kind.WEIGHTS:
             weights[stage].pop(0)
             held[stage] -= 1
+            coming[stage] = next_of(stage)
             continue
         left[stage][action.kind, action.chunk] += 1
         if action.micro_batch + 1 == micro_batches:
             del left[stage][action.kind, action.chunk]
-        ends[action.kind, action.micro_batch, plan.chain(action.chunk, stage)] = end
+        number = plan.chain(action.chunk, stage)
+        ends[action.kind, action.micro_batch, number] = end
         if action.kind is Kind.FORWARD:
             held[stage] += 1
         else:
             weights[stage].append(Action(Kind.WEIGHTS, action.micro_batch, action.chunk))
+        coming[stage] = next_of(stage)
+        after = number + (1 if action.kind is Kind.FORWARD else -1)  # what has waited for this
+        if 0 <= after < stages * chunks:
+            other = stage_on_chain(after, stages, zigzag)
+            coming[other] = next_of(other)
     return Order(name, micro_batches, tuple(map(tuple, done)), chunks, True, zigzag)

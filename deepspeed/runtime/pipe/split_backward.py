@@ -1,19 +1,20 @@
-"""Backwards in two parts: gradients of inputs at once, those of the weights of linear layers when they are asked for.
+"""Backwards in two parts: gradients of inputs at once, those of weights when they are asked for.
 
-The linear layers of a stage compute the same products as always, with the same bits, but the product for the weight is
-put off: its two factors wait in a queue. Other layers do all of their backward at once. Cf. Qi et al.: Zero bubble
-pipeline parallelism, ICLR 2024.
+The layers of a stage compute the same products as always, with the same bits, but the product for the weight is put
+off: its two factors wait in a queue. Layers of which ``split_layers.py`` knows no such parts do all of their backward
+at once. Cf. Qi et al.: Zero bubble pipeline parallelism, ICLR 2024.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from deepspeed.runtime.pipe.split_layers import SplitLayer, split_layer_of
 from deepspeed.runtime.zero.scopes import SHARED_BY
 
 Add = Callable[[int, Tensor], None]
@@ -32,28 +33,25 @@ class WeightQueue:
         self.anchor = torch.zeros(
             (), requires_grad=True
         )  # backward also reaches layers whose input wants no gradient
-        self._waiting: dict[tuple[int, int], list[tuple[int, int | None, Tensor, Tensor]]] = {}
+        self._waiting: dict[tuple[int, int], list[tuple[_PutOff, Tensor, Tensor]]] = {}
         self._scratch: Tensor | None = None
 
-    def put(self, weight: int, bias: int | None, inputs: Tensor, grad: Tensor) -> None:
-        self._waiting.setdefault(self.part, []).append((weight, bias, inputs, grad))
+    def put(self, layer: _PutOff, inputs: Tensor, grad: Tensor) -> None:
+        self._waiting.setdefault(self.part, []).append((layer, inputs, grad))
 
     def compute(self, part: tuple[int, int]) -> None:
         """The gradients that wait for a micro-batch of a chunk, in the order in which its backward reached them."""
-        for weight, bias, inputs, grad in self._waiting.pop(part, ()):
-            rows = grad.reshape(-1, grad.shape[-1])
-            columns = inputs.reshape(-1, inputs.shape[-1])
-            self.add(weight, torch.mm(rows.t(), columns, out=self._memory_for(rows, columns)))
-            if bias is not None:
-                self.add(bias, rows.sum(0))
+        for layer, inputs, grad in self._waiting.pop(part, ()):
+            gradients = layer.form.of_weights(inputs, grad, self._memory)
+            for number, gradient in zip(layer.numbers, gradients, strict=False):
+                self.add(number, gradient.to(layer.dtype))
 
-    def _memory_for(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The product's: each gradient is added up before the next is computed. New memory for each would be cleared by
+    def _memory(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """For a product: each gradient is added up before the next is computed. New memory for each would be cleared by
         the system page by page."""
-        shape = (rows.shape[1], columns.shape[1])
-        numel, scratch = shape[0] * shape[1], self._scratch
-        if scratch is None or scratch.numel() < numel or scratch.dtype != rows.dtype:
-            self._scratch = scratch = rows.new_empty(numel)
+        numel, scratch = torch.Size(shape).numel(), self._scratch
+        if scratch is None or scratch.numel() < numel or scratch.dtype != like.dtype:
+            self._scratch = scratch = like.new_empty(numel)
         return scratch[:numel].view(shape)
 
     def clear(self) -> None:
@@ -62,35 +60,68 @@ class WeightQueue:
         self._scratch = None
 
 
-class _LinearInTwoParts(torch.autograd.Function):
-    """``inputs``: [..., in], ``weight``: [out, in], ``bias``: [out] or None, both detached."""
+class _PutOff:
+    """A layer that is split: ``numbers`` of its weight, and of its bias if it has one."""
+
+    def __init__(self, own: nn.Module, form: SplitLayer, numbers: list[int], queue: WeightQueue) -> None:
+        self.own, self.form, self.numbers, self.queue = own, form, numbers, queue
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PutOff:
+        """Of a copied module, such as an average of the weights: it does all of its backward at once."""
+        return _PutOff(copy.deepcopy(self.own, memo), self.form, self.numbers, WeightQueue(_nowhere))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight, which autocast may have narrowed for the product."""
+        weight: Any = self.own.weight
+        return weight.dtype
+
+    def forward(self, inputs: Tensor, *rest: Any, **named: Any) -> Tensor:
+        own, queue = self.own, self.queue
+        weight: Any = own.weight
+        whole = not queue.active or not torch.is_grad_enabled() or not weight.requires_grad
+        if whole or rest or named or not self.form.takes(inputs):
+            return type(own).forward(own, inputs, *rest, **named)
+        bias: Any = getattr(own, "bias", None)
+        tensors = [inputs, weight.detach(), bias.detach() if bias is not None else None]
+        kind = inputs.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _InTwoParts.apply(queue.anchor, *tensors, self)
+        if self.form.narrows:  # what autocast does for such an operation
+            dtype = torch.get_autocast_dtype(kind)
+            tensors = [
+                each if each is None or each.dtype.itemsize > 4 else each.to(dtype) for each in tensors
+            ]
+        with torch.autocast(kind, enabled=False):
+            return _InTwoParts.apply(queue.anchor, *tensors, self)
+
+
+class _InTwoParts(torch.autograd.Function):
+    """``weight`` and ``bias`` are detached: their gradients do not come from autograd."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        put: Callable[..., None],
+        ctx: Any, anchor: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None, layer: _PutOff
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.put = put
-        return functional.linear(inputs, weight, bias)
+        ctx.layer = layer
+        return layer.form.forward(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
         (grad,) = grads
-        ctx.put(inputs.detach(), grad)
-        return None, (grad @ weight if ctx.needs_input_grad[1] else None), None, None, None
+        layer = ctx.layer
+        layer.queue.put(layer, inputs.detach(), grad)
+        wanted = ctx.needs_input_grad[1]
+        return None, (layer.form.of_inputs(inputs, weight, grad) if wanted else None), None, None, None
 
 
-def split_linears(module: nn.Module, numbers: Mapping[int, int], queue: WeightQueue) -> list[nn.Linear]:
-    """Let the linear layers of ``module`` put off gradients of weights while ``queue`` is active; returns them.
+def split_layers(module: nn.Module, numbers: Mapping[int, int], queue: WeightQueue) -> list[nn.Module]:
+    """Let the layers of ``module`` put off gradients of weights while ``queue`` is active; returns those that do.
 
-    ``numbers``: id of a trained parameter -> number. Left out: subclasses, weights with several uses or stages, and
-    layers that are not trained as a whole.
+    ``numbers``: id of a trained parameter -> number. Left out: weights with several uses or stages, layers that are not
+    trained as a whole, and those that cannot be split.
     """
     uses: dict[int, int] = {}
     for own in module.modules():
@@ -98,33 +129,23 @@ def split_linears(module: nn.Module, numbers: Mapping[int, int], queue: WeightQu
             uses[id(param)] = uses.get(id(param), 0) + 1
     found = []
     for own in module.modules():
-        if type(own) is not nn.Linear or "forward" in vars(own):
+        form = split_layer_of(own) if "forward" not in vars(own) else None
+        if form is None:
             continue
-        params = [own.weight, *([own.bias] if own.bias is not None else [])]
+        names = [name for name in ("weight", "bias") if own._parameters.get(name) is not None]
+        params = [own._parameters[name] for name in names]
         plain = all(id(p) in numbers and uses[id(p)] == 1 and not hasattr(p, SHARED_BY) for p in params)
-        if plain:
-            vars(own)["forward"] = _forward_of(own, [numbers[id(p)] for p in params], queue)
+        if plain and len(params) == sum(p is not None for p in own._parameters.values()):
+            vars(own)["forward"] = _PutOff(own, form, [numbers[id(p)] for p in params], queue).forward
             found.append(own)
     return found
 
 
-def _forward_of(own: nn.Linear, numbers: list[int], queue: WeightQueue) -> Callable[[Tensor], Tensor]:
-    weight, bias = numbers[0], numbers[1] if len(numbers) > 1 else None
-
-    def put(inputs: Tensor, grad: Tensor) -> None:
-        queue.put(weight, bias, inputs, grad)
-
-    def forward(inputs: Tensor) -> Tensor:
-        whole = not queue.active or not torch.is_grad_enabled() or not own.weight.requires_grad
-        if whole or torch.is_autocast_enabled(inputs.device.type):
-            return functional.linear(inputs, own.weight, own.bias)
-        detached = own.bias.detach() if own.bias is not None else None
-        return _LinearInTwoParts.apply(queue.anchor, inputs, own.weight.detach(), detached, put)
-
-    return forward
+def _nowhere(number: int, grad: Tensor) -> None:
+    """Of a queue that is never active."""
 
 
-def join_linears(layers: list[nn.Linear]) -> None:
-    """Undo ``split_linears``."""
+def join_layers(layers: list[nn.Module]) -> None:
+    """Undo ``split_layers``."""
     for own in layers:
         vars(own).pop("forward", None)

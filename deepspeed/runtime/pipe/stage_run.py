@@ -12,11 +12,16 @@ from torch import Tensor
 
 from deepspeed.runtime.pipe.channel import Inlet, Outlet
 from deepspeed.runtime.pipe.orders import Action, Kind
+from deepspeed.runtime.pipe.values import tensors_in, without_graph, writable
 from deepspeed.utils.logging import logger
 
 
 class StageWork(Protocol):
     """What a stage computes. An action names its micro-batch and its chunk."""
+
+    def begin(self, action: Action) -> None:
+        """What follows, waits included, belongs to ``action``."""
+        ...
 
     def load(self) -> tuple[Any, Any]:
         """Inputs and labels of the next micro-batch."""
@@ -101,6 +106,7 @@ class StageRun:
         steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.WEIGHTS: self._weights}
         for action in actions:
             left[action.kind, action.chunk] -= 1
+            self.work.begin(action)
             try:
                 steps[action.kind](action, left[action.kind, action.chunk])
             except Exception as error:
@@ -129,11 +135,12 @@ class StageRun:
         inputs, labels = self._data(action)
         if links.inputs is not None:
             inputs = links.inputs.receive(left)
-        outputs = self._measured(action, lambda: self.work.forward_stage(action, inputs, labels))
+        given = writable(inputs) if self.training else inputs
+        outputs = self._measured(action, lambda: self.work.forward_stage(action, given, labels))
         if links.outputs is not None:
             links.outputs.send(outputs)
         else:
-            self.results.append(_without_graph(outputs))
+            self.results.append(without_graph(outputs))
         if self.training:
             self._held[action.micro_batch, action.chunk] = _Held(inputs, outputs)
             self._alive += 1
@@ -183,26 +190,9 @@ class StageRun:
         return result
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """In the order in which they are sent."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
-
-
 def backward_from(outputs: Any, gradients: Sequence[Tensor | None]) -> None:
     """Back-propagate ``gradients`` of the tensors among ``outputs`` that require one; None: not needed later on."""
     wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     pairs = [(t, g) for t, g in zip(wanted, gradients, strict=True) if g is not None]
     if pairs:
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-
-
-def _without_graph(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _without_graph(item) for key, item in value.items()}
-    return type(value)(map(_without_graph, value)) if type(value) in (tuple, list) else value

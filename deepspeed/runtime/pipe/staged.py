@@ -10,6 +10,9 @@ from torch import nn
 class Staged:
     """A module that is one stage of a model, and a model-parallel unit itself."""
 
+    idle = False
+    """Whether this stage trains nothing although others do: it takes part in every step with no weights of its own."""
+
     def mpu(self) -> Any:
         raise NotImplementedError
 
@@ -39,3 +42,7 @@ class Staged:
     def inputs_on_paper(self) -> dict[str, Any] | None:
         """What the forward of the whole model takes, on the meta device. None: what a model of Transformers takes."""
         return None
+
+
+def is_idle(module: nn.Module) -> bool:
+    return isinstance(module, Staged) and module.idle

@@ -12,7 +12,7 @@ from deepspeed.runtime.rollout.base import (
     SamplingConfig,
 )
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
-from deepspeed.runtime.rollout.importance import importance_weights
+from deepspeed.runtime.rollout.importance import importance_weights, rollout_mismatch
 from deepspeed.runtime.rollout.opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
 
 _NAMES = (HybridEngineRollout.name, "serving", "serving_ahead")
@@ -30,6 +30,7 @@ __all__ = [
     "build_rollout",
     "generalized_jsd_loss",
     "importance_weights",
+    "rollout_mismatch",
 ]
 
 

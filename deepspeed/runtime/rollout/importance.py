@@ -35,3 +35,22 @@ def importance_weights(
         apart = apart.sum(1, keepdim=True)
     limit = torch.tensor(cap, device=apart.device).log()
     return apart.clamp(max=limit).exp() * mask
+
+
+def rollout_mismatch(training: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the log-probabilities that generation had are from those of the training forward, with the same weights:
+    what another order of sums, or another precision, makes of them.
+
+    Args:
+        training: [rows, length] log-probabilities of the answers' tokens, by the model that learns.
+        rollout: those that generation had (``RolloutBatch.log_probs``).
+        mask: 1 where a token counts.
+
+    Returns:
+        ``largest`` and ``mean``: of the differences without sign; ``kl``: the mean of rollout minus training, an
+        estimate of the divergence of the one from the other.
+    """
+    apart = (rollout.detach().double() - training.detach().double()) * mask
+    count = max(float(mask.sum()), 1.0)
+    largest = apart.abs().max().item() if apart.numel() else 0.0
+    return {"largest": largest, "mean": apart.abs().sum().item() / count, "kl": apart.sum().item() / count}

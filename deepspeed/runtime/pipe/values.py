@@ -1,0 +1,69 @@
+"""Nests of tuples, lists and dicts, as data sets and layers give them: moved, without a graph, averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """In the order in which they are sent."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+def without_graph(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: without_graph(item) for key, item in value.items()}
+    return type(value)(map(without_graph, value)) if type(value) in (tuple, list) else value
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def writable(value: Any) -> Any:
+    """The same memory, which layers may change in place: autograd refuses that of a leaf that wants a gradient, such as
+    a message, and layers such as ``nn.ReLU(inplace=True)`` do it."""
+    if isinstance(value, Tensor):
+        return _Alias.apply(value) if value.requires_grad else value
+    if isinstance(value, dict):
+        return {key: writable(item) for key, item in value.items()}
+    return type(value)(map(writable, value)) if type(value) in (tuple, list) else value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    return type(value)(to_device(item, device) for item in value) if type(value) in (tuple, list) else value
+
+
+def mean_of(values: list[Any]) -> Any:
+    """Tensor by tensor, of nests that are alike; of what is no tensor the first one. ValueError: shapes differ."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        if any(value.shape != first.shape for value in values):
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise ValueError(f"outputs of the shapes {shapes} have no mean: give reduce_output=None")
+        wide = first if first.is_floating_point() or first.is_complex() else first.float()
+        return torch.stack([value.to(wide.dtype) for value in values]).mean(dim=0)
+    if isinstance(first, dict):
+        return {key: mean_of([value[key] for value in values]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(mean_of([value[i] for value in values]) for i in range(len(first)))
+    return first
