@@ -45,11 +45,13 @@ class SavingRank(Trainer):
 
     def keep(self) -> float:
         """Memory for `copy`, fetched and filled: the seconds of that."""
-        self.source = torch.ones(self.state_bytes(), dtype=torch.uint8)
-        return self._timed(lambda: setattr(self, "target", self.source.clone()))
+        source = torch.ones(self.state_bytes(), dtype=torch.uint8)
+        self.kept: list[torch.Tensor] = [source]
+        return self._timed(lambda: self.kept.append(source.clone()))
 
     def copy(self) -> float:
-        return self._timed(lambda: self.target.copy_(self.source))
+        source, target = self.kept
+        return self._timed(lambda: target.copy_(source))
 
     def finish(self) -> None:
         """Return when what was saved is on disk."""

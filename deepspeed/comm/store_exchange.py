@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,7 +31,7 @@ class StoreExchange:
         self._of_group = store_of_default_group()  # what serves the other ranks stays as long as this object
         several = self._of_group is not None
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._store = clone(self._of_group) if several else None
+        self._store: Any = clone(self._of_group) if several else None
         self._key = ""
         self._round = 0
         self._answer: str | None = None

@@ -158,7 +158,7 @@ def test_only_who_knows_the_secret_is_counted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=pairs._receive_all, args=(listener, secret), daemon=True).start()
         port = listener.getsockname()[1]
-        assert pairs.send("127.0.0.1", port, secret) > 1e6
+        assert float(pairs.send("127.0.0.1", port, secret)) > 1e6
         assert isinstance(pairs.send("127.0.0.1", port, "1" * pairs.SECRET_BYTES), str)
         listener.shutdown(socket.SHUT_RDWR)  # ends the thread
     free = free_port()
