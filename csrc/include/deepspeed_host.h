@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Increased whenever a signature or a struct below changes; deepspeed/ops/native.py refuses any other number. */
-#define DS_HOST_ABI 2
+#define DS_HOST_ABI 3
 DS_API int32_t ds_abi(void);
 
 enum ds_dtype { DS_FLOAT32 = 0, DS_BFLOAT16 = 1, DS_FLOAT16 = 2 };
@@ -136,6 +136,15 @@ typedef struct ds_copy {
 
 /* output = input * scale, converted, for each entry; an output may be its own input. */
 DS_API void ds_scale_copy(const ds_copy *copies, int64_t count, double scale, int32_t threads);
+
+typedef struct ds_bytes {
+    void *target;
+    const void *source;
+    int64_t bytes;
+} ds_bytes;
+
+/* Copies each entry; much at once goes past the cache. */
+DS_API void ds_copy_bytes(const ds_bytes *copies, int64_t count, int32_t threads);
 
 /* output = (inputs[0] + inputs[1] + ...) * scale: summed in this order in fp32, rounded once. The output may be one of
  * the inputs. */

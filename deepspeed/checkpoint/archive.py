@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -531,6 +532,28 @@ def _pickled(value: Any, note: Callable[[Any], None] = lambda obj: None) -> byte
     with io.BytesIO() as sink:
         Spy(sink, protocol=2).dump(value)
         return sink.getvalue()
+
+
+def packed(value: Any) -> bytes:
+    """A small value for another rank: whatever a checkpoint may hold. ``unpacked`` makes no objects of unknown
+    classes."""
+    own: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is Tensor:  # a view would bring all of its memory along
+                own.append(obj.detach().clone())
+                return own[-1].__reduce_ex__(2)
+            return REDUCERS[type(obj)](obj) if type(obj) in REDUCERS else NotImplemented
+
+    with io.BytesIO() as sink:
+        torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=Pickler, __name__=pickle.__name__))
+        return sink.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    with allowed_types():
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def _unreadable(path: Path, error: Exception) -> str:

@@ -7,6 +7,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, read, or fitted to the model; the message says which file and why."""
 
 
+class FailedElsewhere(CheckpointError):
+    """Another rank could not do its part; that rank has said why."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """A folder or file that a checkpoint needs is missing."""
 

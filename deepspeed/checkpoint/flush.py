@@ -53,9 +53,11 @@ def flush_later(paths: Iterable[Path]) -> None:
 
 def wait_for_flushes() -> None:
     """Return when everything handed in is on disk. CheckpointError: some of it could not be stored."""
-    while _pending:
-        done = _pending.pop(0)
+    while waiting := list(_pending):  # another thread may wait for them, too
+        done = waiting[0]
         done.join()
+        with suppress(ValueError):
+            _pending.remove(done)
         if done.error is not None:
             raise done.error
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files import module_state
 from deepspeed.checkpoint.names import buffers_file
 from deepspeed.checkpoint.numbered import names_elsewhere, names_of_siblings
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.reader import read_own
-from deepspeed.checkpoint.save import module_state
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.checkpoint.shards import Piece, ShardIndex, intersect
 from deepspeed.checkpoint.state import MASTER, ParamEntry, TrainingState

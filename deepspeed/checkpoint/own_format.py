@@ -15,7 +15,7 @@ Masters that equal the model's fp32 weights bit for bit are not written again: t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from deepspeed.checkpoint.archive import Archive, LazyTensor
 from deepspeed.checkpoint.catalog import Catalog, Group, Source
 from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.checkpoint.shards import ShardIndex
-from deepspeed.checkpoint.state import MASTER, TrainingState
+from deepspeed.checkpoint.state import MASTER, ParamEntry
 
 DIRECTORIES = OPTIMIZER_DIRECTORY, PARTS_DIRECTORY = ("optimizer_directory", "parts_directory")
 """Index keys of each ``directory``: the optimizer's files, and weights that no optimizer holds (stage 3)."""
@@ -77,13 +77,13 @@ def pack_section(
     }
 
 
-def pack_groups(state: TrainingState) -> dict[str, Any]:
+def pack_groups(groups: Sequence[Mapping[str, Any]], entries: Iterable[ParamEntry]) -> dict[str, Any]:
     """Hyperparameters of the optimizer's groups with the names of their parameters."""
-    names: list[list[str]] = [[] for _ in state.param_groups]
-    for entry in state.trainable():
+    names: list[list[str]] = [[] for _ in groups]
+    for entry in entries:
         if entry.group_index >= 0:
             names[entry.group_index].append(entry.name)
-    return {"param_groups": state.param_groups, "group_params": names}
+    return {"param_groups": groups, "group_params": names}
 
 
 def unpack_section(section: Mapping[str, Any], archive: Archive, catalog: Catalog) -> list[Tensor]:

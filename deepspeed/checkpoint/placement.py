@@ -46,8 +46,9 @@ class Placement:
 
     def index(self, name: str, start: int = 0, stop: int | None = None) -> ShardIndex:
         """Elements ``[start, stop)`` of the rank's flat tensor; all of them by default."""
-        whole = ShardIndex(name, self.global_shape, self.boxes, 0, 0)
-        return replace(whole, start=start, stop=whole.local_numel if stop is None else stop)
+        if stop is None:
+            stop = ShardIndex(name, self.global_shape, self.boxes, 0, 0).local_numel
+        return ShardIndex(name, self.global_shape, self.boxes, start, stop)
 
     def stacked(self, place: int, places: int, axis: str) -> Placement:
         """One of ``places`` different tensors of the same name and shape: a row of them all, stacked along a new first

@@ -12,7 +12,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.archive import packed, unpacked
+from deepspeed.checkpoint.errors import FailedElsewhere
+from deepspeed.comm.store_exchange import StoreExchange
 
 MESSAGE_BYTES = 4096
 """Of a text of which only some rank knows how long it is."""
@@ -114,7 +116,60 @@ class Ranks:
         if failed:
             rank, report = failed[0]
             others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise CheckpointError(f"{what} failed on rank {rank}{others}: {report}")
+            raise FailedElsewhere(f"{what} failed on rank {rank}{others}: {report}")
+
+
+class StoreRanks(Ranks):
+    """The same ranks, met by one of their threads while training communicates. ``begin`` belongs to training, the rest
+    to the thread."""
+
+    def __init__(self, *, node_local: bool = False) -> None:
+        super().__init__(node_local=node_local)
+        self._exchange = StoreExchange("a save in the background")
+
+    def begin(self) -> None:
+        """Every rank calls it for each meeting, at the same point of its program."""
+        self._exchange.begin()
+
+    def end(self) -> None:
+        self._exchange.end()
+
+    def gather(self, value: Any) -> list[Any]:
+        if not self.active:
+            return [value]
+        return [unpacked(each) for each in unpacked(self._exchange.combine(packed(value), packed))]
+
+    def gather_at_writers(self, value: Any) -> list[Any] | None:
+        if not self.active or self.node_local:
+            return super().gather_at_writers(value)
+        values: list[bytes] = []
+
+        def keep(found: list[bytes]) -> bytes:
+            values.extend(found)
+            return b""
+
+        self._exchange.combine(packed(value), keep)
+        return [unpacked(each) for each in values] if self.rank == 0 else None
+
+    def longest(self, value: list[str]) -> list[str] | None:
+        if not self.active:
+            return value
+        return json.loads(
+            self._exchange.combine(
+                json.dumps(value).encode(), lambda found: max(found, key=lambda each: len(json.loads(each)))
+            )
+        )
+
+    def _reduce(self, values: list[int], op: Any) -> list[int]:
+        if not self.active or not values:
+            return values
+        assert op == dist.ReduceOp.MAX
+        return json.loads(self._exchange.combine(json.dumps(values).encode(), _largest))
+
+
+def _largest(found: list[bytes]) -> bytes:
+    """Of lists of one length, element by element."""
+    return json.dumps([max(each) for each in zip(*map(json.loads, found), strict=True)]).encode()
 
 
 def _hash(value: Any) -> int:

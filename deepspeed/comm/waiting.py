@@ -49,7 +49,7 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
         missing = _missing(clone(store), key, size)
         if missing and rank == _first_but(missing, size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {_named(missing)}, which did not "
+                f"rank {rank} has waited {WAIT_S:g} s in {call}({detail}) for {named(missing)}, which did not "
                 "call it. It is collective: call it on every rank, not only on rank 0 (each writes or reads its part)."
             )
 
@@ -65,7 +65,7 @@ def all_ranks_come(call: str, detail: str = "") -> Iterator[None]:
         if not missing:
             raise
         raise CommunicationError(
-            f"{call}({detail}) is collective, and {_named(missing)} did not call it: {error}"
+            f"{call}({detail}) is collective, and {named(missing)} did not call it: {error}"
         ) from error
 
 
@@ -102,7 +102,7 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
             return
         if missing and missing != seen and rank == _first_but(missing, world_size):
             logger.warning(
-                f"rank {rank} has waited {WAIT_S:g} s for {_named(missing)} of {world_size}: not started yet, or not "
+                f"rank {rank} has waited {WAIT_S:g} s for {named(missing)} of {world_size}: not started yet, or not "
                 f"able to reach rank 0 {where}."
             )
         seen[:] = missing
@@ -111,28 +111,6 @@ def start_of_all(rank: int, world_size: int, address: str | None, port: str | No
         yield
     if rank != 0:  # rank 0 may still wait for others, over the existing connection
         quietly(lambda: store_of_default_group()._underlying_non_prefix_store.set(f"{key}/{rank}", "here"))
-
-
-class Tally:
-    """Counts the ranks that have done something, outside the order of collectives: through the store.
-
-    Every rank makes one at the same point of its program; the n-th of a name counts with the n-th of the others. The
-    methods may be called by another thread."""
-
-    def __init__(self, name: str) -> None:
-        store = store_of_default_group()
-        self.size = dist.get_world_size() if store is not None else 1
-        self._key = common_key(name) if store is not None else ""
-        self._of_group = store  # what serves the other ranks stays as long as this object
-        self._store = clone(store) if store is not None else dist.HashStore()
-
-    def report(self, *, failed: bool) -> None:
-        """This rank has done it, or has failed to."""
-        self._store.add(f"{self._key}/{'failed' if failed else 'done'}", 1)
-
-    def read(self) -> tuple[int, int]:
-        """(ranks that have done it, ranks that have failed)"""
-        return self._store.add(f"{self._key}/done", 0), self._store.add(f"{self._key}/failed", 0)
 
 
 def store_of_default_group() -> Any:
@@ -168,7 +146,7 @@ def _missing(store: Any, key: str, size: int) -> list[int]:
     return [rank for rank in range(size) if not store.check([f"{key}/{rank}"])]
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
     few = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {few}{more}"

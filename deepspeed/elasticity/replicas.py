@@ -26,9 +26,10 @@ import torch
 import torch.distributed
 
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files import Place, Training
 from deepspeed.checkpoint.names import LATEST, default_tag
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import Place, Training, save
+from deepspeed.checkpoint.save import save
 from deepspeed.comm import get_local_rank
 from deepspeed.comm.mesh import ProcessMesh
 

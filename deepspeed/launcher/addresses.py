@@ -24,9 +24,9 @@ def master_address(hosts: Sequence[str], ssh: Sequence[str]) -> str:
     """
     first, *others = hosts
     name = first.rpartition("@")[2]
-    resolved = _resolved(name)
-    if resolved is not None and not ipaddress.ip_address(resolved).is_loopback:
-        return resolved
+    address = resolved(name)
+    if address is not None and not ipaddress.ip_address(address).is_loopback:
+        return address
     if is_this_machine(name):
         towards = [found for other in others if (found := _own_address_towards(other.rpartition("@")[2]))]
         return towards[0] if towards else "127.0.0.1"
@@ -38,7 +38,7 @@ def check_connection(host: str, ssh: Sequence[str]) -> None:
     ask(host, ssh, "hostname")
 
 
-def _resolved(name: str) -> str | None:
+def resolved(name: str) -> str | None:
     try:
         return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
     except OSError:
@@ -47,7 +47,7 @@ def _resolved(name: str) -> str | None:
 
 def _own_address_towards(name: str) -> str | None:
     """The address that packets to ``name`` come from; nothing is sent."""
-    target = _resolved(name)
+    target = resolved(name)
     if target is None:
         return None
     family = socket.AF_INET6 if ":" in target else socket.AF_INET

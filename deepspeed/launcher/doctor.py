@@ -8,6 +8,7 @@ what is broken.
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -24,11 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.launcher.addresses import ask, master_address
+from deepspeed.launcher.addresses import ask, master_address, resolved
 from deepspeed.launcher.devices import is_this_machine
 from deepspeed.launcher.ds_ssh import ssh_command
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.hostfile import checked_host, fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.launcher.pairs import SLOW, Pair, measure, slow
 from deepspeed.launcher.ports import is_free
 from deepspeed.launcher.shim import USAGE_ERROR
 from deepspeed.tool_arguments import ArgumentParser
@@ -62,9 +64,11 @@ class Finding(NamedTuple):
 # ---- facts
 
 
-def collect(port: int, folder: str, token: str = "", back_to: Sequence[Any] = ()) -> Facts:
+def collect(
+    port: int, folder: str, token: str = "", back_to: Sequence[Any] = (), names: Sequence[str] = ()
+) -> Facts:
     """What this machine says about itself. ``token``: a file that machines with the same folder see; ``back_to``:
-    address and port at which the first machine listens."""
+    address and port at which the first machine listens; ``names``: of the machines."""
     open_files, locked = _limit("RLIMIT_NOFILE"), _limit("RLIMIT_MEMLOCK")
     return {
         "host": socket.gethostname(),
@@ -83,6 +87,8 @@ def collect(port: int, folder: str, token: str = "", back_to: Sequence[Any] = ()
         "free_disk": _free(folder),
         "sees_token": bool(token) and os.path.exists(os.path.join(folder, token)),
         "reaches": _reaches(*back_to) if back_to else None,
+        "unknown": [name for name in names if resolved(name) is None],
+        "own_address": resolved(socket.gethostname()) if names else None,
     }
 
 
@@ -188,6 +194,29 @@ def findings_of(facts: Facts, machine: str) -> Iterator[Finding]:
     )
 
 
+def findings_of_names(facts: Facts, machine: str) -> Iterator[Finding]:
+    """How one of several machines sees their names."""
+    unknown = ", ".join(facts["unknown"])
+    yield _line(
+        not unknown,
+        WARNING,
+        machine,
+        "names",
+        f"{unknown} not known there" if unknown else "all known",
+        "mpirun and other tools look machines up by name: add them to DNS or to /etc/hosts",
+    )
+    own = facts["own_address"]
+    chosen = "GLOO_SOCKET_IFNAME" in facts["chosen"]
+    yield _line(
+        chosen or (own is not None and not ipaddress.ip_address(own).is_loopback),
+        WARNING,
+        machine,
+        "own name",
+        f"{facts['host']} is {own or 'not known'}",
+        "gloo gives this address to the others: export GLOO_SOCKET_IFNAME=<interface>, or correct /etc/hosts",
+    )
+
+
 def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) -> Iterator[Finding]:
     """What only the comparison with the first machine shows. ``offset_s``: how far the other clock is ahead."""
     differing = [
@@ -227,6 +256,28 @@ def findings_between(first: Facts, other: Facts, machine: str, offset_s: float) 
             "reaches rank 0",
             other["reaches"] or "yes",
             "open the ports between the machines in the firewall, or give --master_addr an address that it reaches",
+        )
+
+
+def findings_of_pairs(found: Mapping[Pair, float | str]) -> Iterator[Finding]:
+    """Of each pair both directions. Slow is what is slow beside the others."""
+    slow_ones = set(slow(found))
+    for one, other in dict.fromkeys(tuple(sorted(pair)) for pair in found):
+        both = [(one, other, found.get((one, other), "")), (other, one, found.get((other, one), ""))]
+        failed = [rate for *_, rate in both if isinstance(rate, str) and rate]
+        is_slow = not slow_ones.isdisjoint([(one, other), (other, one)])
+        text = ", ".join(
+            f"to {to} {rate / 1e6:.0f} MB/s" for _, to, rate in both if not isinstance(rate, str)
+        )
+        yield _line(
+            not failed and not is_slow,
+            BAD if failed else WARNING,
+            f"{one} - {other}",
+            "bandwidth",
+            "; ".join([*failed, *filter(None, [text])]),
+            "open the ports between the machines in the firewall"
+            if failed
+            else f"less than 1/{SLOW} of the others' median: look at the cable, the switch's port and the route",
         )
 
 
@@ -287,29 +338,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine(options: Any) -> Iterator[Finding]:
     folder = os.getcwd()
-    own = collect(options.port, folder)
+    names: list[str] = []
+    if options.hostfile is not None:
+        hosts = fetch_hostfile(options.hostfile)
+        if hosts is None:
+            raise LaunchError(f"--hostfile={options.hostfile}: no such file")
+        chosen = parse_inclusion_exclusion(hosts, options.include, options.exclude)
+        names = [checked_host(host) for host in chosen]
+    own = collect(options.port, folder, names=[_name(host) for host in names])
     yield from findings_of(own, own["host"])
-    if options.hostfile is None:
-        return
-    hosts = fetch_hostfile(options.hostfile)
-    if hosts is None:
-        raise LaunchError(f"--hostfile={options.hostfile}: no such file")
-    names = [
-        checked_host(host) for host in parse_inclusion_exclusion(hosts, options.include, options.exclude)
-    ]
-    others = [name for name in names if not is_this_machine(name.rpartition("@")[2])]
+    others = [host for host in names if not is_this_machine(_name(host))]
     if others:
+        yield from findings_of_names(own, own["host"])
         yield from _examine_others(own, others, names, options, folder)
+
+
+def _name(host: str) -> str:
+    return host.rpartition("@")[2]
 
 
 def _examine_others(
     own: Facts, others: Sequence[str], names: Sequence[str], options: Any, folder: str
 ) -> Iterator[Finding]:
     ssh = ssh_command(options)
+    reached = [host for host in names if host not in others]
     with socket.create_server(("", 0)) as listener, _token(folder) as token:
-        here_first = names[0] not in others
-        address = master_address(names, ssh) if here_first else ""
+        address = master_address(names, ssh) if names[0] not in others else ""
         asked = {"port": options.port, "folder": folder, "token": os.path.basename(token.name)}
+        asked["names"] = [_name(host) for host in names]
         if address:
             asked["back_to"] = [address, listener.getsockname()[1]]
 
@@ -322,8 +378,24 @@ def _examine_others(
                     remedy = f"`ssh {host} true` must work without a password, with the same Python and folder there"
                     yield Finding(BAD, host, "ssh", facts, remedy)
                     continue
+                reached.append(host)
                 yield from findings_of(facts, host)
+                yield from findings_of_names(facts, host)
                 yield from findings_between(own, facts, host, offset_s)
+    yield from findings_of_pairs(_bandwidths([host for host in names if host in reached], others, ssh))
+
+
+def _bandwidths(hosts: Sequence[str], others: Sequence[str], ssh: Sequence[str]) -> dict[Pair, float | str]:
+    def command_for(host: str, command: str) -> list[str]:
+        return [*ssh, "--", host, command] if host in others else ["/bin/sh", "-c", command]
+
+    def address_of(host: str) -> str | None:
+        try:
+            return master_address([host, *(other for other in hosts if other != host)], ssh)
+        except LaunchError:
+            return None
+
+    return measure(hosts, command_for, address_of) if len(hosts) > 1 else {}
 
 
 def _token(folder: str) -> Any:

@@ -52,7 +52,7 @@ class CometConfig(DeepSpeedConfigModel):
     project: str | None = Field(default=None, description="Project of the experiment.")
     workspace: str | None = Field(default=None, description="Workspace of the project.")
     api_key: str | None = Field(
-        default=None, description="API key of the account; better kept in the environment."
+        default=None, repr=False, description="API key of the account; better kept in the environment."
     )
     experiment_name: str | None = Field(default=None, description="Name shown for the experiment.")
     experiment_key: str | None = Field(

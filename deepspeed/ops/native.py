@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.utils.logging import log_dist
 
-ABI = 2
+ABI = 3
 """Version of `deepspeed_host.h` that the table below describes."""
 
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -32,6 +32,10 @@ ISA_NAMES = ("plain", "avx2", "avx512")
 
 class Span(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("numel", ctypes.c_int64), ("dtype", ctypes.c_int64)]
+
+
+class Bytes(ctypes.Structure):
+    _fields_ = [("target", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
 
 
 class Copy(ctypes.Structure):
@@ -68,6 +72,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ds_lamb_moments": (None, (*_segments, *[_double] * 5, *[_int32] * 2, _pointer, _int32)),
     "ds_lamb_apply": (None, (*_segments, *[_double] * 5, *[_int32] * 2, _pointer, _int32)),
     "ds_sum_of_squares": (_double, (_pointer, _int64, _pointer, _int32)),
+    "ds_copy_bytes": (None, (_pointer, _int64, _int32)),
     "ds_scale_copy": (None, (_pointer, _int64, _double, _int32)),
     "ds_reduce_chunks": (None, (_pointer, _int32, _pointer, _int64, _int32, _int64, _double, _int32)),
     "ds_run": (None, (_pointer, _int64, _pointer, _int32)),
@@ -215,6 +220,17 @@ def scale_copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor], scale: float
         ]
     )
     lib.ds_scale_copy(copies, len(pairs), scale, torch.get_num_threads())
+
+
+def copy_bytes(runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copies memory: (target, source, number of bytes) each, addresses on the host. Much at once goes past the cache,
+    to be read by other cores or later. Other threads can run meanwhile."""
+    lib = library()
+    if lib is None:
+        for target, source, nbytes in runs:
+            ctypes.memmove(target, source, nbytes)
+        return
+    lib.ds_copy_bytes((Bytes * len(runs))(*runs), len(runs), torch.get_num_threads())
 
 
 def crc32_blocks(address: int, nbytes: int, block: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.config.analysis import analyse
 from deepspeed.config.axes import axes_of
 from deepspeed.config.batch import Batch, BatchError, resolve
+from deepspeed.config.hidden import without_secrets
 from deepspeed.config.hybrid_engine import HybridEngineConfig
 from deepspeed.config.problems import DeepSpeedConfigError, Problem
 from deepspeed.config.reader import ConfigSource, UnreadableConfig, read_config
@@ -314,7 +315,11 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Log the config as the user wrote it."""
         text = json.dumps(
-            self._param_dict, sort_keys=True, indent=4, cls=ScientificNotationEncoder, separators=(",", ":")
+            without_secrets(self._param_dict),
+            sort_keys=True,
+            indent=4,
+            cls=ScientificNotationEncoder,
+            separators=(",", ":"),
         )
         logger.info(f"  json = {text}")
 

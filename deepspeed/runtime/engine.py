@@ -126,7 +126,7 @@ class DeepSpeedEngine(EngineCompile):
         self._begin_counting()
         # For single files; the safety of the folder does not depend on it.
         self.checkpoint_engine = create_checkpoint_engine(self._config, None, 0, False, False)
-        self.background_writer = engine_checkpoint.create_background_writer(self._config)
+        self.background_writer = engine_checkpoint.create_background_writer(self)
         attach_observers(self)
         log_start(self)
 
@@ -614,7 +614,7 @@ class DeepSpeedEngine(EngineCompile):
             for bucket in core.store.param_buckets:
                 bucket.destroy()
         if self.background_writer is not None:
-            self.background_writer.wait()
+            self.background_writer.close()
         engine_checkpoint.wait_for_flushes()
 
     # Plumbing -----------------------------------------------------------------------------------------------

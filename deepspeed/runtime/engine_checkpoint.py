@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint import names, rng
-from deepspeed.checkpoint.background import BackgroundWriter
+from deepspeed.checkpoint.background import BackgroundWriter, without_collections
 from deepspeed.checkpoint.catalog import Catalog
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.files import Files, Place, Training, shared_names
 from deepspeed.checkpoint.flush import wait_for_flushes as wait_for_flushes
 from deepspeed.checkpoint.load import Report, Restorer
 from deepspeed.checkpoint.needs import needed_shards
@@ -21,12 +23,13 @@ from deepspeed.checkpoint.originals import ORIGINALS
 from deepspeed.checkpoint.plain_weights import find_plain, open_plain
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import OwnStates, materialize, open_checkpoint, read_pending
-from deepspeed.checkpoint.save import Place, Training, check_client_state, save, shared_names
+from deepspeed.checkpoint.save import check_client_state, save
 from deepspeed.checkpoint.splits import Wanted
 from deepspeed.checkpoint.tags import read_latest
 from deepspeed.checkpoint.writers import find_folder
 from deepspeed.comm.waiting import all_ranks_come
 from deepspeed.config.checkpoint import CheckpointWriterType
+from deepspeed.config.hidden import without_secrets
 from deepspeed.config.plan import Cadence
 from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -43,11 +46,26 @@ PARTS = "engine_parts"
 """Key of the index: what observers keep."""
 
 
-def create_background_writer(config: Any) -> BackgroundWriter | None:
-    """What writes checkpoints while training continues, if the config asks for that."""
-    writer = config.checkpoint_config.writer
+def create_background_writer(engine: EngineBase) -> BackgroundWriter | None:
+    """What writes checkpoints while training continues, if the config asks for that. After the first step, when there
+    is a state, it fetches the memory for a copy."""
+    writer = engine._config.checkpoint_config.writer
     decoupled = writer is not None and writer.decoupled
-    return BackgroundWriter() if decoupled or config.datastates_config is not False else None
+    if not decoupled and engine._config.datastates_config is False:
+        return None
+    made = BackgroundWriter()
+
+    def after_step(**_: Any) -> None:
+        if engine.global_steps == 0:
+            return
+        engine.events.off("after_step", after_step)
+        ranks = _ranks(engine)
+        training = training_of(engine, {}, exclude_frozen=False)
+        with suppress(CheckpointError):  # a save will say so
+            made.prepare(Files(training, Place.on(engine.mesh, ranks), node_local=ranks.node_local).values)
+
+    engine.events.on("after_step", after_step)
+    return made
 
 
 def model_path(
@@ -94,7 +112,8 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place.
+    """Write everything needed to resume to ``save_dir/tag``. Collective; True when it is in place (with a background
+    writer: when it is copied).
 
     ``tag`` defaults to ``global_step{N}``. ``client_state`` is returned by ``load_checkpoint``.
     ValueError: no ``save_dir``; KeyError: ``client_state`` uses a name reserved by the checkpoint;
@@ -113,22 +132,41 @@ def save_checkpoint(
         return True
     engine.checkpoint_engine.create(info)
     began = time.perf_counter()
-    with all_ranks_come("save_checkpoint", f"tag={tag!r}"):
+    if engine.background_writer is None:
+        _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+    else:
+        engine.background_writer.wait()
+        with without_collections():
+            _save(engine, client_state, Path(save_dir), tag, ranks, save_latest, exclude_frozen_parameters)
+    if settings.writer is not None and settings.writer.show_statistics:
+        log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
+    return engine.checkpoint_engine.commit(info)
+
+
+def _save(
+    engine: EngineBase,
+    client_state: Mapping[str, Any],
+    save_dir: Path,
+    tag: str,
+    ranks: Ranks,
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> None:
+    training = training_of(engine, client_state, exclude_frozen=exclude_frozen)
+    collective = engine.background_writer is None or training.write_layers is not None
+    with all_ranks_come("save_checkpoint", f"tag={tag!r}") if collective else nullcontext():
         save(
-            training_of(engine, client_state, exclude_frozen=exclude_frozen_parameters),
-            Path(save_dir),
+            training,
+            save_dir,
             tag,
             Place.on(engine.mesh, ranks),
             ranks,
             save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
+            exclude_frozen=exclude_frozen,
             on_tag_mismatch=_tag_validation(engine),
             background=engine.background_writer,
-            keep_last=settings.keep_last,
+            keep_last=engine._config.checkpoint_config.keep_last,
         )
-    if settings.writer is not None and settings.writer.show_statistics:
-        log_dist(f"save_checkpoint {tag}: training waited {time.perf_counter() - began:.3f} s", ranks=[0])
-    return engine.checkpoint_engine.commit(info)
 
 
 def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> Training:
@@ -139,7 +177,7 @@ def training_of(engine: EngineBase, client_state: Mapping[str, Any], *, exclude_
         state=engine.state_access,
         zero_stage=engine.zero_optimization_stage(),
         bf16=bool(engine.bfloat16_enabled()),
-        ds_config=engine._config._param_dict,
+        ds_config=without_secrets(engine._config._param_dict),
         header={
             "lr_scheduler": state_of(engine.lr_scheduler),
             "skipped_steps": engine.skipped_steps,
@@ -220,7 +258,7 @@ def load_checkpoint(
     """
     ranks = _ranks(engine)
     if engine.background_writer is not None:
-        engine.background_writer.wait(ranks)
+        engine.background_writer.wait()
     plain = _plain_weights(ranks, Path(load_dir)) if tag is None else None
     if plain is not None:
         load_optimizer_states, load_lr_scheduler_states, load_module_only = False, False, True

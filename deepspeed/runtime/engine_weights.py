@@ -11,11 +11,11 @@ from torch import Tensor
 
 from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.export import save_weights
+from deepspeed.checkpoint.files import shared_names
 from deepspeed.checkpoint.numbered import names_on_all
 from deepspeed.checkpoint.originals import Exported, Expression, Weight
 from deepspeed.checkpoint.placement import placement_of
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import shared_names
 from deepspeed.checkpoint.sharded_weights import ShardedWeights
 from deepspeed.runtime.zero.gathering.gathered import GatheredParameters
 from deepspeed.runtime.zero.placements import whole_tensor

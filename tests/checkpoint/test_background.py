@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from deepspeed.checkpoint import background
+from deepspeed import comm as dist
+from deepspeed.checkpoint import save as saving
 from deepspeed.checkpoint.archive import LazyTensor
 from deepspeed.checkpoint.background import remove_older
-from deepspeed.checkpoint.errors import CheckpointError
+from deepspeed.checkpoint.errors import CheckpointError, CheckpointTagError
 from deepspeed.checkpoint.round_trip import difference
 from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.checkpoint.tags import read_latest
@@ -43,13 +46,13 @@ DECOUPLED = {"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Writing takes this much longer."""
-    plain = background.write_archive
+    plain = saving.write_archive
 
     def slowly(*args, **kwargs):
         time.sleep(seconds)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(background, "write_archive", slowly)
+    monkeypatch.setattr(saving, "write_archive", slowly)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -114,7 +117,7 @@ def test_a_rank_that_cannot_write_leaves_the_former_checkpoint(tmp_path):
             def full(*args, **kwargs):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(background, "write_archive", full)
+            patch.setattr(saving, "write_archive", full)
         train(engine, 1, 2)
         engine.save_checkpoint(tmp_path)
         with pytest.raises(CheckpointError, match="No space left|could not write"):
@@ -125,6 +128,86 @@ def test_a_rank_that_cannot_write_leaves_the_former_checkpoint(tmp_path):
     engine.destroy()
     torch.distributed.barrier()
     assert read_latest(tmp_path) == "global_step2"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_a_save_communicates_nothing_and_copies_the_state_into_kept_memory(tmp_path, stage):
+    engine = make_engine(config(stage, "bf16", **DECOUPLED))
+    keys = []
+    for step in range(3):
+        train(engine, step, step + 1)
+        assert engine.background_writer.snapshot.allocations == 1  # before the first save
+        with (
+            mock.patch.multiple(dist, all_reduce=forbidden, all_gather_object=forbidden, broadcast=forbidden),
+            mock.patch.object(torch.distributed, "gather_object", forbidden),
+        ):
+            engine.save_checkpoint(tmp_path)
+            engine.background_writer.wait()
+        torch.distributed.barrier()
+        keys.append(torch.distributed.distributed_c10d._get_default_store().num_keys())
+        torch.distributed.barrier()
+    snapshot = engine.background_writer.snapshot
+    assert snapshot.allocations == 1
+    state = sum(t.nbytes for _, tensors in engine.state_access.distinct_shards() for t in tensors.values())
+    weights_too = (
+        sum(p.nbytes for p in engine.module.state_dict().values())
+        if stage == 3 or engine.global_rank == 0
+        else 0
+    )
+    if stage == 0 and engine.global_rank:
+        state = 0  # the first rank writes it
+    assert state + weights_too <= snapshot.copied < state + weights_too + (16 << 10)  # random states
+    assert keys[1] == keys[2]
+    engine.destroy()
+    assert snapshot.nbytes == 0
+
+
+def forbidden(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a collective")
+
+
+@distributed(world_size=2)
+def test_ranks_that_save_different_steps_do_not_make_a_checkpoint(tmp_path):
+    """Nothing of a save waits for the other ranks: one that was left out must not be taken for the next."""
+    engine = make_engine(config(2, **DECOUPLED))
+    train(engine, 0, 1)
+    if engine.global_rank == 0:
+        engine.save_checkpoint(tmp_path, tag="same")
+    train(engine, 1, 2)
+    if engine.global_rank == 1:
+        engine.save_checkpoint(tmp_path, tag="same")
+    with pytest.raises(CheckpointError, match=r"rank 0: \(1, 1\), rank 1: \(2, 2\)"):
+        engine.save_checkpoint(tmp_path, tag="same")
+    assert list(tmp_path.iterdir()) == []
+    engine.save_checkpoint(tmp_path, tag="same")
+    engine.destroy()
+    assert read_latest(tmp_path) == "same"
+
+
+@distributed(world_size=2)
+def test_what_ranks_do_not_agree_on_is_told_at_the_next_save(tmp_path):
+    engine = make_engine(config(1, checkpoint={**DECOUPLED["checkpoint"], "tag_validation": "Fail"}))
+    engine.save_checkpoint(tmp_path, tag=f"of_rank_{engine.global_rank}")
+    with pytest.raises(CheckpointTagError, match="rank 1 gave 'of_rank_1'"):
+        engine.save_checkpoint(tmp_path, tag="t")
+    with pytest.MonkeyPatch.context() as patch:
+        if engine.global_rank == 1:
+            patch.setattr(engine.background_writer.snapshot, "take", out_of_memory)
+        engine.save_checkpoint(tmp_path, tag="t")
+        with pytest.raises(CheckpointError, match="no more"):
+            engine.load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointTagError, match="empty"):
+        engine.save_checkpoint(tmp_path, tag="")
+    assert list(tmp_path.iterdir()) == []
+    engine.save_checkpoint(tmp_path, tag="t")
+    engine.background_writer.wait()
+    assert read_latest(tmp_path) == "t"
+    engine.destroy()
+
+
+def out_of_memory(*args: Any) -> None:
+    raise MemoryError("no more")
 
 
 @distributed(world_size=1)
@@ -148,14 +231,14 @@ def test_a_mock_writes_nothing(tmp_path):
 
 TRAINING = """\
 import os, sys, time, torch, deepspeed
-from deepspeed.checkpoint import background
-plain = background.write_archive
+from deepspeed.checkpoint import save as saving
+plain = saving.write_archive
 def slowly(path, *args, **kwargs):
     if os.path.exists("second"):
         open("writing", "w").close()
         time.sleep(60)
     return plain(path, *args, **kwargs)
-background.write_archive = slowly
+saving.write_archive = slowly
 engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config={
     "train_batch_size": 1, "optimizer": {"type": "Adam"}, "checkpoint": {"writer": {"decoupled": True}}})
 engine.save_checkpoint("c", tag="first")
@@ -231,6 +314,8 @@ def test_engines_by_name(tmp_path, make):
     if engine.is_decoupled():
         with pytest.raises(CheckpointError, match="missing"):
             engine.commit(info)
+    if engine.is_decoupled():  # the memory of the copies is used again
+        assert [each.allocations for each in engine._snapshots] == [1]
     engine.cleanup()
     size = CheckpointSize()
     size.set_pre_size(2**30)

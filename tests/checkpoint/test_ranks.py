@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from deepspeed.checkpoint.files import Place
 from deepspeed.checkpoint.ranks import Ranks
-from deepspeed.checkpoint.save import Place, check_signatures
+from deepspeed.checkpoint.save import check_signatures
 from deepspeed.comm.mesh import MeshLayout, ProcessMesh
 from tests.checkpoint.models import assert_restored, config, full_state, make_engine, train
 from tests.pool import distributed
@@ -61,21 +62,23 @@ def test_an_error_on_one_rank_is_raised_on_all():
     assert str(caught.value) == expected
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage, decoupled", [(0, False), (0, True), (1, False), (3, False), (3, True)])
 @distributed(world_size=2)
-def test_each_node_keeps_its_own_folder(tmp_path, stage):
+def test_each_node_keeps_its_own_folder(tmp_path, stage, decoupled):
     """Two ranks as two nodes: nothing is shared, and each node's folder has its files and its own ``latest``."""
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
-        _save_and_resume_on_nodes(tmp_path, stage)
+        _save_and_resume_on_nodes(tmp_path, stage, decoupled)
 
 
-def _save_and_resume_on_nodes(tmp_path: Path, stage: int) -> None:
-    ds_config = config(stage, checkpoint={"use_node_local_storage": True})
+def _save_and_resume_on_nodes(tmp_path: Path, stage: int, decoupled: bool) -> None:
+    ds_config = config(stage, checkpoint={"use_node_local_storage": True, "writer": {"decoupled": decoupled}})
     folder = tmp_path / f"node{dist.get_rank()}"
     engine = make_engine(ds_config)
     train(engine, 0, 2)
     for _ in range(2):
         engine.save_checkpoint(folder, tag="t")
+    if engine.background_writer is not None:
+        engine.background_writer.wait()
     saved, expected = full_state(engine), train(engine, 2, 4)
     found = {path.name for path in (folder / "t").iterdir()}
     assert (folder / "latest").read_text() == "t" and (folder / "zero_to_fp32.py").exists()

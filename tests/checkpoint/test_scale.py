@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from deepspeed.checkpoint import archive as archives
 from deepspeed.checkpoint import names, rng
+from deepspeed.checkpoint.files import Place, Training
 from deepspeed.checkpoint.load import Restorer
 from deepspeed.checkpoint.needs import needed_shards
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.reader import open_checkpoint
-from deepspeed.checkpoint.save import Place, Training, save
+from deepspeed.checkpoint.save import save
 from deepspeed.checkpoint.shards import Cut, ShardIndex
 from tests.checkpoint.held_state import Entry, HeldState
 from tests.checkpoint.models import config, make_engine, train

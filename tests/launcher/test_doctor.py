@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed.launcher import doctor
+from deepspeed.launcher import doctor, pairs
 from deepspeed.launcher.doctor import BAD, OK, WARNING, Finding, collect, findings_between, findings_of, table
 from tests.launcher import fake_machines
+from tests.pool import free_port
 
 FINE: dict[str, Any] = {
     "host": "h",
@@ -115,10 +119,57 @@ def test_machines_of_a_hostfile(hosts: Path, capsys: pytest.CaptureFixture[str])
     of_worker = {" ".join(line.split()[2:4]): line for line in lines if " worker-1 " in line}
     assert of_worker["same versions"].split()[0] == OK and of_worker["shared folder"].split()[0] == OK
     assert of_worker["clock +0.0"].split()[0] == OK
-    unreachable = next(number for number, line in enumerate(lines) if " unreachable " in line)
+    pair = next(line for line in lines if "localhost - worker-1" in line)
+    assert pair.startswith(OK) and re.search(r"bandwidth +to worker-1 \d+ MB/s, to localhost \d+ MB/s$", pair)
+    assert any(" worker-1 " in line and " names " in line and "unreachable" in line for line in lines)
+    unreachable = next(
+        number for number, line in enumerate(lines) if " unreachable " in line and " ssh " in line
+    )
     assert lines[unreachable].startswith(BAD) and "No route to host" in lines[unreachable]
     assert "without a password" in lines[unreachable + 1]
     assert not list(hosts.parent.glob(".ds_doctor_*"))
+
+
+def test_every_pair_meets_once_and_no_machine_is_in_two_pairs_of_a_round() -> None:
+    for count in (2, 3, 4, 5, pairs.ALL_PAIRS_OF, pairs.ALL_PAIRS_OF + 1):
+        names = [str(number) for number in range(count)]
+        found = list(pairs.rounds(names))
+        assert all(len({name for pair in each for name in pair}) == 2 * len(each) for each in found)
+        met = [frozenset(pair) for each in found for pair in each]
+        neighbours = {frozenset((a, b)) for a, b in zip(names, [*names[1:], names[0]], strict=True)}
+        wanted = {frozenset(pair) for pair in itertools.combinations(names, 2)}
+        assert len(met) == len(set(met)) and set(met) == (
+            wanted if count <= pairs.ALL_PAIRS_OF else neighbours
+        )
+    assert [len(list(pairs.rounds([""] * count))) for count in (4, 5, 100)] == [3, 5, 2]
+
+
+def test_a_slow_pair_and_one_that_does_not_connect() -> None:
+    rates = {("a", "b"): 900e6, ("b", "a"): 880e6, ("a", "c"): 100e6, ("c", "a"): 890e6}
+    rates |= {("b", "c"): "c:4: refused", ("c", "b"): 890e6}
+    found = {each.machine: each for each in doctor.findings_of_pairs(rates)}
+    assert {name: each.state for name, each in found.items()} == {"a - b": OK, "a - c": WARNING, "b - c": BAD}
+    assert found["a - c"].found == "to c 100 MB/s, to a 890 MB/s" and "cable" in found["a - c"].remedy
+    assert found["b - c"].found == "c:4: refused; to b 890 MB/s" and "firewall" in found["b - c"].remedy
+
+
+def test_only_who_knows_the_secret_is_counted() -> None:
+    secret = "0" * pairs.SECRET_BYTES
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pairs._receive_all, args=(listener, secret), daemon=True).start()
+        port = listener.getsockname()[1]
+        assert float(pairs.send("127.0.0.1", port, secret)) > 1e6
+        assert isinstance(pairs.send("127.0.0.1", port, "1" * pairs.SECRET_BYTES), str)
+        listener.shutdown(socket.SHUT_RDWR)  # ends the thread
+    free = free_port()
+    assert "refused" in str(pairs.send("127.0.0.1", free, secret))
+
+
+def test_names_of_machines() -> None:
+    facts = {"host": "w0", "unknown": ["w1"], "own_address": "127.0.1.1", "chosen": {}}
+    assert [each.state for each in doctor.findings_of_names(facts, "w0")] == [WARNING, WARNING]
+    facts |= {"unknown": [], "chosen": {"GLOO_SOCKET_IFNAME": "eth0"}}
+    assert [each.state for each in doctor.findings_of_names(facts, "w0")] == [OK, OK]
 
 
 def test_a_hostfile_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

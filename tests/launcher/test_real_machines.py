@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -125,6 +126,21 @@ def test_nothing_is_left_on_any_machine(machines: real_machines.Machines, launch
     began = time.monotonic()
     job.communicate(timeout=TIMEOUT_S)
     over(value, began)
+
+
+def test_the_doctor_looks_at_every_pair(machines: real_machines.Machines) -> None:
+    """And tells in less than 20 s (which is the goal for four machines)."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "deepspeed.launcher.doctor", "--hostfile", "hosts"]
+    done = machines.on(0, command, env=environment(), timeout=TIMEOUT_S)
+    taken = time.monotonic() - began
+    print(done.stdout, f"{taken:.1f} s")
+    lines = done.stdout.splitlines()
+    pair = next(line for line in lines if "host0 - host1" in line)
+    assert re.search(r"^ok .*to host1 \d+ MB/s, to host0 \d+ MB/s$", pair)
+    names = [line for line in lines if " names " in line or " own name " in line]
+    assert len(names) == 4 and all(line.startswith("ok") for line in names)
+    assert done.returncode == 0 and taken < 20
 
 
 def test_a_machine_that_vanishes_is_done_without(machines: real_machines.Machines) -> None:

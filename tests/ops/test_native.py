@@ -57,6 +57,24 @@ def test_widening_is_exact_for_every_value(dtype: torch.dtype, isa: str) -> None
     assert _equal_but_for_nan(back, values)
 
 
+@pytest.mark.parametrize("numel", [1000, 10 << 20])  # beside and beyond what goes past the cache
+@pytest.mark.parametrize("use_library", [True, False])
+def test_copies_of_bytes(numel: int, use_library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every alignment; what lies between is left as it was."""
+    if not use_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    source = torch.arange(numel, dtype=torch.int64).to(torch.uint8)
+    target, expected = torch.zeros_like(source), torch.zeros_like(source)
+    runs, place = [], 1
+    for nbytes in (0, 1, 15, 16, 33, 129, 700, numel - 1000):
+        runs.append((target.data_ptr() + place, source.data_ptr() + place // 2, max(nbytes, 0)))
+        expected[place : place + nbytes] = source[place // 2 : place // 2 + nbytes]
+        place += nbytes + 3
+    native.copy_bytes(runs)
+    assert torch.equal(target, expected)
+    native.copy_bytes([])
+
+
 @pytest.mark.parametrize("use_library", [True, False])
 @pytest.mark.parametrize("target", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)

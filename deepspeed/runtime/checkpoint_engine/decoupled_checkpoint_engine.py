@@ -44,14 +44,21 @@ class CheckpointSize:
 
 
 class DecoupledCheckpointEngine(FastCheckpointEngine):
-    """``save`` copies the state to host memory and returns; a thread writes the copy. ``commit`` waits for it."""
+    """``save`` copies the state to host memory and returns; a thread writes the copy. ``commit`` waits for it.
+
+    The memory of the copies is kept for the next ones, until ``cleanup``."""
 
     def __init__(self, config_params: Any, dp_writer_config: Any, optimize_dp_state: bool) -> None:
         super().__init__(config_params, dp_writer_config, optimize_dp_state)
         self._writing: list[_Writing] = []
+        self._snapshots: list[Snapshot] = []  # one for each file of a checkpoint, in the order of the files
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._writing.append(_Writing(Snapshot().take({path: state_dict})[path], Path(path)))
+        number = len(self._writing)
+        if number == len(self._snapshots):
+            self._snapshots.append(Snapshot())
+        copied = self._snapshots[number].take({path: state_dict})[path]
+        self._writing.append(_Writing(copied, Path(path)))
         self._writing[-1].start()
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -68,10 +75,11 @@ class DecoupledCheckpointEngine(FastCheckpointEngine):
         return True
 
     def cleanup(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written, and gives the memory back."""
         for each in self._writing:
             each.join()
         self._writing = []
+        self._snapshots = []
 
 
 class _Writing(threading.Thread):

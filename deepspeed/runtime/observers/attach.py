@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.config.hidden import without_secrets
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.observers.compression import attach_compression
 from deepspeed.runtime.observers.curves import Curves
@@ -70,7 +71,7 @@ def attach_observers(engine: EngineBase) -> None:
 
         Timeline(engine, config.trace_config)
     if config.dump_state:
-        print_json_dist(config._param_dict, ranks=[0])
+        print_json_dist(without_secrets(config._param_dict), ranks=[0])
     if engine.mesh.size("tp") > 1:
         from deepspeed.runtime.observers.same_inputs import SameInputs
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.errors import CheckpointError
 from deepspeed.config.checkpoint import OF_SLURM
 from deepspeed.constants import JOB_STARTED, STOP_GRACE_FILE, TIME_IS_UP
 from deepspeed.runtime.engine_checkpoint import wait_for_flushes
@@ -91,9 +93,13 @@ class LastSave:
 
     def _save_and_end(self, reason: int) -> None:
         self.close()
+        writer = self.engine.background_writer
+        if writer is not None:
+            with suppress(CheckpointError):  # of the save before, which has been told; this one may succeed
+                writer.wait()
         self.engine.save_checkpoint(self.folder)
-        if self.engine.background_writer is not None:
-            self.engine.background_writer.wait()
+        if writer is not None:
+            writer.wait()
         wait_for_flushes()
         code = TIME_IS_UP if reason == TIME else 128 + signal.SIGTERM
         why = "the time limit is near (checkpoint.save_before)" if reason == TIME else "SIGTERM"

@@ -1,0 +1,129 @@
+"""What threads of all ranks tell each other while training communicates: through the process group's store, because
+the order of collectives belongs to training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from deepspeed.constants import default_pg_timeout
+from deepspeed.utils.logging import logger
+
+from .pending import CommunicationError
+from .waiting import WAIT_S, clone, common_key, named, quietly, store_of_default_group
+
+SHORTEST_S, LONGEST_S = 0.0005, 0.25  # between two looks, which take a tenth of the time waited so far
+_ANSWER, _GAVE_UP = b"+", b"!"
+LAST_S = 10.0  # that rank 0 waits for others when an exception has ended its own program
+
+
+class StoreExchange:
+    """Every rank calls ``begin`` at the same point of its program, then ``combine`` equally often and ``end``, from any
+    thread. Afterwards the store holds nothing of it (unless a rank was lost)."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._of_group = store_of_default_group()  # what serves the other ranks stays as long as this object
+        several = self._of_group is not None
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self._store: Any = clone(self._of_group) if several else None
+        self._key = ""
+        self._round = 0
+        self._answer: str | None = None
+
+    def begin(self) -> None:
+        """The n-th time is that of the other ranks' n-th."""
+        self._key = common_key(self._name)
+        self._round = 0
+
+    def combine(self, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
+        """What ``join`` makes of all ranks' bytes, in rank order; rank 0 calls it, and it must not fail.
+
+        CommunicationError: a rank has not come in time, or has gone.
+        """
+        if self._store is None:
+            return join([own])
+        self._round += 1
+        key = f"{self._key}/{self._round}"
+        try:
+            return self._collect(key, own, join) if self.rank == 0 else self._hand_in(key, own)
+        except CommunicationError:
+            raise
+        except RuntimeError as error:  # the store is gone, with the rank that held it
+            raise CommunicationError(f"{self._name}: the ranks' store does not answer: {error}") from error
+
+    def end(self) -> None:
+        """Rank 0, whose process may hold the store, returns when the others have read the last answer."""
+        if self._store is None:
+            return
+        key, answer = f"{self._key}/end", self._answer
+        store = self._store
+        if self.rank:
+            quietly(lambda: store.add(key, 1))
+            return
+        began = time.monotonic()
+        while time.monotonic() < began + LAST_S and store.add(key, 0) < self.size - 1:
+            time.sleep(_pause(time.monotonic() - began))
+        self._answer = None
+        quietly(lambda: store.delete_key(key))
+        if answer is not None:
+            quietly(lambda: store.delete_key(answer))
+
+    def _collect(self, key: str, own: bytes, join: Callable[[list[bytes]], bytes]) -> bytes:
+        keys = [f"{key}/{rank}" for rank in range(1, self.size)]
+        former, self._answer = self._answer, f"{key}/all"
+        try:
+            self._wait(keys)
+        except CommunicationError as error:
+            self._store.set(self._answer, _GAVE_UP + str(error).encode())
+            raise
+        result = join([own, *map(bytes, self._store.multi_get(keys))])
+        self._store.set(self._answer, _ANSWER + result)
+        if former is not None:  # all who have come here have read it
+            quietly(lambda: self._store.delete_key(former))
+        return result
+
+    def _hand_in(self, key: str, own: bytes) -> bytes:
+        self._store.set(f"{key}/{self.rank}", own)
+        self._wait([f"{key}/all"])
+        result = bytes(self._store.get(f"{key}/all"))
+        quietly(lambda: self._store.delete_key(f"{key}/{self.rank}"))
+        if result.startswith(_GAVE_UP):
+            raise CommunicationError(result[1:].decode())
+        return result[1:]
+
+    def _wait(self, keys: Sequence[str]) -> None:
+        """Rank 0 decides when it has waited long enough; the others wait for it while its store answers."""
+        began, told = time.monotonic(), False
+        main_ended: float | None = None
+        while not self._store.check(list(keys)):
+            now = time.monotonic()
+            if self.rank == 0 and self._round == 1 and not told and now > began + WAIT_S:
+                told = True
+                logger.warning(
+                    f"{self._name}: rank 0 has waited {WAIT_S:g} s for {self._missing(keys)}, which did not begin it. "
+                    "Every rank has to, not only rank 0 (each writes its part)."
+                )
+            if main_ended is None and self.rank == 0 and _an_exception_ended_the_program():
+                main_ended = now
+            late = main_ended is not None and now > main_ended + LAST_S
+            if late or now > began + default_pg_timeout.total_seconds():
+                missing = self._missing(keys) if self.rank == 0 else "rank 0"
+                raise CommunicationError(f"{self._name}: nothing came from {missing}")
+            time.sleep(_pause(now - began))
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        return named([rank for rank, key in enumerate(keys, 1) if not self._store.check([key])])
+
+
+def _pause(waited: float) -> float:
+    return min(max(waited / 10, SHORTEST_S), LONGEST_S)
+
+
+def _an_exception_ended_the_program() -> bool:
+    return hasattr(sys, "last_value") and not threading.main_thread().is_alive()

@@ -1,0 +1,49 @@
+"""Keys of accounts are neither logged nor saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+from deepspeed.config.hidden import HIDDEN, without_secrets
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.observers import attach
+from deepspeed.utils.logging import logger
+from tests.checkpoint.models import config, make_engine
+from tests.pool import distributed
+
+SECRET = "k3y-of-an-account"
+COMET = {"comet": {"enabled": False, "api_key": SECRET}}
+
+
+def test_only_secrets_are_replaced() -> None:
+    given = {
+        "a": {"api_key": SECRET, "WANDB_API_KEY": SECRET, "tokens": 3, "eos_token": "x"},
+        "b": [1, (2, "c")],
+    }
+    assert without_secrets(given) == {
+        **given,
+        "a": {**given["a"], "api_key": HIDDEN, "WANDB_API_KEY": HIDDEN},
+    }
+    assert given["a"]["api_key"] == SECRET
+    assert without_secrets({"api_key": None}) == {"api_key": None}
+
+
+def test_a_config_that_is_printed() -> None:
+    lines: list[str] = []
+    with mock.patch.object(logger, "info", lines.append):
+        DeepSpeedConfig({"train_batch_size": 1, **COMET}).print("config")
+    assert any("comet" in line for line in lines)
+    assert SECRET not in "\n".join(lines)
+
+
+@distributed(world_size=1)
+def test_checkpoints_and_the_dumped_config(tmp_path: Path) -> None:
+    dumped: list[object] = []
+    with mock.patch.object(attach, "print_json_dist", lambda found, ranks: dumped.append(found)):
+        engine = make_engine(config(2, dump_state=True, **COMET))
+    assert HIDDEN in repr(dumped) and SECRET not in repr(dumped)
+    engine.save_checkpoint(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 2 and not any(SECRET.encode() in path.read_bytes() for path in files)
+    engine.destroy()
