@@ -251,7 +251,9 @@ void ds::attention(const ds_paged_layer &layer, const ds_step &step, const Team 
     if (own_rows(step))
         for_own_share(team, units, work);
     else
-        for_shares(team, units, work);
+        for_shares(team, units, [&](int64_t begin, int64_t end) {
+            for (int64_t number = begin; number < end; ++number) work(number);
+        });
 }
 
 bool ds::attention_alike(const ds_paged_layer &layer, const ds_rotary &rotary, const ds_step &step) {

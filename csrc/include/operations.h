@@ -39,15 +39,20 @@ DS_INLINE void for_own_share(const Team &team, int64_t units, Work &&work) {
     for (int64_t i = team.share_begin(team.thread, units); i < end; ++i) work(i);
 }
 
-// The same, and then for what is left of the shares of others: a thread that has no processor for a while leaves its work
-// to them.
+// The same as runs, work(begin, end), and then for what is left of the shares of others: a thread that has no processor for
+// a while leaves its work to them. A run is half of what is left, as taking one makes a thread wait for its loads.
 template <class Work>
 DS_INLINE void for_shares(const Team &team, int64_t units, Work &&work) {
     for (int64_t k = 0; k < team.threads; ++k) {
         const int64_t owner = (team.thread + k) % team.threads;
-        const int64_t begin = team.share_begin(owner, units), end = team.share_begin(owner + 1, units);
+        const int64_t begin = team.share_begin(owner, units), share = team.share_begin(owner + 1, units) - begin;
         std::atomic<int64_t> &taken = team.taken[owner].value;
-        for (int64_t i = begin + taken.fetch_add(1); i < end; i = begin + taken.fetch_add(1)) work(i);
+        for (int64_t at = taken.load(std::memory_order_relaxed); at < share;) {
+            const int64_t run = team.threads == 1 ? share : (share - at + 1) / 2;
+            if (!taken.compare_exchange_weak(at, at + run)) continue;
+            work(begin + at, begin + at + run);
+            at += run;
+        }
     }
 }
 
@@ -57,29 +62,19 @@ constexpr int64_t kOwnRows = 2;
 // Memory that a thread is going to read: lines of it are asked for while there is nothing else to do.
 class Ahead {
   public:
-    void add(const char *memory, int64_t bytes) {
-        if (count_ < kRanges && bytes > 0) ranges_[count_++] = {memory, memory + bytes};
-    }
+    Ahead() = default;
+    Ahead(const char *memory, int64_t bytes) : next_(memory), end_(memory + bytes) {}
+
     void fetch(int64_t lines) {
 #if defined(__GNUC__)
-        for (; lines > 0 && at_ < count_; --lines) {
-            Range &range = ranges_[at_];
-            __builtin_prefetch(range.next, 0, 2);
-            range.next += 64;
-            if (range.next >= range.end) ++at_;
-        }
+        for (; lines > 0 && next_ < end_; --lines, next_ += 64) __builtin_prefetch(next_, 0, 2);
 #else
         (void)lines;
 #endif
     }
 
   private:
-    struct Range {
-        const char *next, *end;
-    };
-    static constexpr int kRanges = 2;
-    Range ranges_[kRanges] = {};
-    int count_ = 0, at_ = 0;
+    const char *next_ = nullptr, *end_ = nullptr;
 };
 
 // The products. `shared_bytes`: of prepared inputs; none for few rows, which every thread prepares for itself.
@@ -88,7 +83,7 @@ void product_prepare(const ds_product &product, int64_t rows, const Team &team);
 // `gate`: what makes activations of the outputs, done with them; or null.
 void product_compute(const ds_product &product, int64_t rows, const Team &team, const ds_gate *gate);
 // What a thread reads first of the weights.
-void product_ahead(const ds_product &product, int64_t rows, const Team &team, const ds_gate *gate, Ahead &ahead);
+Ahead product_ahead(const ds_product &product, int64_t rows, const Team &team, const ds_gate *gate);
 // Whether `gate` takes all outputs of the product, and nothing else.
 bool product_gated(const ds_product &product, const ds_gate &gate);
 

@@ -354,20 +354,6 @@ struct Division {
     }
 };
 
-// The weights of output `output` and those behind it, at most `most` bytes.
-void add_ahead(const ds_product &product, int64_t output, int64_t end, int64_t most, ds::Ahead &ahead) {
-    for (int64_t m = 0; m < product.count; ++m) {
-        const ds_matrix &matrix = product.matrices[m];
-        if (output < matrix.outputs) {
-            const int64_t bytes = (std::min(end, matrix.outputs) - output) * matrix.row_bytes;
-            ahead.add(static_cast<const char *>(matrix.values) + output * matrix.row_bytes, std::min(bytes, most));
-            return;
-        }
-        output -= matrix.outputs;
-        end -= matrix.outputs;
-    }
-}
-
 }  // namespace
 
 int64_t ds::product_shared_bytes(const ds_product &product, int64_t rows) {
@@ -390,8 +376,8 @@ void ds::product_compute(const ds_product &product, int64_t rows, const Team &te
     const Prepared prepared(product, rows, memory);
     for (int64_t row = 0; row < rows && rows <= kOwnRows; ++row) prepared.prepare(product, row);
     const Division division(product, rows, gate);
-    for_shares(team, division.units, [&](int64_t unit) {
-        const int64_t begin = unit * division.size, end = std::min(begin + division.size, division.outputs);
+    for_shares(team, division.units, [&](int64_t first, int64_t last) {
+        const int64_t begin = first * division.size, end = std::min(last * division.size, division.outputs);
         compute_range(product, prepared, begin, end);
         if (gate == nullptr) return;
         if (gate->up != nullptr) compute_range(product, prepared, gate->size + begin, gate->size + end);
@@ -399,14 +385,18 @@ void ds::product_compute(const ds_product &product, int64_t rows, const Team &te
     });
 }
 
-void ds::product_ahead(const ds_product &product, int64_t rows, const Team &team, const ds_gate *gate, Ahead &ahead) {
+ds::Ahead ds::product_ahead(const ds_product &product, int64_t rows, const Team &team, const ds_gate *gate) {
     const Division division(product, rows, gate);
-    const int64_t begin = team.share_begin(team.thread, division.units) * division.size;
-    const int64_t end = team.share_begin(team.thread + 1, division.units) * division.size;
-    if (begin >= end) return;
-    if (gate == nullptr || gate->up == nullptr) return add_ahead(product, begin, end, kFirstBytes, ahead);
-    add_ahead(product, begin, begin + division.size, kFirstBytes / 2, ahead);
-    add_ahead(product, gate->size + begin, gate->size + begin + division.size, kFirstBytes / 2, ahead);
+    int64_t output = team.share_begin(team.thread, division.units) * division.size;
+    for (int64_t m = 0; m < product.count; ++m) {
+        const ds_matrix &matrix = product.matrices[m];
+        if (output < matrix.outputs) {
+            const char *values = static_cast<const char *>(matrix.values) + output * matrix.row_bytes;
+            return {values, std::min((matrix.outputs - output) * matrix.row_bytes, kFirstBytes)};
+        }
+        output -= matrix.outputs;
+    }
+    return {};
 }
 
 bool ds::product_gated(const ds_product &product, const ds_gate &gate) {

@@ -144,9 +144,8 @@ struct Members {
             if (i == count) return;
             const int64_t next = next_product(i);
             if (next != asked && next < count) {
-                ahead = ds::Ahead();
-                ds::product_ahead(*product_at(next), rows_of(operations[next], *step),
-                                  {thread, threads, nullptr, nullptr}, gate_of(next), ahead);
+                ahead = ds::product_ahead(*product_at(next), rows_of(operations[next], *step),
+                                          {thread, threads, nullptr, nullptr}, gate_of(next));
                 ahead.fetch(kFirstLines);
                 asked = next;
             }
