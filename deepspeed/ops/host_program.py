@@ -87,7 +87,9 @@ class _Embedding(ctypes.Structure):
 
 
 class _Norm(ctypes.Structure):
-    _fields_ = _fields("stream delta sum output weight bias", "size", "eps offset", "centered dtype weight_dtype")
+    _fields_ = _fields(
+        "stream delta sum output weight bias", "size", "eps offset", "centered dtype weight_dtype"
+    )
 
 
 class _Rotary(ctypes.Structure):
