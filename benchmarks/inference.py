@@ -160,15 +160,25 @@ def decode(rounds: Rounds, arguments: argparse.Namespace, precision: str) -> Non
             prompts = torch.randint(0, vocabulary, (batch, arguments.prompt)).tolist()
             for job in jobs.values():  # buffers are made, kernels chosen or compiled
                 job.call("run", prompts=prompts, tokens=arguments.tokens)
+            agree = _agreeing(jobs, prompts[0]) if precision == "fp32" else None
             for number in range(arguments.rounds):
                 progress(f"round {number + 1} of {arguments.rounds}")
                 at, before, seconds = number % len(names), stream.measure(), dict[str, float]()
                 for name in names[at:] + names[:at]:
                     seconds[name] = jobs[name].call("run", prompts=prompts, tokens=arguments.tokens)[0]
                 rate = max(before, stream.measure())
-                rounds.add(
-                    f"decode {precision} {batch}", {"stream": rate, "weights": weights, "seconds": seconds}
-                )
+                measured = {"stream": rate, "weights": weights, "seconds": seconds, "agree": agree}
+                rounds.add(f"decode {precision} {batch}", measured)
+
+
+def _agreeing(jobs: dict[str, Job], prompt: list[int]) -> int | None:
+    """The first of so many greedy tokens are the same by Transformers and by llama.cpp: it has the same model. It keeps
+    keys and values in fp16, and near-ties of a model that was not trained end this at some time."""
+    names = [each for each in jobs if each.startswith(("transformers", "llama.cpp"))]
+    if len(names) < 2:
+        return None
+    found = [jobs[name].call("tokens", prompt=prompt, tokens=32)[0] for name in names]
+    return next((i for i, (a, b) in enumerate(zip(*found, strict=True)) if a != b), 32)
 
 
 def decode_table(report: Report, arguments: argparse.Namespace, rounds: Rounds, precision: str) -> None:
@@ -195,6 +205,14 @@ def decode_table(report: Report, arguments: argparse.Namespace, rounds: Rounds, 
         ["", "batch", "tokens/s", "to Transformers", "goal", f"{OWN} to it", "goal", "of the stream"],
         cells,
     )
+    agree = [
+        one["agree"]
+        for batch in arguments.batches
+        for one in rounds[f"decode {precision} {batch}"]
+        if one.get("agree")
+    ]
+    if agree:
+        report.line(f"llama.cpp gives the first {max(agree)} of Transformers' greedy tokens")
 
 
 def _decoded(rounds: list[dict[str, Any]], name: str, batch: int, tokens: int, precision: str) -> list[str]:
