@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "88M": {"vocab_size": 16384, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
     "tiny": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
 }
